@@ -1,0 +1,195 @@
+"""Paged attention over a block-sparse plan, in plain torch.
+
+The same code runs eager on any torch device and inside a compiled graph: shapes are static, the cache is written in
+place, masked values are finite. Accumulation is in float32. P pairs, Q query tile, S KV tile, H heads, K KV heads,
+G = H / K, D head size.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+
+from model_runner_base.attention.plan import PlanGeometry
+
+MASK_VALUE = -1e30
+
+
+@dataclass
+class PagedAttentionMetadata(AttentionMetadata):
+    """Where this step's keys and values go, and the plan, on the device. All int32, sizes padded."""
+
+    geometry: PlanGeometry
+    slot_blocks: torch.Tensor
+    """[T] cache block that each token is written to."""
+    slot_offsets: torch.Tensor
+    """[T] offset in that block."""
+    pair_tile: torch.Tensor
+    """[P]"""
+    pair_offset: torch.Tensor
+    """[P]"""
+    pair_blocks: torch.Tensor
+    """[P, blocks a KV tile]"""
+    merge_tree: list[torch.Tensor]
+    """[nodes, FAN_IN] a level"""
+    tile_tokens: torch.Tensor | None = None
+    """[NT, Q] token indices of each query tile; None if tile i is token i (uniform decode)."""
+    token_slots: torch.Tensor | None = None
+    """[T] where a token's output lies in the flattened tiles."""
+
+
+class PagedAttentionBackend(AttentionBackend):
+    """vLLM attention backend of every device that has no attention kernels of its own."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["PagedAttentionImpl"]:
+        return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        raise NotImplementedError("the base plans attention itself (model_runner_base.attention_metadata)")
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Keys and values of a token lie side by side: heads ``[:K]`` are keys, ``[K:]`` values."""
+        return (num_blocks, block_size, 2 * num_kv_heads, head_size)
+
+
+class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **unsupported: Any,
+    ) -> None:
+        refused = [name for name, value in unsupported.items() if value is not None]
+        if attn_type != AttentionType.DECODER:
+            refused.append(f"{attn_type} attention")
+        if kv_cache_dtype != "auto":
+            refused.append(f"kv_cache_dtype={kv_cache_dtype}")
+        if alibi_slopes is not None:
+            refused.append("ALiBi")
+        if kv_sharing_target_layer_name is not None:
+            refused.append("KV sharing between layers")
+        if refused:
+            raise NotImplementedError(f"paged attention in plain torch does not support: {', '.join(refused)}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes keys and values to the cache, then attends. ``query`` [T, H * D]; returns [T, H * D]."""
+        key = key.view(-1, self.num_kv_heads, self.head_size)
+        value = value.view(-1, self.num_kv_heads, self.head_size)
+        kv_cache.index_put_((attn_metadata.slot_blocks, attn_metadata.slot_offsets), torch.cat((key, value), dim=1))
+
+        partial = self._attend_pairs(query, kv_cache, attn_metadata)
+        for tree in attn_metadata.merge_tree:
+            partial = _merge(*partial, tree)
+        return self._untile(*partial, attn_metadata, query.shape[0]).to(query.dtype)
+
+    def _attend_pairs(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, meta: PagedAttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Partial results of every pair: unnormalised output [P, K, Q * G, D], maximum and sum [P, K, Q * G, 1]."""
+        heads, kv_heads, head_size = self.num_heads, self.num_kv_heads, self.head_size
+        group = heads // kv_heads
+        query = query.view(-1, heads, head_size)
+        if meta.tile_tokens is None:
+            tile = 1
+            tiles = query[meta.pair_tile]
+        else:
+            tile = meta.tile_tokens.shape[1]
+            tiles = query[meta.tile_tokens[meta.pair_tile].view(-1)]
+        # [P, Q, K, G, D] -> [P, K, Q * G, D]
+        tiles = tiles.view(-1, tile, kv_heads, group, head_size).transpose(1, 2)
+        tiles = tiles.reshape(-1, kv_heads, tile * group, head_size)
+        kv_tile = meta.geometry.kv_tile
+        cached = kv_cache[meta.pair_blocks].view(-1, kv_tile, 2 * kv_heads, head_size)
+        keys, values = cached[:, :, :kv_heads], cached[:, :, kv_heads:]
+
+        scores = torch.matmul(tiles, keys.permute(0, 2, 3, 1)).float() * self.scale
+        if self.logits_soft_cap:
+            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
+
+        # How far each key lies behind each query: negative ones are in the query's future.
+        position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
+        index = torch.arange(tile, dtype=torch.int32, device=query.device)
+        distance = meta.pair_offset.view(-1, 1, 1) + index.view(1, -1, 1) - position.view(1, 1, -1)
+        visible = distance >= 0
+        if self.sliding_window is not None:
+            visible = visible & (distance < self.sliding_window)
+        visible = visible.view(-1, 1, tile, 1, kv_tile).expand(-1, 1, tile, group, kv_tile)
+        visible = visible.reshape(-1, 1, tile * group, kv_tile)
+
+        scores = torch.where(visible, scores, MASK_VALUE)
+        maximum = scores.amax(dim=-1, keepdim=True)
+        weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
+        total = weights.sum(dim=-1, keepdim=True)
+        out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2))
+        return out.float(), maximum, total
+
+    def _untile(
+        self,
+        out: torch.Tensor,
+        maximum: torch.Tensor,
+        total: torch.Tensor,
+        meta: PagedAttentionMetadata,
+        num_tokens: int,
+    ) -> torch.Tensor:
+        """Normalises and puts the tiles back into token order: [NT, K, Q * G, D] -> [T, H * D]."""
+        # A padded tile saw nothing: its sum is 0, and its output must stay finite.
+        out = out / total.clamp(min=1e-30)
+        if meta.token_slots is None:
+            return out.reshape(num_tokens, self.num_heads * self.head_size)
+        group = self.num_heads // self.num_kv_heads
+        out = out.view(out.shape[0], self.num_kv_heads, -1, group, self.head_size).transpose(1, 2)
+        return out.reshape(-1, self.num_heads * self.head_size)[meta.token_slots]
+
+
+def _merge(
+    out: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor, tree: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One level of the merge tree: nodes that share a parent are rescaled to a common maximum and added."""
+    child_max = maximum[tree]
+    new_max = child_max.amax(dim=1)
+    scale = torch.exp(child_max - new_max.unsqueeze(1))
+    return (out[tree] * scale).sum(dim=1), new_max, (total[tree] * scale).sum(dim=1)

@@ -1,0 +1,116 @@
+"""The attention metadata adapter: from an input batch to what the attention layers read.
+
+It works in two halves, since the size a step runs at depends on its plan: ``plan`` on the unpadded batch, then, once
+the graph policy has chosen the size, ``pack`` into the padded input buffer on the host and ``build`` from that buffer on
+the device, inside the compiled step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model_runner_base.attention.paged import PagedAttentionMetadata
+from model_runner_base.attention.plan import FAN_IN, MASKED, AttentionPlan, PlanGeometry, make_plan, merge_tree
+from model_runner_base.block_tables import BlockTable
+from model_runner_base.graph_policy import GraphSize, StepLimits
+from model_runner_base.input_batch import InputBatch, Section, pad_into
+
+
+@dataclass
+class AttentionGroup:
+    """Layers that share a block table and a sliding window, hence a plan."""
+
+    layer_names: list[str]
+    block_table: BlockTable
+    geometry: PlanGeometry
+
+
+class PagedAttentionAdapter:
+    """Plans and metadata for every attention group of the model."""
+
+    def __init__(self, groups: list[AttentionGroup], limits: StepLimits) -> None:
+        self.groups = groups
+        self.limits = limits
+
+    def plan(self, batch: InputBatch) -> list[AttentionPlan]:
+        """One plan a group; all have the same query tiles."""
+        query_tile = 1 if batch.is_uniform_decode else self.limits.query_tile
+        return [
+            make_plan(
+                group.geometry,
+                query_tile,
+                batch.query_start,
+                batch.query_len,
+                batch.num_computed,
+                group.block_table.table,
+                batch.rows,
+            )
+            for group in self.groups
+        ]
+
+    def needed_size(self, batch: InputBatch, plans: list[AttentionPlan]) -> GraphSize:
+        """The size of this step before padding; one pair stays neutral."""
+        num_pairs = max((plan.num_pairs for plan in plans), default=0)
+        num_tiles = max((plan.num_tiles for plan in plans), default=0)
+        query_tile = plans[0].query_tile if plans else self.limits.query_tile
+        return GraphSize(query_tile, batch.num_tokens, batch.num_reqs, num_tiles, num_pairs + 1)
+
+    def sections(self, size: GraphSize) -> list[Section]:
+        query_tile, num_tokens, _, num_tiles, num_pairs = size
+        sections = []
+        for index, group in enumerate(self.groups):
+            sections += [
+                Section(f"slot_blocks.{index}", (num_tokens,)),
+                Section(f"slot_offsets.{index}", (num_tokens,)),
+                Section(f"pair_tile.{index}", (num_pairs,)),
+                Section(f"pair_offset.{index}", (num_pairs,)),
+                Section(f"pair_blocks.{index}", (num_pairs, group.geometry.blocks_per_tile)),
+            ]
+            levels = group.geometry.level_sizes(num_tiles, num_pairs)
+            sections += [Section(f"tree.{index}.{level}", (nodes, FAN_IN)) for level, nodes in enumerate(levels)]
+        if query_tile != 1:
+            sections += [Section("tile_tokens", (num_tiles, query_tile)), Section("token_slots", (num_tokens,))]
+        return sections
+
+    def pack(self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]) -> None:
+        """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
+        for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
+            table = group.block_table
+            block_index, offsets = np.divmod(batch.positions, table.block_size)
+            pad_into(views[f"slot_blocks.{index}"], table.table[batch.token_rows, block_index], 0)
+            pad_into(views[f"slot_offsets.{index}"], offsets, 0)
+            pad_into(views[f"pair_tile.{index}"], plan.pair_tile, 0)
+            pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
+            pad_into(views[f"pair_blocks.{index}"], plan.pair_blocks, 0)
+            sizes = group.geometry.level_sizes(size.num_tiles, size.num_pairs)
+            trees = merge_tree(group.geometry, plan.pairs_per_tile, sizes, size.num_pairs)
+            for level, tree in enumerate(trees):
+                views[f"tree.{index}.{level}"][:] = tree
+        if size.query_tile != 1:
+            plan = plans[0]
+            index_in_tile = np.arange(size.query_tile)
+            is_token = index_in_tile < plan.tile_len[:, None]
+            tile_tokens = np.where(is_token, plan.tile_start[:, None] + index_in_tile, 0)
+            pad_into(views["tile_tokens"], tile_tokens, 0)
+            # Tiles are in batch order, so their tokens, read in order, are all tokens.
+            pad_into(views["token_slots"], np.flatnonzero(is_token), 0)
+
+    def build(self, size: GraphSize, arrays: dict[str, torch.Tensor]) -> dict[str, PagedAttentionMetadata]:
+        """Metadata by layer name, from the unpacked sections."""
+        metadata = {}
+        for index, group in enumerate(self.groups):
+            group_metadata = PagedAttentionMetadata(
+                geometry=group.geometry,
+                slot_blocks=arrays[f"slot_blocks.{index}"],
+                slot_offsets=arrays[f"slot_offsets.{index}"],
+                pair_tile=arrays[f"pair_tile.{index}"],
+                pair_offset=arrays[f"pair_offset.{index}"],
+                pair_blocks=arrays[f"pair_blocks.{index}"],
+                merge_tree=[arrays[f"tree.{index}.{level}"] for level in range(group.geometry.num_levels)],
+                tile_tokens=arrays.get("tile_tokens"),
+                token_slots=arrays.get("token_slots"),
+            )
+            for layer_name in group.layer_names:
+                metadata[layer_name] = group_metadata
+        return metadata

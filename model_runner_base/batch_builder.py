@@ -1,0 +1,64 @@
+"""From the scheduler's output to the input batch, without a loop over requests."""
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from model_runner_base.input_batch import InputBatch, pad_into
+from model_runner_base.request_states import RequestStates
+
+
+class BatchBuilder:
+    """Builds the batch of a step and advances the requests' progress."""
+
+    def __init__(self, requests: RequestStates) -> None:
+        self.requests = requests
+
+    def build(self, scheduler_output: SchedulerOutput) -> InputBatch:
+        requests = self.requests
+        scheduled = scheduler_output.num_scheduled_tokens
+        req_ids = list(scheduled)
+        num_reqs = len(req_ids)
+        rows = np.fromiter(map(requests.rows.__getitem__, req_ids), np.int64, num_reqs)
+        query_len = np.fromiter(scheduled.values(), np.int64, num_reqs)
+        num_computed = requests.num_computed[rows].astype(np.int64)
+        seq_lens = num_computed + query_len
+        requests.num_computed[rows] = seq_lens
+        num_known = requests.num_known[rows]
+
+        query_end = np.cumsum(query_len)
+        query_start = query_end - query_len
+        if scheduler_output.total_num_scheduled_tokens == num_reqs:
+            token_rows, positions = rows, num_computed
+        else:
+            token_rows = np.repeat(rows, query_len)
+            positions = np.arange(query_end[-1]) + np.repeat(num_computed - query_start, query_len)
+        token_ids = requests.token_ids[token_rows, positions]
+        # At most the last token of a request is unknown to the host: the one sampled in its last step.
+        token_sources = np.full(len(positions), -1, np.int64)
+        on_device = seq_lens > num_known
+        token_sources[query_end[on_device] - 1] = rows[on_device]
+        return InputBatch(
+            req_ids=req_ids,
+            rows=rows,
+            query_len=query_len,
+            query_start=query_start,
+            num_computed=num_computed,
+            seq_lens=seq_lens,
+            is_sampled=seq_lens >= num_known,
+            token_rows=token_rows,
+            positions=positions,
+            token_ids=token_ids,
+            token_sources=token_sources,
+        )
+
+    def pack(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
+        """Fills the sections that every step has; what attention needs, its adapter fills."""
+        padding_row = self.requests.max_num_reqs
+        pad_into(views["token_ids"], batch.token_ids, 0)
+        pad_into(views["token_sources"], batch.token_sources, -1)
+        pad_into(views["positions"], batch.positions, 0)
+        pad_into(views["logits_indices"], batch.query_start + batch.query_len - 1, 0)
+        sample_rows, sample_positions = views["sample_slots"]
+        # A row with prompt left yields no token: what is drawn for it is recorded nowhere.
+        pad_into(sample_rows, np.where(batch.is_sampled, batch.rows, padding_row), padding_row)
+        pad_into(sample_positions, batch.seq_lens, 0)

@@ -1,0 +1,44 @@
+"""What the step asks of a device, and how a plain torch device answers.
+
+The base never calls a vendor's namespace: memory figures, buffers, copies and barriers go through ``DeviceOps``. The
+class as it stands serves any device whose memory is the host's; a subclass overrides what differs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Device memory in bytes."""
+
+    free: int
+    total: int
+
+
+class DeviceOps:
+    """Memory, copies and barriers of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def memory_info(self) -> MemoryInfo:
+        memory = psutil.virtual_memory()
+        return MemoryInfo(free=memory.available, total=memory.total)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """Copies a host array to the device; the caller may overwrite the array as soon as this returns."""
+        return torch.from_numpy(array.copy()).to(self.device)
+
+    def to_host(self, tensor: torch.Tensor) -> np.ndarray:
+        """Waits for ``tensor`` and returns its contents."""
+        return tensor.cpu().numpy()
+
+    def synchronize(self) -> None:
+        """Waits for everything that was launched."""

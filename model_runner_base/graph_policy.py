@@ -1,0 +1,115 @@
+"""Which step sizes a device runs at, and how a step is padded to one of them.
+
+CUDA graphs and compiled buckets are one idea here: a list of sizes that are captured ahead, one dispatch that picks
+the cheapest size a step fits in, and padding up to it. The policy in this file is eager: every step runs at the size
+it has and nothing is captured.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+
+class GraphSize(NamedTuple):
+    """The static sizes of one step.
+
+    ``query_tile`` tells the two kinds of step apart: 1 means that every request has one token (uniform decode), more
+    means that prefill chunks and decodes are mixed. Sizes order from cheap to dear.
+    """
+
+    query_tile: int
+    """Query tokens in one attention tile."""
+    num_tokens: int
+    num_reqs: int
+    """Rows of logits."""
+    num_tiles: int
+    """Query tiles of the attention plan."""
+    num_pairs: int
+    """(query tile, KV tile) pairs of the attention plan, of which at least one is padding."""
+
+    def holds(self, need: "GraphSize") -> bool:
+        """Whether a step of size ``need`` can be padded to this size."""
+        return self.query_tile == need.query_tile and all(a >= b for a, b in zip(self, need, strict=True))
+
+    def __str__(self) -> str:
+        kind = "decode" if self.query_tile == 1 else "mixed"
+        return f"{kind} {self.num_tokens} tokens, {self.num_reqs} requests, {self.num_pairs} attention pairs"
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What the scheduler may ask of one step, and the tiling that the attention plan will use."""
+
+    max_num_tokens: int
+    max_num_reqs: int
+    max_model_len: int
+    query_tile: int
+    """Query tile of mixed steps."""
+    kv_tile: int
+
+    @property
+    def max_kv_tiles(self) -> int:
+        return -(-self.max_model_len // self.kv_tile)
+
+    def num_tiles(self, num_tokens: int) -> int:
+        """The most query tiles that ``num_tokens`` tokens of a mixed step can make: each request may leave one ragged."""
+        ragged = min(self.max_num_reqs, num_tokens)
+        return num_tokens // self.query_tile + ragged
+
+
+StepFunction = Callable[..., Any]
+
+
+class NoGraphSizeError(RuntimeError):
+    """A step is larger than every captured size; it is a fault of the policy, not of the request."""
+
+
+class GraphPolicy:
+    """Eager: no sizes, no padding beyond the plan's neutral pair, functions run as they are."""
+
+    sizes: Sequence[GraphSize] = ()
+    uses_graphs = False
+
+    def configure(self, limits: StepLimits) -> None:
+        """Called once, when model length, block size and scheduler limits are known."""
+
+    def dispatch(self, need: GraphSize) -> GraphSize:
+        """The size that a step of size ``need`` runs at."""
+        return need
+
+    def wrap(self, function: StepFunction, name: str, state: list[torch.Tensor]) -> StepFunction:
+        """Returns what the runner calls in place of ``function``.
+
+        ``function`` updates the tensors in ``state`` in place. A policy that compiles it may replace the elements of
+        the list by new tensors instead; the runner reads them through the list only.
+        """
+        return function
+
+
+class BucketPolicy(GraphPolicy):
+    """A fixed list of sizes; a step runs at the first that holds it."""
+
+    uses_graphs = True
+
+    def __init__(self) -> None:
+        self.dispatch = lru_cache(maxsize=4096)(self._first_that_holds)  # type: ignore[method-assign]
+
+    def _first_that_holds(self, need: GraphSize) -> GraphSize:
+        for size in self.sizes:
+            if size.holds(need):
+                return size
+        raise NoGraphSizeError(f"no captured size holds a step of {need}")
+
+
+def geometric(start: int, stop: int, factor: int = 2) -> list[int]:
+    """``start``, ``start * factor``, ... below ``stop``, then ``stop`` itself."""
+    values = []
+    value = min(start, stop)
+    while value < stop:
+        values.append(value)
+        value *= factor
+    return [*values, stop]
+

@@ -1,0 +1,110 @@
+"""The input batch: what one step computes, as host arrays, and its one packed copy to the device.
+
+Every int32 array that the step's graph reads lies in one flat buffer, section after section, so that a step costs one
+host-to-device copy whatever its features are. The graph takes the buffer apart again by the same section list.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from model_runner_base.graph_policy import GraphSize
+
+
+class Section(NamedTuple):
+    """One array in the packed buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class InputBatch:
+    """The scheduled requests of one step, unpadded: R requests, T tokens."""
+
+    req_ids: list[str]
+    rows: np.ndarray
+    """[R] row of each request in the request states."""
+    query_len: np.ndarray
+    """[R] tokens scheduled."""
+    query_start: np.ndarray
+    """[R] index of each request's first token."""
+    num_computed: np.ndarray
+    """[R] tokens in the cache before this step."""
+    seq_lens: np.ndarray
+    """[R] tokens in the cache after this step."""
+    is_sampled: np.ndarray
+    """[R] bool: whether the request yields a token, that is, no later chunk of its prompt is left."""
+    token_rows: np.ndarray
+    """[T] row of each token's request."""
+    positions: np.ndarray
+    """[T] position of each token in its request."""
+    token_ids: np.ndarray
+    """[T] token ids known to the host."""
+    token_sources: np.ndarray
+    """[T] row whose last sampled token stands in for the id (it is on the device only), or -1."""
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_uniform_decode(self) -> bool:
+        return self.num_tokens == self.num_reqs
+
+
+def token_sections(size: GraphSize) -> list[Section]:
+    """The sections that every step has, whatever its attention needs."""
+    _, num_tokens, num_reqs, *_ = size
+    return [
+        Section("token_ids", (num_tokens,)),
+        Section("token_sources", (num_tokens,)),
+        Section("positions", (num_tokens,)),
+        Section("logits_indices", (num_reqs,)),
+        Section("sample_slots", (2, num_reqs)),
+    ]
+
+
+class PackedInputs:
+    """The host side of the packed buffer: views into it for each size, made once a size."""
+
+    def __init__(self) -> None:
+        self._views = lru_cache(maxsize=1024)(self._make_views)
+
+    def views(self, sections: tuple[Section, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The buffer for these sections and a writable view of each, with whatever the last such step left in them."""
+        return self._views(sections)
+
+    @staticmethod
+    def _make_views(sections: tuple[Section, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        buffer = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
+        views, start = {}, 0
+        for name, shape in sections:
+            views[name] = buffer[start : start + prod(shape)].reshape(shape)
+            start += prod(shape)
+        return buffer, views
+
+
+def unpack(packed: torch.Tensor, sections: Iterable[Section]) -> dict[str, torch.Tensor]:
+    """The device side: takes the packed buffer apart. Traceable, also with symbolic sizes."""
+    arrays, start = {}, 0
+    for name, shape in sections:
+        stop = start + prod(shape)
+        arrays[name] = packed[start:stop].view(shape)
+        start = stop
+    return arrays
+
+
+def pad_into(view: np.ndarray, values: np.ndarray, padding: int) -> None:
+    """Writes ``values`` to the front of ``view`` and ``padding`` behind them."""
+    view[: len(values)] = values
+    view[len(values) :] = padding

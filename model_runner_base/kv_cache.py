@@ -1,0 +1,78 @@
+"""KV-cache specs, allocation and binding. vLLM's unstable KVCacheConfig is read here and nowhere else."""
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+
+from model_runner_base.attention.plan import PlanGeometry, kv_tile_for
+from model_runner_base.attention_metadata import AttentionGroup
+from model_runner_base.block_tables import BlockTable
+from model_runner_base.device_ops import DeviceOps
+
+
+def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
+    return get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+
+
+def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """The KV-cache spec of every layer that keeps a cache, by layer name."""
+    specs = {}
+    for name, layer in attention_layers(vllm_config).items():
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is None:
+            continue
+        if not isinstance(spec, AttentionSpec):
+            raise NotImplementedError(
+                f"layer {name} keeps a {type(spec).__name__}; only attention caches are supported yet"
+            )
+        specs[name] = spec
+    return specs
+
+
+def allocate(
+    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, device_ops: DeviceOps
+) -> dict[str, torch.Tensor]:
+    """Zero-filled caches by layer name; layers that share a tensor in the config share it here.
+
+    The contents must be finite from the start: masked positions are multiplied by zero, not skipped.
+    """
+    layers = attention_layers(vllm_config)
+    specs = {
+        name: group.kv_cache_spec for group in kv_cache_config.kv_cache_groups for name in group.layer_names
+    }
+    caches = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        spec = specs[tensor.shared_by[0]]
+        backend = layers[tensor.shared_by[0]].get_attn_backend()
+        num_blocks = tensor.size // spec.page_size_bytes
+        shape = backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+        cache = device_ops.zeros(shape, spec.dtype)
+        caches.update(dict.fromkeys(tensor.shared_by, cache))
+    return caches
+
+
+def bind(caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> None:
+    """Gives every attention layer its cache."""
+    for name, layer in attention_layers(vllm_config).items():
+        layer.kv_cache = [caches[name]]
+
+
+def attention_groups(
+    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int
+) -> tuple[list[BlockTable], list[AttentionGroup]]:
+    """One block table a KV-cache group, and one attention group for each window among the group's layers."""
+    layers = attention_layers(vllm_config)
+    tables, groups = [], []
+    for group in kv_cache_config.kv_cache_groups:
+        block_size = group.kv_cache_spec.block_size
+        kv_tile = kv_tile_for(block_size)
+        table = BlockTable(max_num_reqs, max_model_len, block_size, kv_tile // block_size)
+        tables.append(table)
+        by_window: dict[int | None, list[str]] = {}
+        for name in group.layer_names:
+            by_window.setdefault(getattr(layers[name], "sliding_window", None), []).append(name)
+        for window, names in by_window.items():
+            geometry = PlanGeometry(block_size, kv_tile, -(-max_model_len // kv_tile), window)
+            groups.append(AttentionGroup(names, table, geometry))
+    return tables, groups

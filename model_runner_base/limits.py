@@ -1,0 +1,55 @@
+"""What the base cannot do yet, said before any work is done.
+
+A configuration or request that would come out wrong is refused here with one line that says what to do. A feature that
+is built takes its line away.
+"""
+
+from vllm.config import VllmConfig
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+
+
+class UnsupportedConfigError(ValueError):
+    """The engine was configured for something this runner does not do."""
+
+
+def check_config(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedConfigError for the first setting that this runner does not serve."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    refusals = {
+        "LoRA adapters are not supported yet: leave out enable_lora": vllm_config.lora_config,
+        "speculative decoding is not supported yet: leave out speculative_config": vllm_config.speculative_config,
+        "KV transfer is not supported yet: leave out kv_transfer_config": vllm_config.kv_transfer_config,
+        "tensor and pipeline parallelism are not supported yet: use one worker": parallel.world_size > 1,
+        "data parallelism is not supported yet: use data_parallel_size=1": parallel.data_parallel_size > 1,
+        "multimodal models are not supported yet: serve a text-only model": model and model.is_multimodal_model,
+        "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
+        "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
+        "prompt embeddings are not supported yet: leave out enable_prompt_embeds": model and model.enable_prompt_embeds,
+        "sleep mode is not supported yet: leave out enable_sleep_mode": model and model.enable_sleep_mode,
+    }
+    for message, is_asked in refusals.items():
+        if is_asked:
+            raise UnsupportedConfigError(message)
+
+
+def check_request(params: SamplingParams | PoolingParams) -> None:
+    """Raises ValueError, which the API server answers with status 400, for a parameter that would be ignored."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError("this runner generates text: pooling requests are not supported")
+    asked = {
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "min_tokens": params.min_tokens,
+        "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words,
+        "logprobs": params.logprobs is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "structured outputs": params.structured_outputs,
+    }
+    names = [name for name, is_asked in asked.items() if is_asked]
+    if names:
+        raise ValueError(f"not supported by this runner yet: {', '.join(names)}; leave out or set to the default")

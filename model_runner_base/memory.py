@@ -1,0 +1,37 @@
+"""Device-agnostic memory measurement."""
+
+import gc
+from types import TracebackType
+
+from model_runner_base.device_ops import DeviceOps
+
+
+class DeviceMemoryProfiler:
+    """Measures how many bytes of device memory a block of code leaves taken.
+
+    >>> with DeviceMemoryProfiler(device_ops) as profiler:
+    ...     model = load()
+    >>> profiler.consumed_memory
+    """
+
+    def __init__(self, device_ops: DeviceOps) -> None:
+        self.device_ops = device_ops
+        self.initial_memory = 0
+        self.consumed_memory = 0
+
+    def current_memory_usage(self) -> int:
+        info = self.device_ops.memory_info()
+        return info.total - info.free
+
+    def __enter__(self) -> "DeviceMemoryProfiler":
+        gc.collect()
+        self.device_ops.synchronize()
+        self.initial_memory = self.current_memory_usage()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        gc.collect()
+        self.device_ops.synchronize()
+        self.consumed_memory = self.current_memory_usage() - self.initial_memory

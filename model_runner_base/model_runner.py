@@ -1,0 +1,301 @@
+"""ModelRunnerBase: one step of the engine, from the scheduler's output to sampled tokens.
+
+What may never enter this file: a device's name, a branch on a feature, a formula of attention or sampling. Those live
+in the rooms that this file calls, and a device plugs itself in through four hooks (``_cache_device_properties``,
+``load_model``, ``profile_run``, ``capture_model``) and the two objects that the first of them may install.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.tasks import SupportedTask
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+from model_runner_base import kv_cache, limits
+from model_runner_base.attention.plan import MASKED, kv_tile_for
+from model_runner_base.attention_metadata import PagedAttentionAdapter
+from model_runner_base.batch_builder import BatchBuilder
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepLimits
+from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
+from model_runner_base.outputs import StepOutput
+from model_runner_base.request_states import RequestInfo, RequestStates
+from model_runner_base.sample.params import SamplingMode, SamplingStates
+from model_runner_base.sample.sampler import sample
+
+
+@dataclass
+class ExecuteModelState:
+    """What ``execute_model`` leaves for ``sample_tokens``."""
+
+    batch: InputBatch
+    hidden_states: torch.Tensor
+    """[padded tokens, hidden]"""
+    logits: torch.Tensor
+    """[padded requests, vocabulary]"""
+    sample_slots: torch.Tensor
+    """[2, padded requests]"""
+
+
+class ModelRunnerBase:
+    """A device's model runner, less what only the device knows."""
+
+    use_piecewise_graph = False
+    """Whether the model runs as captured graphs; eager is the fallback."""
+
+    MIXED_QUERY_TILE = 16
+    """Query tokens in one attention tile of a step that mixes prefill and decode."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        limits.check_config(vllm_config)
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.device = device
+        self.max_model_len = self.model_config.max_model_len
+        self.tokenwise_graph_batch_sizes: list[int] = []
+        """Token counts that steps are padded to; empty when eager."""
+
+        # Replaced by _cache_device_properties where the device asks for it.
+        self.device_ops = DeviceOps(device)
+        self.graph_policy = GraphPolicy()
+
+        self.model: nn.Module
+        self._inputs = PackedInputs()
+        self._execute_model_state: ExecuteModelState | None = None
+        self._cache_device_properties()
+
+    # ---- The four hooks of a device ----
+
+    def _cache_device_properties(self) -> None:
+        """Called once, from the constructor: read what the device can do, install ``device_ops`` and ``graph_policy``."""
+        raise NotImplementedError
+
+    def load_model(self) -> None:
+        """Set ``self.model``, its weights on the device."""
+        raise NotImplementedError
+
+    def profile_run(self) -> int:
+        """The device memory in bytes that the largest step needs beyond weights and KV cache."""
+        raise NotImplementedError
+
+    def capture_model(self) -> None:
+        """Make every graph that a step may need; called once, after ``initialize_kv_cache``."""
+        raise NotImplementedError
+
+    # ---- The engine's contract: before the first step ----
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return kv_cache.collect_specs(self.vllm_config)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """The engine fitted the model length to the memory that is left; called before the KV cache exists."""
+        self.max_model_len = max_model_len
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates and binds the KV caches, and everything whose size depends on them."""
+        max_num_reqs = self.scheduler_config.max_num_seqs
+        caches = kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
+        kv_cache.bind(caches, self.vllm_config)
+        # Layers may share a tensor: list each once.
+        self.kv_caches = list({id(cache): cache for cache in caches.values()}.values())
+        self.last_tokens = [self.device_ops.zeros((max_num_reqs + 1,), torch.int32)]
+
+        self.requests = RequestStates(max_num_reqs, self.max_model_len)
+        self.sampling = SamplingStates(
+            max_num_reqs, self.model_config.get_vocab_size(), self.model_config.seed, self.device_ops
+        )
+        self.block_tables, groups = kv_cache.attention_groups(
+            kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len
+        )
+        step_limits = self._step_limits()
+        self.attention = PagedAttentionAdapter(groups, step_limits)
+        self.batch_builder = BatchBuilder(self.requests)
+        self.graph_policy.configure(step_limits)
+        self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
+
+        wrap = self.graph_policy.wrap
+        self._forward = wrap(self._run_model, "model", self.kv_caches)
+        self._samplers = {
+            mode: wrap(partial(sample, mode), f"sampler ({mode.name.lower()})", self.last_tokens)
+            for mode in SamplingMode
+        }
+
+    def _step_limits(self) -> StepLimits:
+        return StepLimits(
+            max_num_tokens=self.scheduler_config.max_num_batched_tokens,
+            max_num_reqs=self.scheduler_config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            query_tile=self.MIXED_QUERY_TILE,
+            kv_tile=kv_tile_for(self.vllm_config.cache_config.block_size),
+        )
+
+    # ---- The engine's contract: one step ----
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless there were none."""
+        self._update_states(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        self._execute_encoder(scheduler_output)
+        batch, size, packed = self._prepare_inputs(scheduler_output)
+        with set_forward_context(None, self.vllm_config):
+            outputs = self._forward(size, packed, self.last_tokens[0])
+        self._execute_model_state = ExecuteModelState(batch, *outputs)
+        return None
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """Launches the sampler on what ``execute_model`` left."""
+        state, self._execute_model_state = self._execute_model_state, None
+        if state is None:
+            return None  # execute_model failed; the engine raises its exception
+        sampler, tables = self._prepare_sampling(state.batch)
+        tokens = sampler(state.logits, state.sample_slots, *tables, self.last_tokens[0])
+        output = StepOutput(state.batch, tokens, self.device_ops)
+        return output if self.scheduler_config.async_scheduling else output.get_output()
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Brings request states and block tables up to the scheduler's: finished, preempted, new, continued."""
+        for req_id in scheduler_output.finished_req_ids:
+            self.requests.remove(req_id)
+        for req_id in scheduler_output.preempted_req_ids or ():
+            self.requests.release_row(req_id)
+
+        for new in scheduler_output.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None and new.sampling_params is not None
+            seed = new.sampling_params.seed
+            info = RequestInfo(
+                sampling_params=new.sampling_params,
+                num_prompt_tokens=len(new.prompt_token_ids),
+                seed=self.sampling.draw_seed() if seed is None else seed,
+            )
+            self._place(new.req_id, info, new.prompt_token_ids, new.num_computed_tokens, new.block_ids)
+
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, block_ids in enumerate(cached.new_block_ids):
+            if block_ids is None:
+                continue
+            req_id = cached.req_ids[index]
+            if req_id in cached.resumed_req_ids:
+                info = self.requests.infos[req_id]
+                tokens = cached.all_token_ids[req_id]
+                self._place(req_id, info, tokens, cached.num_computed_tokens[index], block_ids)
+            else:
+                row = self.requests.rows[req_id]
+                for table, ids in zip(self.block_tables, block_ids, strict=True):
+                    table.append(row, ids)
+
+    def _place(
+        self,
+        req_id: str,
+        info: RequestInfo,
+        token_ids: list[int],
+        num_computed: int,
+        block_ids: tuple[list[int], ...],
+    ) -> None:
+        """Gives a new or resumed request its row."""
+        row = self.requests.add(req_id, info, token_ids, num_computed)
+        self.sampling.set(row, info.sampling_params, info.seed)
+        for table, ids in zip(self.block_tables, block_ids, strict=True):
+            table.assign(row, ids)
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, GraphSize, torch.Tensor]:
+        """The batch, the size it runs at, and its arrays, padded to that size, in one buffer on the device."""
+        batch = self.batch_builder.build(scheduler_output)
+        plans = self.attention.plan(batch)
+        size = self.graph_policy.dispatch(self.attention.needed_size(batch, plans))
+        buffer, views = self._inputs.views(self._sections(size))
+        self.batch_builder.pack(batch, views)
+        self.attention.pack(batch, plans, size, views)
+        return batch, size, self.device_ops.to_device(buffer)
+
+    def _sections(self, size: GraphSize) -> tuple[Section, ...]:
+        return (*token_sections(size), *self.attention.sections(size))
+
+    def _prepare_sampling(self, batch: InputBatch) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+        """The sampler that serves this batch, and its parameter tables on the device."""
+        return self._samplers[self.sampling.mode(batch.rows)], self.sampling.tables()
+
+    def _run_model(
+        self, size: GraphSize, packed: torch.Tensor, last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The function that becomes a graph: packed inputs to hidden states, logits and sample slots."""
+        arrays = unpack(packed, self._sections(size))
+        sources = arrays["token_sources"]
+        token_ids = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], arrays["token_ids"])
+        context = get_forward_context()
+        context.attn_metadata = self.attention.build(size, arrays)
+        hidden_states = self.model(
+            input_ids=token_ids, positions=arrays["positions"], intermediate_tensors=None, inputs_embeds=None
+        )
+        context.attn_metadata = None
+        logits = self.model.compute_logits(hidden_states[arrays["logits_indices"]])
+        return hidden_states, logits, arrays["sample_slots"].clone()
+
+    # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
+
+    def _calc_mrope_positions(self, scheduler_output: SchedulerOutput) -> np.ndarray | None:
+        """Multimodal rotary positions [3, T], or None for a model whose positions are one-dimensional."""
+        return None
+
+    def _execute_encoder(self, scheduler_output: SchedulerOutput) -> list[torch.Tensor]:
+        """Runs the scheduled encoder inputs; a text-only model has none."""
+        if scheduler_output.scheduled_encoder_inputs:
+            raise limits.UnsupportedConfigError("multimodal inputs are not supported yet: send text only")
+        return []
+
+    def _gather_encoder_outputs(self, scheduler_output: SchedulerOutput) -> list[torch.Tensor]:
+        """Encoder outputs that fall into the scheduled tokens; a text-only model has none."""
+        return []
+
+    # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
+
+    def _dummy_run(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the model at a size on nothing but padding; returns hidden states and logits."""
+        sections = self._sections(size)
+        buffer, views = self._inputs.views(sections)
+        buffer[:] = 0
+        views["token_sources"][:] = -1
+        views["sample_slots"][0] = self.requests.max_num_reqs
+        for name, view in views.items():
+            if name.startswith("pair_offset"):
+                view[:] = MASKED
+        with set_forward_context(None, self.vllm_config):
+            hidden_states, logits, _ = self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0])
+        return hidden_states, logits
+
+    def _dummy_sample(self, num_reqs: int, logits: torch.Tensor) -> None:
+        """Runs every sampler on rows of padding."""
+        slots = np.full((2, num_reqs), self.requests.max_num_reqs, np.int32)
+        for mode in SamplingMode:
+            device_slots = self.device_ops.to_device(slots)
+            self._samplers[mode](logits, device_slots, *self.sampling.tables(), self.last_tokens[0])
+
+    def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
+        """Runs every size and every sampler once, dearest first, under a progress bar."""
+        seen: set[int] = set()
+        for size in (progress := tqdm(sorted(sizes, reverse=True), desc="Capturing graphs", unit="graph")):
+            progress.set_postfix_str(str(size))
+            _, logits = self._dummy_run(size)
+            if size.num_reqs not in seen:
+                seen.add(size.num_reqs)
+                self._dummy_sample(size.num_reqs, logits)
+        self.device_ops.synchronize()
+
+

@@ -1,0 +1,65 @@
+"""Request states as a struct of arrays: one row a request, rows never move.
+
+A row lives from the step that first schedules a request until it finishes or is preempted. What a preempted request
+needs to come back is kept apart, so that ``max_num_reqs`` rows serve any number of preempted requests.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+
+
+@dataclass
+class RequestInfo:
+    """What survives a preemption."""
+
+    sampling_params: SamplingParams
+    num_prompt_tokens: int
+    seed: int
+    """The request's own seed, or one drawn for it."""
+
+
+class RequestStates:
+    """Tokens and progress of every request that holds a row.
+
+    Tokens sampled on the device are not copied back into ``token_ids``: the device keeps each row's last token, and
+    the scheduler sends all tokens of a request when it resumes. So ``num_known`` stays as it was when the row was
+    filled, and two comparisons tell all: a row is sampled once ``seq_len >= num_known``, and its last input token lies
+    on the device once ``seq_len > num_known``.
+    """
+
+    def __init__(self, max_num_reqs: int, max_model_len: int) -> None:
+        self.max_num_reqs = max_num_reqs
+        self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
+        self.num_known = np.zeros(max_num_reqs, np.int32)
+        self.num_computed = np.zeros(max_num_reqs, np.int32)
+        self.rows: dict[str, int] = {}
+        self.infos: dict[str, RequestInfo] = {}
+        self._free = list(range(max_num_reqs - 1, -1, -1))
+
+    def add(self, req_id: str, info: RequestInfo, token_ids: list[int], num_computed: int) -> int:
+        """Gives a request a row, or refills the one it has, and returns it."""
+        self.infos[req_id] = info
+        row = self.rows.get(req_id)
+        if row is None:
+            row = self.rows[req_id] = self._free.pop()
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.num_known[row] = len(token_ids)
+        self.num_computed[row] = num_computed
+        return row
+
+    def release_row(self, req_id: str) -> None:
+        """Frees the row of a preempted request; nothing happens if it holds none."""
+        row = self.rows.pop(req_id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def remove(self, req_id: str) -> None:
+        """Forgets a finished request; an unknown one (aborted before it ever ran) is ignored."""
+        self.release_row(req_id)
+        self.infos.pop(req_id, None)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.rows)

@@ -1,0 +1,1 @@
+"""Sampling on the device: parameters as tensors by row, one graph a mode."""

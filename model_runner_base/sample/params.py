@@ -1,0 +1,67 @@
+"""Sampling parameters of every request row, kept on the device and copied only when a row changes."""
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+
+from model_runner_base.device_ops import DeviceOps
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below it a request is greedy, as in vLLM."""
+
+
+class SamplingMode(IntEnum):
+    """What the requests of a batch need, from cheap to dear; a batch runs at its dearest."""
+
+    GREEDY = 0
+    RANDOM = 1
+    """Temperature, min-p, seeds."""
+    SORTED = 2
+    """Also top-k or top-p, which sort the vocabulary."""
+
+
+class SamplingStates:
+    """Two tables with a row for each request row and one more, greedy, for padding.
+
+    Floats [rows, 3]: temperature, top-p, min-p. Ints [rows, 3]: top-k (the vocabulary's size if off), low and high half
+    of the seed. Requests without a seed get a random one from ``seed``'s stream.
+    """
+
+    def __init__(self, max_num_reqs: int, vocab_size: int, seed: int, device_ops: DeviceOps) -> None:
+        self.vocab_size = vocab_size
+        self.device_ops = device_ops
+        self.floats = np.zeros((max_num_reqs + 1, 3), np.float32)
+        self.ints = np.zeros((max_num_reqs + 1, 3), np.int32)
+        self.ints[:, 0] = vocab_size
+        self.floats[:, 1] = 1.0
+        self.modes = np.zeros(max_num_reqs + 1, np.int8)
+        self._random = np.random.default_rng(seed)
+        self._device: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+        is_sorted = params.top_p < 1.0 or 0 < params.top_k < self.vocab_size
+        mode = SamplingMode.SORTED if is_sorted else SamplingMode.RANDOM
+        if params.temperature < GREEDY_TEMPERATURE:
+            mode = SamplingMode.GREEDY
+        self.modes[row] = mode
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        halves = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
+        floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)
+        ints = np.array([top_k, *halves], np.int32)
+        if not (np.array_equal(self.floats[row], floats) and np.array_equal(self.ints[row], ints)):
+            self.floats[row], self.ints[row] = floats, ints
+            self._device = None
+
+    def draw_seed(self) -> int:
+        return int(self._random.integers(1 << 63))
+
+    def mode(self, rows: np.ndarray) -> SamplingMode:
+        return SamplingMode(int(self.modes[rows].max(initial=0)))
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two tables on the device."""
+        if self._device is None:
+            self._device = self.device_ops.to_device(self.floats), self.device_ops.to_device(self.ints)
+        return self._device

@@ -1,0 +1,37 @@
+"""Counter-based random numbers: a request's noise depends on its seed and position alone.
+
+No generator state is kept, so a row may move, a request may be preempted, chunked or batched with anything else, and
+its draws stay the same. The mixing function is the 32-bit "lowbias32" finaliser of Chris Wellons' hash-prospector
+(public domain), applied once for each of seed, position and token id. All arithmetic is elementwise int32.
+"""
+
+import torch
+
+_MULTIPLIER_1 = 0x7FEB352D
+_MULTIPLIER_2 = 0x846CA68B - (1 << 32)
+_GOLDEN = 0x9E3779B9 - (1 << 32)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift of int32, whose ``>>`` would drag the sign along."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 16)) * _MULTIPLIER_1
+    x = (x ^ _shift_right(x, 15)) * _MULTIPLIER_2
+    return x ^ _shift_right(x, 16)
+
+
+def gumbel_noise(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:
+    """Standard Gumbel noise [S, count] in float32 for int32 vectors [S].
+
+    Adding it to logits and taking the maximum draws from their softmax (Gumbel-max trick).
+    """
+    stream = _mix(_mix(seed_low) ^ seed_high)
+    stream = _mix(stream ^ (position * _GOLDEN))
+    index = torch.arange(count, dtype=torch.int32, device=position.device)
+    bits = _mix(_mix(stream.view(-1, 1) ^ (index.view(1, -1) * _GOLDEN)) + stream.view(-1, 1))
+    # 24 bits fit a float32 exactly; half a step keeps the logarithms finite.
+    uniform = (_shift_right(bits, 8).float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))

@@ -1,0 +1,61 @@
+"""The sampler: from logits to tokens, static shapes, no branch on data.
+
+Order as in vLLM: temperature, min-p, top-k, top-p (over what top-k left), draw; a greedy request takes the maximum of
+the untouched logits. Where values tie at a threshold, all of them are kept.
+"""
+
+import torch
+
+from model_runner_base.sample.params import GREEDY_TEMPERATURE, SamplingMode
+from model_runner_base.sample.random import gumbel_noise
+
+
+def sample(
+    mode: SamplingMode,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    floats: torch.Tensor,
+    ints: torch.Tensor,
+    last_tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Samples one token a row and records it in ``last_tokens``, in place.
+
+    Args:
+        logits: [S, V].
+        slots: [2, S] int32: the request row of each logits row (the padding row where nothing is to be recorded), and
+            the position its token will have.
+        floats, ints: the tables of ``SamplingStates``.
+        last_tokens: [rows] int32.
+
+    Returns:
+        Token ids [S] int32.
+    """
+    rows, positions = slots[0], slots[1]
+    logits = logits.float()
+    tokens = logits.argmax(dim=-1).to(torch.int32)
+    if mode != SamplingMode.GREEDY:
+        temperature, top_p, min_p = floats[rows].unsqueeze(-1).unbind(1)
+        top_k, seed_low, seed_high = ints[rows].unbind(1)
+        is_greedy = temperature < GREEDY_TEMPERATURE
+        scaled = logits / torch.where(is_greedy, 1.0, temperature)
+        floor = scaled.amax(dim=-1, keepdim=True) + torch.log(min_p)
+        if mode == SamplingMode.SORTED:
+            floor = torch.maximum(floor, _sorted_floor(scaled, floor, top_k.unsqueeze(-1), top_p))
+        scaled = torch.where(scaled >= floor, scaled, float("-inf"))
+        noise = gumbel_noise(seed_low, seed_high, positions, logits.shape[-1])
+        drawn = (scaled + noise).argmax(dim=-1).to(torch.int32)
+        tokens = torch.where(is_greedy.squeeze(-1), tokens, drawn)
+    last_tokens.index_put_((rows,), tokens)
+    return tokens
+
+
+def _sorted_floor(
+    logits: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """The smallest logit that min-p (``floor``), top-k and then top-p keep, [S, 1]."""
+    ordered = logits.sort(dim=-1, descending=True).values
+    floor = torch.maximum(floor, ordered.gather(-1, (top_k - 1).long()))
+    probabilities = torch.where(ordered >= floor, ordered, float("-inf")).softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept = ((before < top_p) | (top_p >= 1.0)) & (ordered >= floor)
+    return ordered.gather(-1, kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1)

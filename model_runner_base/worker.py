@@ -1,0 +1,123 @@
+"""The worker half that every device shares: a device names its runner class and its torch device, no more."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.tasks import SupportedTask
+from vllm.utils.mem_constants import GiB_bytes
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.worker_base import WorkerBase
+
+from model_runner_base.memory import DeviceMemoryProfiler
+from model_runner_base.model_runner import ModelRunnerBase
+
+logger = init_logger(__name__)
+
+
+class ModelRunnerWorker(WorkerBase):
+    """vLLM's worker over a ModelRunnerBase."""
+
+    model_runner_cls: type[ModelRunnerBase]
+    model_runner: ModelRunnerBase  # type: ignore[assignment]
+
+    def make_device(self) -> torch.device:
+        """The torch device of this worker's rank."""
+        raise NotImplementedError
+
+    # ---- Start-up, in the order the engine calls it ----
+
+    def init_device(self) -> None:
+        self.device = self.make_device()
+        parallel = self.parallel_config
+        init_distributed_environment(
+            parallel.world_size,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            current_platform.dist_backend,
+        )
+        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        set_random_seed(self.model_config.seed)
+        self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
+
+    def load_model(self) -> None:
+        with (
+            set_current_vllm_config(self.vllm_config),
+            DeviceMemoryProfiler(self.model_runner.device_ops) as profiler,
+        ):
+            self.model_runner.load_model()
+        logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return self.model_runner.get_supported_tasks()
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.model_runner.get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: what was asked for, else the allowed share of the device less what is taken."""
+        step_memory = self.model_runner.profile_run()
+        memory = self.model_runner.device_ops.memory_info()
+        if asked := self.cache_config.kv_cache_memory_bytes:
+            if asked + step_memory > memory.free:
+                raise ValueError(
+                    f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
+                    f"step do not fit the {memory.free / GiB_bytes:.2f} GiB that are free: lower "
+                    "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
+                )
+            return asked
+        allowed = int(memory.total * self.cache_config.gpu_memory_utilization)
+        return max(0, allowed - (memory.total - memory.free) - step_memory)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self.model_runner.initialize_kv_cache(kv_cache_config)
+
+    def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        self.cache_config.num_gpu_blocks = num_gpu_blocks
+        self.cache_config.num_cpu_blocks = num_cpu_blocks
+
+    def compile_or_warm_up_model(self) -> None:
+        with current_platform.inference_mode():
+            self.model_runner.capture_model()
+        # Building and profiling the model must not move the seed of what follows.
+        set_random_seed(self.model_config.seed)
+
+    # ---- Steps ----
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        with current_platform.inference_mode():
+            return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        with current_platform.inference_mode():
+            return self.model_runner.sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return None
+
+    # ---- Everything else the engine may ask ----
+
+    def get_model(self) -> nn.Module:
+        return self.model_runner.get_model()
+
+    def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
+        return fn(self.get_model())
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_runner.update_max_model_len(max_model_len)
+
+    def execute_dummy_batch(self) -> None:
+        """Only data-parallel ranks without requests are asked for this, and limits.py refuses data parallelism."""
+        raise NotImplementedError
+
+    def profile(self, is_start: bool = True) -> None:
+        raise RuntimeError("Profiler is not enabled.")

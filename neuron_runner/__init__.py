@@ -1,0 +1,20 @@
+"""vLLM on Neuron devices, and on PJRT CPU where there are none: platform plugin, worker and model runner."""
+
+import os
+
+PLATFORM_VARIABLE = "VLLM_NEURON_RUNNER"
+"""1 takes the platform even where another accelerator is visible, 0 never takes it."""
+
+
+def register() -> str | None:
+    """Entry point of ``vllm.platform_plugins``: the platform's class, or None to leave the machine to another."""
+    asked = os.environ.get(PLATFORM_VARIABLE)
+    if asked == "0" or (asked != "1" and _other_accelerator_visible()):
+        return None
+    return "neuron_runner.platform.NeuronPlatform"
+
+
+def _other_accelerator_visible() -> bool:
+    from vllm.platforms import builtin_platform_plugins
+
+    return any(plugin() is not None for name, plugin in builtin_platform_plugins.items() if name != "cpu")

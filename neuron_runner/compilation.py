@@ -1,0 +1,185 @@
+"""Compilation by openxla: one Dynamo capture a function and kind of step, one XLA executable a size.
+
+``torch.compile(backend="openxla")`` re-traces a model in Dynamo and AOTAutograd for every size, which costs several
+times what XLA's own compilation does. Here Dynamo captures a function once with symbolic sizes, and the captured graph
+goes to openxla's own bridge (``torch_xla._dynamo.dynamo_bridge``) for every size, with AOTAutograd left out: nothing
+here needs gradients.
+
+State that the function updates in place (KV caches, last tokens) is donated, so that XLA writes it in place. In the
+captured graph each such input is cloned, which costs nothing under lazy tracing; the clone is updated instead and
+returned ahead of the function's own outputs, since donated inputs and outputs pair by order. After a run the state
+list holds the new tensors. The old ones are kept until later runs: dropping a donated buffer waits for the run that
+consumes it.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_xla
+from torch.fx.experimental import _config as symbolic_shape_config
+from torch_xla._dynamo import config as bridge_config
+from torch_xla._dynamo.dynamo_bridge import extract_internal
+from torch_xla.experimental.eager import eager_mode_context
+
+# The bridge would otherwise look for pending work on every input of every run; inputs here are always materialised.
+bridge_config.skip_input_data_check = True
+
+_INT_ARGUMENT = re.compile(r"L\['ints'\]\[(\d+)\]$")
+
+
+class _Captured(Exception):
+    """Ends a capture before anything runs."""
+
+
+class Capture:
+    """A function as Dynamo saw it, compiled by the bridge for every combination of sizes it is run with."""
+
+    def __init__(self, function: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], state: list) -> None:
+        self._graph, inputs = _trace(function, ints, tensors)
+        self._sources = self._find_sources(inputs, tensors, state)
+        symbolic = {source[1] for source in self._sources if source[0] == "int"}
+        self._fixed = {index: value for index, value in enumerate(ints) if index not in symbolic}
+        state_inputs = [i for i, source in enumerate(self._sources) if source[0] == "state"]
+        self._state_order = [self._sources[i][1] for i in state_inputs]
+        _donate(self._graph, state_inputs)
+        self._compiled: Callable[..., Any] | None = None
+
+    def fits(self, ints: list[int]) -> bool:
+        """Whether this capture serves these sizes: those that Dynamo fixed (0 and 1, mostly) must be the same."""
+        return all(ints[index] == value for index, value in self._fixed.items())
+
+    def run(self, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs at the given sizes, compiling if they are new; replaces the elements of ``state``."""
+        holders = {"int": ints, "tensor": tensors, "state": state}
+        arguments: list[Any] = []
+        for kind, key, *rest in self._sources:
+            if kind == "constant":
+                arguments.append(key)
+            elif kind == "size":
+                arguments.append(tensors[key].shape[rest[0]])
+            else:
+                arguments.append(holders[kind][key])
+        if self._compiled is None:
+            self._graph.xla_args = arguments
+            with eager_mode_context(False):
+                self._compiled = extract_internal(self._graph)
+        outputs = self._compiled(*arguments)
+        for index, tensor in zip(self._state_order, outputs, strict=False):
+            state[index] = tensor
+        return outputs[len(self._state_order) :]
+
+    def _find_sources(self, inputs: list[Any], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[tuple]:
+        """Where each graph input comes from at run time: an argument, the size of one, state, or a constant (weights)."""
+        positions = {id(tensor): ("tensor", index) for index, tensor in enumerate(tensors)}
+        positions.update((id(tensor), ("state", index)) for index, tensor in enumerate(state))
+        placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
+        sizes = {}
+        for node, value in zip(placeholders, inputs, strict=True):
+            kind, index = positions.get(id(value), ("constant", 0))
+            if kind == "tensor":
+                for dim, size in enumerate(node.meta["example_value"].shape):
+                    sizes.setdefault(str(size), ("size", index, dim))
+        sources: list[tuple] = []
+        for node, value in zip(placeholders, inputs, strict=True):
+            if isinstance(value, torch.Tensor):
+                sources.append(positions.get(id(value), ("constant", value)))
+            elif match := _INT_ARGUMENT.match(node.meta["grapharg"].source.name()):
+                sources.append(("int", int(match[1])))
+            else:
+                # Sizes of weights are constants; all that may vary comes from the arguments.
+                sources.append(sizes.get(str(node.meta["example_value"]), ("constant", value)))
+        return sources
+
+
+class CompiledFunction:
+    """A function whose arguments are tensors and tuples of sizes, and which updates ``state`` in place."""
+
+    def __init__(self, function: Callable[..., Any], name: str, state: list[torch.Tensor]) -> None:
+        self.function = function
+        self.name = name
+        self.state = state
+        self._captures: list[Capture] = []
+        self._retired: deque[list[torch.Tensor]] = deque(maxlen=3)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the function. State tensors among the arguments are recognised as such."""
+        ints = [size for arg in args if isinstance(arg, tuple) for size in arg[1:]]
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        kind = tuple(arg[0] for arg in args if isinstance(arg, tuple))
+        capture = next((c for k, c in self._captures if k == kind and c.fits(ints)), None)
+        if capture is None:
+            capture = Capture(_flat(self.function, args), ints, tensors, self.state)
+            self._captures.append((kind, capture))
+        self._retired.append(list(self.state))
+        outputs = capture.run(ints, tensors, self.state)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _flat(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """``function`` over one list of ints and one of tensors; a size tuple keeps its first element, its kind, static."""
+
+    def traced(ints: list[int], tensors: list[torch.Tensor]) -> Any:
+        rebuilt: list[Any] = []
+        next_int = next_tensor = 0
+        for arg in args:
+            if isinstance(arg, tuple):
+                count = len(arg) - 1
+                rebuilt.append(type(arg)(arg[0], *ints[next_int : next_int + count]))
+                next_int += count
+            else:
+                rebuilt.append(tensors[next_tensor])
+                next_tensor += 1
+        return function(*rebuilt)
+
+    return traced
+
+
+def _trace(
+    traced: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """The graph of ``traced`` with symbolic sizes, and the values of its inputs at this call. Nothing is run."""
+    graphs: list[torch.fx.GraphModule] = []
+    inputs: list[Any] = []
+
+    def keep(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph)
+
+        def stop(*args: Any) -> Any:
+            inputs.extend(args)
+            raise _Captured
+
+        return stop
+
+    torch._dynamo.reset()
+    # Without duck shaping, sizes that happen to be equal at this call stay apart.
+    with symbolic_shape_config.patch(use_duck_shape=False):
+        try:
+            torch.compile(traced, backend=keep, dynamic=True, fullgraph=True)(ints, tensors)
+        except _Captured:
+            pass
+    torch._dynamo.reset()
+    return graphs[0], inputs
+
+
+def _donate(module: torch.fx.GraphModule, state_inputs: list[int]) -> None:
+    """Makes in-place state functional: clones each state input, returns the clones first, and donates the inputs."""
+    graph = module.graph
+    nodes = list(graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    first_use = nodes[len(placeholders)]
+    clones = []
+    for index in state_inputs:
+        placeholder = placeholders[index]
+        with graph.inserting_before(first_use):
+            clone = graph.call_method("clone", (placeholder,))
+        placeholder.replace_all_uses_with(clone, delete_user_cb=lambda user, keep=clone: user is not keep)
+        with graph.inserting_before(first_use):
+            graph.call_function(torch.ops.xla.dynamo_set_buffer_donor_, (placeholder, True))
+        clones.append(clone)
+    output = nodes[-1]
+    (results,) = output.args
+    output.args = ((*clones, *results),)
+    module.recompile()

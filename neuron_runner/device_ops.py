@@ -1,0 +1,26 @@
+"""DeviceOps over PJRT: Neuron's runtime, or PJRT CPU."""
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+
+from model_runner_base.device_ops import DeviceOps, MemoryInfo
+
+
+class XlaDeviceOps(DeviceOps):
+    """Memory figures come from the device's own report, or from the host's where the device is the host."""
+
+    def memory_info(self) -> MemoryInfo:
+        if xm.xla_device_hw(self.device) == "CPU":
+            return super().memory_info()
+        info = xm.get_memory_info(self.device)
+        total = info["bytes_limit"]
+        return MemoryInfo(free=total - info["bytes_used"], total=total)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = super().zeros(shape, dtype)
+        torch_xla.sync()  # A lazy tensor has no buffer to donate.
+        return tensor
+
+    def synchronize(self) -> None:
+        xm.wait_device_ops()

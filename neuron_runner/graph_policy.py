@@ -1,0 +1,49 @@
+"""Which sizes are compiled, and the compilation: the graph policy of openxla buckets."""
+
+import torch
+
+from model_runner_base.graph_policy import BucketPolicy, GraphSize, StepFunction, StepLimits, geometric
+from neuron_runner.compilation import CompiledFunction
+from neuron_runner.config import NeuronConfig
+
+SMALLEST_TOKEN_BUCKET = 32
+
+
+class OpenXlaPolicy(BucketPolicy):
+    """Two families of sizes: uniform decode by requests x mean context, mixed steps by tokens x attention pairs.
+
+    The attention of a step costs what its (query tile, KV tile) pairs cost, so the context dimension is a number of
+    pairs: ``requests x KV tiles`` for decode, where short and long requests may be mixed freely under one mean. For
+    mixed steps the pairs grow fourfold from one a tile to the most that the limits allow.
+    """
+
+    def __init__(self, config: NeuronConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def configure(self, limits: StepLimits) -> None:
+        self.sizes = sorted({*self._decode_sizes(limits), *self._mixed_sizes(limits)})
+
+    def _decode_sizes(self, limits: StepLimits) -> list[GraphSize]:
+        requests = self.config.num_seqs_buckets or geometric(1, limits.max_num_reqs)
+        contexts = self.config.context_length_buckets
+        if contexts is None:
+            tiles = geometric(1, limits.max_kv_tiles)
+        else:
+            tiles = sorted({-(-context // limits.kv_tile) for context in contexts})
+        return [GraphSize(1, n, n, n, n * kv_tiles + 1) for n in requests for kv_tiles in tiles]
+
+    def _mixed_sizes(self, limits: StepLimits) -> list[GraphSize]:
+        tokens = self.config.num_batched_tokens_buckets or geometric(SMALLEST_TOKEN_BUCKET, limits.max_num_tokens)
+        sizes = []
+        for num_tokens in tokens:
+            num_tiles = limits.num_tiles(num_tokens)
+            most = num_tiles * limits.max_kv_tiles
+            num_reqs = min(num_tokens, limits.max_num_reqs)
+            fewest = min(most, max(8, 2 * num_tokens // limits.query_tile))
+            for num_pairs in geometric(fewest, most, factor=4):
+                sizes.append(GraphSize(limits.query_tile, num_tokens, num_reqs, num_tiles, num_pairs + 1))
+        return sizes
+
+    def wrap(self, function: StepFunction, name: str, state: list[torch.Tensor]) -> StepFunction:
+        return CompiledFunction(function, name, state)

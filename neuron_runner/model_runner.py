@@ -1,0 +1,40 @@
+"""NeuronModelRunner: the four hooks."""
+
+from vllm.model_executor.model_loader import get_model
+
+from model_runner_base.graph_policy import GraphPolicy
+from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.step_memory import estimate_step_memory
+from neuron_runner.config import read_neuron_config
+
+
+class NeuronModelRunner(ModelRunnerBase):
+    """Runs the model as openxla graphs, one for each bucket, on Neuron or PJRT CPU; eager on the host's CPU to debug."""
+
+    def _cache_device_properties(self) -> None:
+        if self.model_config.enforce_eager:
+            return  # The device is torch's own CPU (see NeuronWorker.make_device): the base's defaults serve it.
+        from neuron_runner.device_ops import XlaDeviceOps
+        from neuron_runner.graph_policy import OpenXlaPolicy
+
+        config = read_neuron_config(self.vllm_config.additional_config)
+        self.device_ops = XlaDeviceOps(self.device)
+        self.graph_policy: GraphPolicy = OpenXlaPolicy(config)
+        self.use_piecewise_graph = False
+
+    def load_model(self) -> None:
+        """Loads on the host, lays the weights out for the device there, then moves them."""
+        self.model = get_model(vllm_config=self.vllm_config)
+        if not self.model_config.enforce_eager:
+            from neuron_runner.weights import transpose_linear_weights
+
+            transpose_linear_weights(self.model)
+            self.model.to(self.device)
+
+    def profile_run(self) -> int:
+        """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""
+        self.graph_policy.configure(self._step_limits())
+        return estimate_step_memory(self.graph_policy.sizes, self.get_kv_cache_spec(), self.model_config)
+
+    def capture_model(self) -> None:
+        self._warm_up(self.graph_policy.sizes)

@@ -1,0 +1,53 @@
+"""Weight layout for the device: linear weights transposed to [in, out].
+
+XLA:CPU multiplies a few rows by a [out, in] weight several times slower than by its transpose, and decode is a few rows.
+A weight that is also an embedding table keeps its layout for look-ups and gets a transposed copy for the logits.
+"""
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+
+class TransposedLinearMethod(UnquantizedLinearMethod):
+    """Applies a weight that is stored as [in, out]."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.matmul(x, layer.weight)
+        return out if bias is None else out + bias
+
+
+class TransposedLogitsMethod(UnquantizedEmbeddingMethod):
+    """Looks up in ``weight`` [vocabulary, hidden], computes logits with its transpose."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.matmul(x, layer.weight_transposed)
+        return out if bias is None else out + bias
+
+
+def transpose_linear_weights(model: nn.Module) -> None:
+    """Re-lays every unquantised linear weight of a loaded model."""
+    for module in model.modules():
+        if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod:
+            module.weight = nn.Parameter(module.weight.data.t().contiguous(), requires_grad=False)
+            module.quant_method = TransposedLinearMethod()
+    for head in _logits_heads(model):
+        transposed = head.weight.data.t().contiguous()
+        head.weight_transposed = nn.Parameter(transposed, requires_grad=False)
+        head.quant_method = TransposedLogitsMethod()
+
+
+def _logits_heads(model: nn.Module) -> list[VocabParallelEmbedding]:
+    """The modules that the model's logits are computed with: its LM heads, or tied embeddings."""
+    heads = {
+        id(module): module
+        for parent in model.modules()
+        for name, module in parent.named_children()
+        if isinstance(module, ParallelLMHead) or (name == "lm_head" and isinstance(module, VocabParallelEmbedding))
+    }
+    return [head for head in heads.values() if type(head.quant_method) is UnquantizedEmbeddingMethod]
