@@ -32,8 +32,8 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 def allocate(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, device_ops: DeviceOps
-) -> dict[str, torch.Tensor]:
-    """Zero-filled caches by layer name; layers that share a tensor in the config share it here.
+) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Zero-filled caches, and the index of each layer's; layers that share a tensor in the config share it here.
 
     The contents must be finite from the start: masked positions are multiplied by zero, not skipped.
     """
@@ -41,21 +41,23 @@ def allocate(
     specs = {
         name: group.kv_cache_spec for group in kv_cache_config.kv_cache_groups for name in group.layer_names
     }
-    caches = {}
+    caches: list[torch.Tensor] = []
+    index_of: dict[str, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         spec = specs[tensor.shared_by[0]]
         backend = layers[tensor.shared_by[0]].get_attn_backend()
         num_blocks = tensor.size // spec.page_size_bytes
         shape = backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-        cache = device_ops.zeros(shape, spec.dtype)
-        caches.update(dict.fromkeys(tensor.shared_by, cache))
-    return caches
+        index_of.update(dict.fromkeys(tensor.shared_by, len(caches)))
+        caches.append(device_ops.zeros(shape, spec.dtype))
+    return caches, index_of
 
 
-def bind(caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> None:
+def bind(caches: list[torch.Tensor], index_of: dict[str, int], vllm_config: VllmConfig) -> None:
     """Gives every attention layer its cache."""
-    for name, layer in attention_layers(vllm_config).items():
-        layer.kv_cache = [caches[name]]
+    layers = attention_layers(vllm_config)
+    for name, index in index_of.items():
+        layers[name].kv_cache = [caches[index]]
 
 
 def attention_groups(

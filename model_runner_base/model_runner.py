@@ -111,10 +111,8 @@ class ModelRunnerBase:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates and binds the KV caches, and everything whose size depends on them."""
         max_num_reqs = self.scheduler_config.max_num_seqs
-        caches = kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
-        kv_cache.bind(caches, self.vllm_config)
-        # Layers may share a tensor: list each once.
-        self.kv_caches = list({id(cache): cache for cache in caches.values()}.values())
+        self.kv_caches, self._kv_cache_index = kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
+        self._bind_kv_caches()
         self.last_tokens = [self.device_ops.zeros((max_num_reqs + 1,), torch.int32)]
 
         self.requests = RequestStates(max_num_reqs, self.max_model_len)
@@ -136,6 +134,10 @@ class ModelRunnerBase:
             mode: wrap(partial(sample, mode), f"sampler ({mode.name.lower()})", self.last_tokens)
             for mode in SamplingMode
         }
+
+    def _bind_kv_caches(self) -> None:
+        """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
+        kv_cache.bind(self.kv_caches, self._kv_cache_index, self.vllm_config)
 
     def _step_limits(self) -> StepLimits:
         return StepLimits(
@@ -268,8 +270,8 @@ class ModelRunnerBase:
 
     def _dummy_run(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the model at a size on nothing but padding; returns hidden states and logits."""
-        sections = self._sections(size)
-        buffer, views = self._inputs.views(sections)
+        self._bind_kv_caches()
+        buffer, views = self._inputs.views(self._sections(size))
         buffer[:] = 0
         views["token_sources"][:] = -1
         views["sample_slots"][0] = self.requests.max_num_reqs

@@ -27,7 +27,8 @@ from torch_xla.experimental.eager import eager_mode_context
 # The bridge would otherwise look for pending work on every input of every run; inputs here are always materialised.
 bridge_config.skip_input_data_check = True
 
-_INT_ARGUMENT = re.compile(r"L\['ints'\]\[(\d+)\]$")
+# Dynamo names a graph input after the expression it came from.
+_INT_ARGUMENT = re.compile(r"L_ints_(\d+)_$")
 
 
 class _Captured(Exception):
@@ -86,7 +87,7 @@ class Capture:
         for node, value in zip(placeholders, inputs, strict=True):
             if isinstance(value, torch.Tensor):
                 sources.append(positions.get(id(value), ("constant", value)))
-            elif match := _INT_ARGUMENT.match(node.meta["grapharg"].source.name()):
+            elif match := _INT_ARGUMENT.match(node.target):
                 sources.append(("int", int(match[1])))
             else:
                 # Sizes of weights are constants; all that may vary comes from the arguments.
