@@ -1,0 +1,59 @@
+"""Sets up .venv beside this file, then runs one of the project's jobs in it. Needs Python 3.11 and pip, nothing else.
+
+    python3.11 dev.py generate [options]   text from the bundled model, through vLLM
+    python3.11 dev.py test [options]       the tests, with pytest's options
+    python3.11 dev.py run COMMAND ...      any command of the environment, such as `vllm serve`
+
+Setting up takes a minute or two, and happens again only when pyproject.toml or constraints.txt change.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / "bin"
+STAMP = VENV / "installed"
+
+
+def set_up() -> None:
+    """Makes the environment, unless it stands already."""
+    files = (ROOT / "pyproject.toml", ROOT / "constraints.txt")
+    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    if STAMP.exists() and STAMP.read_text() == wanted:
+        return
+    if sys.version_info[:2] != (3, 11):
+        raise SystemExit(f"Python 3.11 is needed, this is {sys.version.split()[0]}: run python3.11 {Path(__file__).name}")
+    print("Setting up .venv ...", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+    constraints = ["--constraint", str(files[1])]
+    python = str(BIN / "python")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "uv", *constraints], check=True)
+    install = [str(BIN / "uv"), "pip", "install", "--python", python, *constraints, "--editable", ".[neuron,test]"]
+    subprocess.run(install, check=True, cwd=ROOT)
+    STAMP.write_text(wanted)
+
+
+def main(arguments: list[str]) -> None:
+    jobs = {
+        "generate": [str(BIN / "python"), str(ROOT / "examples" / "generate.py")],
+        "test": [str(BIN / "python"), "-m", "pytest"],
+        "run": [],
+    }
+    if not arguments or arguments[0] not in jobs:
+        raise SystemExit(__doc__)
+    set_up()
+    command = [*jobs[arguments[0]], *arguments[1:]]
+    if not command:
+        raise SystemExit("run needs a command, such as: run vllm serve examples/models/kjv-2m")
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"}
+    if arguments[0] == "test":
+        os.chdir(ROOT)
+    os.execvpe(command[0], command, environment)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
