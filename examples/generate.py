@@ -1,6 +1,6 @@
 """The main job: several prompts through vllm.LLM on NeuronModelRunner, with a summary of what it took.
 
-    python3.11 dev.py generate --prompt "In the beginning" --temperature 0.8
+python3.11 dev.py generate --prompt "In the beginning" --temperature 0.8
 """
 
 import argparse
@@ -59,8 +59,12 @@ def main() -> None:
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     print(f"\n{tokens} tokens in {done - ready:.2f} s: {tokens / (done - ready):.0f} tokens/s")
-    print(f"{len(runner.graph_policy.sizes)} model graphs, {warm.compilations - at_start.compilations} XLA compilations")
-    print(f"{ready - started:.1f} s from start to ready, {later.compilations - warm.compilations} compilations after it")
+    print(
+        f"{len(runner.graph_policy.sizes)} model graphs, {warm.compilations - at_start.compilations} XLA compilations"
+    )
+    print(
+        f"{ready - started:.1f} s from start to ready, {later.compilations - warm.compilations} compilations after it"
+    )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,9 @@ class PagedAttentionAdapter:
             sections += [Section("tile_tokens", (num_tiles, query_tile)), Section("token_slots", (num_tokens,))]
         return sections
 
-    def pack(self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]) -> None:
+    def pack(
+        self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]
+    ) -> None:
         """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
             table = group.block_table

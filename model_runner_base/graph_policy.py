@@ -112,4 +112,3 @@ def geometric(start: int, stop: int, factor: int = 2) -> list[int]:
         values.append(value)
         value *= factor
     return [*values, stop]
-

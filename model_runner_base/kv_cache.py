@@ -38,9 +38,7 @@ def allocate(
     The contents must be finite from the start: masked positions are multiplied by zero, not skipped.
     """
     layers = attention_layers(vllm_config)
-    specs = {
-        name: group.kv_cache_spec for group in kv_cache_config.kv_cache_groups for name in group.layer_names
-    }
+    specs = {name: group.kv_cache_spec for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
     caches: list[torch.Tensor] = []
     index_of: dict[str, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:

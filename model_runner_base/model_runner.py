@@ -299,5 +299,3 @@ class ModelRunnerBase:
                 seen.add(size.num_reqs)
                 self._dummy_sample(size.num_reqs, logits)
         self.device_ops.synchronize()
-
-

@@ -15,10 +15,12 @@ consumes it.
 import re
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import torch
-import torch_xla
+from torch import nn
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch_xla._dynamo import config as bridge_config
 from torch_xla._dynamo.dynamo_bridge import extract_internal
@@ -155,14 +157,27 @@ def _trace(
         return stop
 
     torch._dynamo.reset()
-    # Without duck shaping, sizes that happen to be equal at this call stay apart.
-    with symbolic_shape_config.patch(use_duck_shape=False):
-        try:
-            torch.compile(traced, backend=keep, dynamic=True, fullgraph=True)(ints, tensors)
-        except _Captured:
-            pass
+    with (
+        # Without duck shaping, sizes that happen to be equal at this call stay apart.
+        symbolic_shape_config.patch(use_duck_shape=False),
+        mock.patch.object(nn.LayerNorm, "forward", _layer_norm),
+        suppress(_Captured),
+    ):
+        torch.compile(traced, backend=keep, dynamic=True, fullgraph=True)(ints, tensors)
     torch._dynamo.reset()
     return graphs[0], inputs
+
+
+def _layer_norm(module: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    """nn.LayerNorm in elementary operations: the lazy device's own kernel cannot be traced with symbolic sizes."""
+    dims = tuple(range(-len(module.normalized_shape), 0))
+    centred = x.float() - x.float().mean(dims, keepdim=True)
+    out = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + module.eps)
+    if module.weight is not None:
+        out = out * module.weight
+    if module.bias is not None:
+        out = out + module.bias
+    return out.to(x.dtype)
 
 
 def _donate(module: torch.fx.GraphModule, state_inputs: list[int]) -> None:

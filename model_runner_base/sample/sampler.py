@@ -49,9 +49,7 @@ def sample(
     return tokens
 
 
-def _sorted_floor(
-    logits: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
+def _sorted_floor(logits: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The smallest logit that min-p (``floor``), top-k and then top-p keep, [S, 1]."""
     ordered = logits.sort(dim=-1, descending=True).values
     floor = torch.maximum(floor, ordered.gather(-1, (top_k - 1).long()))
