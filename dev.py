@@ -26,9 +26,7 @@ def set_up() -> None:
     if STAMP.exists() and STAMP.read_text() == wanted:
         return
     if sys.version_info[:2] != (3, 11):
-        raise SystemExit(
-            f"Python 3.11 is needed, this is {sys.version.split()[0]}: run python3.11 {Path(__file__).name}"
-        )
+        raise SystemExit(f"Python 3.11 is needed, this is {sys.version.split()[0]}: run python3.11 dev.py")
     print("Setting up .venv ...", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     constraints = ["--constraint", str(files[1])]

@@ -59,12 +59,9 @@ def main() -> None:
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     print(f"\n{tokens} tokens in {done - ready:.2f} s: {tokens / (done - ready):.0f} tokens/s")
-    print(
-        f"{len(runner.graph_policy.sizes)} model graphs, {warm.compilations - at_start.compilations} XLA compilations"
-    )
-    print(
-        f"{ready - started:.1f} s from start to ready, {later.compilations - warm.compilations} compilations after it"
-    )
+    built, late = warm.compilations - at_start.compilations, later.compilations - warm.compilations
+    print(f"{len(runner.graph_policy.sizes)} model graphs, {built} XLA compilations in all; {late} after warm-up")
+    print(f"{ready - started:.1f} s from start to ready")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The attention metadata adapter: from an input batch to what the attention layers read.
 
 It works in two halves, since the size a step runs at depends on its plan: ``plan`` on the unpadded batch, then, once
-the graph policy has chosen the size, ``pack`` into the padded input buffer on the host and ``build`` from that buffer on
-the device, inside the compiled step.
+the graph policy has chosen the size, ``pack`` into the padded input buffer on the host and ``build`` from that buffer
+on the device, inside the compiled step.
 """
 
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class PagedAttentionAdapter:
             pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
             pad_into(views[f"pair_blocks.{index}"], plan.pair_blocks, 0)
             sizes = group.geometry.level_sizes(size.num_tiles, size.num_pairs)
-            trees = merge_tree(group.geometry, plan.pairs_per_tile, sizes, size.num_pairs)
+            trees = merge_tree(plan.pairs_per_tile, sizes, size.num_pairs)
             for level, tree in enumerate(trees):
                 views[f"tree.{index}.{level}"][:] = tree
         if size.query_tile != 1:

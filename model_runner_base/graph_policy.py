@@ -1,8 +1,8 @@
 """Which step sizes a device runs at, and how a step is padded to one of them.
 
-CUDA graphs and compiled buckets are one idea here: a list of sizes that are captured ahead, one dispatch that picks
-the cheapest size a step fits in, and padding up to it. The policy in this file is eager: every step runs at the size
-it has and nothing is captured.
+Captured device graphs and compiled buckets are one idea here: a list of sizes that are captured ahead, one dispatch
+that picks the cheapest size a step fits in, and padding up to it. The default policy is eager: every step runs at the
+size it has and nothing is captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class StepLimits:
         return -(-self.max_model_len // self.kv_tile)
 
     def num_tiles(self, num_tokens: int) -> int:
-        """The most query tiles that ``num_tokens`` tokens of a mixed step can make: each request may leave one ragged."""
+        """The most query tiles ``num_tokens`` tokens of a mixed step can make: each request may leave one ragged."""
         ragged = min(self.max_num_reqs, num_tokens)
         return num_tokens // self.query_tile + ragged
 

@@ -78,7 +78,7 @@ class ModelRunnerBase:
     # ---- The four hooks of a device ----
 
     def _cache_device_properties(self) -> None:
-        """Called once, from the constructor: read what the device can do, install ``device_ops`` and ``graph_policy``."""
+        """Called once, by the constructor: read what the device can do, install ``device_ops``, ``graph_policy``."""
         raise NotImplementedError
 
     def load_model(self) -> None:

@@ -75,7 +75,7 @@ class Capture:
         return outputs[len(self._state_order) :]
 
     def _find_sources(self, inputs: list[Any], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[tuple]:
-        """Where each graph input comes from at run time: an argument, the size of one, state, or a constant (weights)."""
+        """Where each graph input comes from when run: an argument, the size of one, state, or a constant (weights)."""
         positions = {id(tensor): ("tensor", index) for index, tensor in enumerate(tensors)}
         positions.update((id(tensor), ("state", index)) for index, tensor in enumerate(state))
         placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]

@@ -9,7 +9,7 @@ from neuron_runner.config import read_neuron_config
 
 
 class NeuronModelRunner(ModelRunnerBase):
-    """Runs the model as openxla graphs, one for each bucket, on Neuron or PJRT CPU; eager on the host's CPU to debug."""
+    """Runs the model as openxla graphs, one a bucket, on Neuron or PJRT CPU; eager on the host's CPU to debug."""
 
     def _cache_device_properties(self) -> None:
         if self.model_config.enforce_eager:

@@ -1,7 +1,7 @@
 """Weight layout for the device: linear weights transposed to [in, out].
 
-XLA:CPU multiplies a few rows by a [out, in] weight several times slower than by its transpose, and decode is a few rows.
-A weight that is also an embedding table keeps its layout for look-ups and gets a transposed copy for the logits.
+XLA:CPU multiplies a few rows by a [out, in] weight several times slower than by its transpose, and decode is a few
+rows. A weight that is also an embedding table keeps its layout for look-ups and gets a transposed copy for the logits.
 """
 
 import torch

@@ -141,9 +141,7 @@ def make_plan(
     )
 
 
-def merge_tree(
-    geometry: PlanGeometry, pairs_per_tile: np.ndarray, sizes: list[int], num_pairs: int
-) -> list[np.ndarray]:
+def merge_tree(pairs_per_tile: np.ndarray, sizes: list[int], num_pairs: int) -> list[np.ndarray]:
     """The merge tree, padded: for each level an array [nodes, FAN_IN] of node indices of the level below.
 
     The last index of every level is a neutral node, to which all padding points.

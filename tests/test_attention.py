@@ -1,0 +1,186 @@
+"""The attention plan against brute force, and paged attention against dense attention in float64."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.attention.plan import FAN_IN, AttentionPlan, PlanGeometry, make_plan, merge_tree
+from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
+from model_runner_base.block_tables import BlockTable
+from model_runner_base.graph_policy import GraphSize, StepLimits
+from model_runner_base.input_batch import InputBatch, unpack
+
+MAX_LENGTH = 300
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[InputBatch, PlanGeometry, BlockTable, int]:
+    """A random step: block and tile sizes, window, cached and new tokens of each request, scattered blocks."""
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    kv_tile = block_size * draw(st.sampled_from([1, 2, 4]))
+    window = draw(st.sampled_from([None, 1, 5, 40, 1000]))
+    query_tile = draw(st.sampled_from([4, 16]))
+    num_reqs = draw(st.integers(1, 5))
+    is_decode = draw(st.booleans())
+    lengths = st.integers(1, 1 if is_decode else 60)
+    query_len = np.array(draw(st.lists(lengths, min_size=num_reqs, max_size=num_reqs)))
+    num_computed = np.array(draw(st.lists(st.integers(0, 200), min_size=num_reqs, max_size=num_reqs)))
+    geometry = PlanGeometry(block_size, kv_tile, -(-MAX_LENGTH // kv_tile), window)
+    table = BlockTable(num_reqs, MAX_LENGTH, block_size, kv_tile // block_size)
+    order = np.random.default_rng(draw(st.integers(0, 1000))).permutation(num_reqs * MAX_LENGTH) + 1
+    rows = np.arange(num_reqs)[::-1].copy()
+    for row in range(num_reqs):
+        table.assign(row, order[row * MAX_LENGTH :][: -(-MAX_LENGTH // block_size)].tolist())
+    positions = np.concatenate([c + np.arange(n) for c, n in zip(num_computed, query_len, strict=True)])
+    batch = InputBatch(
+        req_ids=[str(i) for i in range(num_reqs)],
+        rows=rows,
+        query_len=query_len,
+        query_start=np.cumsum(query_len) - query_len,
+        num_computed=num_computed,
+        seq_lens=num_computed + query_len,
+        is_sampled=np.ones(num_reqs, bool),
+        token_rows=np.repeat(rows, query_len),
+        positions=positions,
+        token_ids=np.zeros(len(positions), np.int32),
+        token_sources=np.full(len(positions), -1),
+    )
+    return batch, geometry, table, 1 if batch.is_uniform_decode else query_tile
+
+
+def plan_of(batch: InputBatch, geometry: PlanGeometry, table: BlockTable, query_tile: int) -> AttentionPlan:
+    return make_plan(
+        geometry, query_tile, batch.query_start, batch.query_len, batch.num_computed, table.table, batch.rows
+    )
+
+
+@given(batches())
+@settings(max_examples=150, deadline=None)
+def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: tuple) -> None:
+    batch, geometry, table, _ = case
+    plan = plan_of(*case)
+    seen: dict[tuple[int, int], list[int]] = {}
+    for pair, tile in enumerate(plan.pair_tile):
+        useful = False
+        for index in range(plan.tile_len[tile]):
+            token = plan.tile_start[tile] + index
+            position = batch.positions[token]
+            kv_start = position - index - plan.pair_offset[pair]
+            for key in range(kv_start, kv_start + geometry.kv_tile):
+                if key <= position and (geometry.window is None or key > position - geometry.window):
+                    block = key // geometry.block_size
+                    stored = plan.pair_blocks[pair, (key - kv_start) // geometry.block_size]
+                    assert stored == table.table[batch.token_rows[token], block]
+                    seen.setdefault((token, key), []).append(pair)
+                    useful = True
+        assert useful, "a pair that no token needs"
+    for token, position in enumerate(batch.positions):
+        first = 0 if geometry.window is None else max(0, position - geometry.window + 1)
+        for key in range(first, position + 1):
+            assert len(seen.pop((token, key))) == 1
+    assert not seen
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(0, 30), st.integers(0, 5))
+@settings(max_examples=100, deadline=None)
+def test_merge_tree_reaches_each_pair_of_a_tile_once(counts: list[int], spare_pairs: int, spare_tiles: int) -> None:
+    geometry = PlanGeometry(block_size=1, kv_tile=1, max_kv_tiles=100)
+    num_pairs = sum(counts) + 1 + spare_pairs
+    sizes = geometry.level_sizes(len(counts) + spare_tiles, num_pairs)
+    levels = merge_tree(np.array(counts), sizes, num_pairs)
+    leaves = [{pair} for pair in range(sum(counts))] + [set()] * (num_pairs - sum(counts))
+    for level in levels:
+        assert level.shape[1] == FAN_IN
+        merged = []
+        for children in level:
+            parts = [leaves[child] for child in children]
+            assert sum(map(len, parts)) == len(set().union(*parts)), "a pair counted twice"
+            merged.append(set().union(*parts))
+        leaves = merged
+    starts = np.cumsum(counts) - counts
+    wanted = [set(range(s, s + c)) for s, c in zip(starts, counts, strict=True)] + [set()] * spare_tiles
+    assert leaves == wanted
+
+
+def dense_attention(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, window: int | None, cap: float | None
+) -> np.ndarray:
+    """One token's attention in float64: query [H, D], keys and values [length, K, D]."""
+    group = query.shape[0] // keys.shape[1]
+    keys, values = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys, values))
+    scores = np.einsum("hd,thd->ht", query.astype(np.float64), keys) / np.sqrt(query.shape[1])
+    if cap:
+        scores = cap * np.tanh(scores / cap)
+    index = np.arange(len(keys))
+    hidden = (index > position) | (index <= position - window if window else False)
+    weights = np.exp(np.where(hidden, -np.inf, scores - scores.max()))
+    return np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), values)
+
+
+@given(batches(), st.sampled_from([(4, 4), (4, 2), (6, 1)]), st.sampled_from([None, 5.0]), st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_paged_attention_equals_dense(case: tuple, heads: tuple[int, int], cap: float | None, padding: int) -> None:
+    """With padding tokens, tiles and pairs, garbage in unused cache entries, and blocks scattered over the cache."""
+    batch, geometry, table, query_tile = case
+    num_heads, num_kv_heads = heads
+    head_size = 8
+    limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
+    adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
+    plans = adapter.plan(batch)
+    need = adapter.needed_size(batch, plans)
+    num_tokens = need.num_tokens + padding
+    num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
+    size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)
+    sections = adapter.sections(size)
+    views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
+    adapter.pack(batch, plans, size, views)
+    packed = torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
+    metadata = adapter.build(size, unpack(packed, sections))["layer"]
+
+    rng = np.random.default_rng(0)
+    num_blocks = int(table.table.max()) + 1
+    cache = torch.from_numpy(
+        rng.normal(size=(num_blocks, geometry.block_size, 2 * num_kv_heads, head_size)).astype(np.float32) * 100
+    )
+    history = {}
+    for row, length in zip(batch.rows, batch.seq_lens, strict=True):
+        history[row] = rng.normal(size=(length, 2 * num_kv_heads, head_size)).astype(np.float32)
+        for position in range(length):
+            block = table.table[row, position // geometry.block_size]
+            cache[block, position % geometry.block_size] = torch.from_numpy(history[row][position])
+    new = np.stack([history[r][p] for r, p in zip(batch.token_rows, batch.positions, strict=True)])
+    for row, position in zip(batch.token_rows, batch.positions, strict=True):
+        cache[table.table[row, position // geometry.block_size], position % geometry.block_size] = 1e6
+
+    query = rng.normal(size=(num_tokens, num_heads, head_size)).astype(np.float32)
+    key_value = np.zeros((num_tokens, 2 * num_kv_heads, head_size), np.float32)
+    key_value[: len(new)] = new
+    impl = PagedAttentionImpl(
+        num_heads,
+        head_size,
+        head_size**-0.5,
+        num_kv_heads,
+        sliding_window=geometry.window,
+        logits_soft_cap=cap,
+    )
+    flat = torch.from_numpy(query.reshape(num_tokens, -1))
+    key = torch.from_numpy(key_value[:, :num_kv_heads].reshape(num_tokens, -1))
+    value = torch.from_numpy(key_value[:, num_kv_heads:].reshape(num_tokens, -1))
+    out = impl.forward(None, flat, key, value, cache, metadata)  # type: ignore[arg-type]
+    assert torch.isfinite(out).all()
+    for token, (row, position) in enumerate(zip(batch.token_rows, batch.positions, strict=True)):
+        keys, values = history[row][:, :num_kv_heads], history[row][:, num_kv_heads:]
+        want = dense_attention(query[token], keys, values, position, geometry.window, cap)
+        np.testing.assert_allclose(out[token].reshape(num_heads, head_size), want, atol=2e-5)
+
+
+def test_pairs_follow_the_tokens_that_exist() -> None:
+    """Eight rows of mixed length cost what their tokens cost, not eight times the longest."""
+    geometry = PlanGeometry(block_size=16, kv_tile=256, max_kv_tiles=32)
+    lengths = np.array([256, 512, 768, 1024, 2048, 4096, 6144, 8192])
+    table = np.zeros((8, 512), np.int32)
+    ones = np.ones(8, np.int64)
+    plan = make_plan(geometry, 1, np.arange(8), ones, lengths - 1, table, np.arange(8))
+    assert plan.num_pairs == lengths.sum() // 256
