@@ -1,0 +1,158 @@
+"""The sampler against NumPy and statistics, and seeds through the real engine."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from conftest import engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from tiny_models import TinyModel
+from vllm import LLM, SamplingParams
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.sample.params import SamplingMode, SamplingStates
+from model_runner_base.sample.sampler import sample
+
+VOCAB = 50
+
+
+def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """vLLM's documented rules in float64: temperature, min-p, top-k, top-p of what is left, renormalised."""
+    scaled = logits.astype(np.float64) / params.temperature
+    probabilities = np.exp(scaled - scaled.max())
+    probabilities /= probabilities.sum()
+    probabilities[probabilities < params.min_p * probabilities.max()] = 0
+    order = np.argsort(-probabilities, kind="stable")
+    if params.top_k > 0:
+        probabilities[order[params.top_k :]] = 0
+    probabilities /= probabilities.sum()
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    probabilities[order[before >= params.top_p]] = 0
+    return probabilities / probabilities.sum()
+
+
+def draw(logits: np.ndarray, params: SamplingParams, seeds: list[int], positions: list[int]) -> np.ndarray:
+    """Samples one row a (seed, position) through the sampler as the runner uses it."""
+    count = len(seeds)
+    states = SamplingStates(count, VOCAB, 0, DeviceOps(torch.device("cpu")))
+    for row, seed in enumerate(seeds):
+        states.set(row, params, seed)
+    slots = torch.tensor([list(range(count)), positions], dtype=torch.int32)
+    last_tokens = torch.zeros(count + 1, dtype=torch.int32)
+    rows = torch.from_numpy(np.tile(logits, (count, 1)).astype(np.float32))
+    tokens = sample(states.mode(np.arange(count)), rows, slots, *states.tables(), last_tokens)
+    assert torch.equal(last_tokens[:count], tokens)
+    return tokens.numpy()
+
+
+PARAMS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=1.5, min_p=0.2),
+    SamplingParams(temperature=1.0, top_k=5),
+    SamplingParams(temperature=1.0, top_p=0.6),
+    SamplingParams(temperature=0.8, top_k=10, top_p=0.8, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("vary", ["seed", "position"])
+def test_draws_follow_the_distribution(params: SamplingParams, vary: str) -> None:
+    """Over seeds at one position, and over positions of one seed."""
+    logits = np.random.default_rng(1).normal(size=VOCAB) * 2
+    count = 20000
+    seeds = list(range(count)) if vary == "seed" else [123] * count
+    positions = [7] * count if vary == "seed" else list(range(count))
+    observed = np.bincount(draw(logits, params, seeds, positions), minlength=VOCAB)
+    expected = distribution(logits, params) * count
+    assert observed[expected == 0].sum() == 0, "a token outside the kept set was drawn"
+    common = expected > 20
+    rest_observed, rest_expected = observed[~common].sum(), expected[~common].sum()
+    categories = np.append(observed[common], rest_observed), np.append(expected[common], rest_expected)
+    if rest_expected == 0:
+        categories = observed[common], expected[common]
+    if len(categories[0]) > 1:
+        assert chisquare(*categories).pvalue > 1e-4
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 100000), st.integers(1, VOCAB), st.floats(0.05, 1.0), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_draws_stay_in_the_kept_set(seed: int, position: int, top_k: int, top_p: float, min_p: float) -> None:
+    logits = np.random.default_rng(seed % 1000).normal(size=VOCAB) * 3
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    (token,) = draw(logits, params, [seed], [position])
+    # A hair of slack: float32 sums may place a token on the other side of top-p.
+    slack = SamplingParams(temperature=1.0, top_k=top_k, top_p=min(1.0, top_p + 1e-5), min_p=min_p * (1 - 1e-5))
+    assert distribution(logits, slack)[token] > 0
+
+
+def test_greedy_rows_take_the_maximum_in_every_mode() -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(3, VOCAB)).astype(np.float32))
+    states = SamplingStates(3, VOCAB, 0, DeviceOps(torch.device("cpu")))
+    states.set(0, SamplingParams(temperature=0), 1)
+    states.set(1, SamplingParams(temperature=1.0, top_k=3), 2)
+    states.set(2, SamplingParams(temperature=0), 3)
+    slots = torch.tensor([[0, 1, 2], [5, 5, 5]], dtype=torch.int32)
+    for mode in SamplingMode:
+        tokens = sample(mode, logits, slots, *states.tables(), torch.zeros(4, dtype=torch.int32))
+        assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(-1).tolist()
+    assert states.mode(np.array([0, 2])) == SamplingMode.GREEDY
+    assert states.mode(np.array([0, 1])) == SamplingMode.SORTED
+
+
+def test_two_seeds_that_differ_in_high_bits_differ() -> None:
+    logits = np.zeros(VOCAB)
+    params = SamplingParams(temperature=1.0)
+    seeds = [5, 5 + (1 << 32), 5 + (1 << 40)]
+    sequences = [draw(logits, params, [seed] * 20, list(range(20))).tolist() for seed in seeds]
+    assert len({tuple(sequence) for sequence in sequences}) == 3
+
+
+def sampled(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+    outputs = llm.generate(prompts, [params for _, params in requests], use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_seeded_tokens_do_not_depend_on_the_batch(enforce_eager: bool, tiny_model: Callable[[str], TinyModel]) -> None:
+    """Alone, in a batch, in another order, among preempted strangers: each seed keeps its tokens."""
+    rng = np.random.default_rng(0)
+
+    def request(index: int) -> tuple[list[int], SamplingParams]:
+        params = SamplingParams(
+            temperature=0.5 + index / 10,
+            top_p=[1.0, 0.9][index % 2],
+            top_k=[0, 20, 0][index % 3],
+            min_p=[0.0, 0.0, 0.05][index % 3],
+            seed=index * 1_000_003,
+            max_tokens=40,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        return rng.integers(3, 500, 10 + 7 * index).tolist(), params
+
+    requests = [request(index) for index in range(8)]
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+    strangers = [(rng.integers(3, 500, 90).tolist(), greedy) for _ in range(4)]
+    options = {"max_model_len": 256, "num_gpu_blocks_override": 14, "enforce_eager": enforce_eager}
+    with engine(tiny_model("llama").path, **options) as llm:
+        alone = [sampled(llm, [request])[0] for request in requests]
+        assert len({tuple(tokens) for tokens in alone}) == 8
+        assert sampled(llm, requests) == alone
+        assert sampled(llm, requests[::-1])[::-1] == alone
+        assert sampled(llm, [*strangers, *requests])[4:] == alone
+
+
+def test_unseeded_requests_differ_and_an_engine_seed_repeats(tiny_model: Callable[[str], TinyModel]) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, detokenize=False)
+    runs = []
+    for _ in range(2):
+        with engine(tiny_model("llama").path, max_model_len=256, seed=3, enforce_eager=True) as llm:
+            runs.append(sampled(llm, [([5, 6, 7], params)] * 3))
+    assert len({tuple(tokens) for tokens in runs[0]}) == 3
+    assert runs[0] == runs[1]
