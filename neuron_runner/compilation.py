@@ -12,16 +12,19 @@ list holds the new tensors. The old ones are kept until later runs: dropping a d
 consumes it.
 """
 
+import math
 import re
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from types import CodeType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.fx.experimental import _config as symbolic_shape_config
+from torch.utils._sympy.printers import PythonPrinter
 from torch_xla._dynamo import config as bridge_config
 from torch_xla._dynamo.dynamo_bridge import extract_internal
 from torch_xla.experimental.eager import eager_mode_context
@@ -43,16 +46,26 @@ class Capture:
     def __init__(self, function: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], state: list) -> None:
         self._graph, inputs = _trace(function, ints, tensors)
         self._sources = self._find_sources(inputs, tensors, state)
-        symbolic = {source[1] for source in self._sources if source[0] == "int"}
-        self._fixed = {index: value for index, value in enumerate(ints) if index not in symbolic}
+        self._guards = _SizeGuards(self._graph, ints)
+        placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
+        self._shapes = {
+            source[1]: node.meta["example_value"].shape
+            for node, source in zip(placeholders, self._sources, strict=True)
+            if source[0] == "tensor"
+        }
         state_inputs = [i for i, source in enumerate(self._sources) if source[0] == "state"]
         self._state_order = [self._sources[i][1] for i in state_inputs]
         _donate(self._graph, state_inputs)
         self._compiled: Callable[..., Any] | None = None
 
-    def fits(self, ints: list[int]) -> bool:
-        """Whether this capture serves these sizes: those that Dynamo fixed (0 and 1, mostly) must be the same."""
-        return all(ints[index] == value for index, value in self._fixed.items())
+    def fits(self, ints: list[int], tensors: list[torch.Tensor]) -> bool:
+        """Whether the graph is right for these sizes too."""
+        shapes_fit = all(
+            isinstance(traced, torch.SymInt) or traced == size
+            for index, shape in self._shapes.items()
+            for traced, size in zip(shape, tensors[index].shape, strict=True)
+        )
+        return shapes_fit and self._guards.hold(ints)
 
     def run(self, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs at the given sizes, compiling if they are new; replaces the elements of ``state``."""
@@ -97,28 +110,78 @@ class Capture:
         return sources
 
 
+class _SizeGuards:
+    """What tracing assumed of the sizes: those it fixed, and the branches it took on the others.
+
+    Assumptions that fail only for a size of 1 are waived: Dynamo makes them for broadcasting and strides, and the graph
+    computes the same for 1.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, ints: list[int]) -> None:
+        self._fixed = dict(enumerate(ints))
+        self._names: dict[int, str] = {}
+        self._guards: list[tuple[CodeType, set[str]]] = []
+        for node in graph.graph.nodes:
+            value = node.meta.get("example_value")
+            if node.op != "placeholder" or not isinstance(value, torch.SymInt):
+                continue
+            match = _INT_ARGUMENT.match(node.target)
+            shape_env = value.node.shape_env
+            expression = shape_env.replace(value.node.expr)
+            if match and not expression.is_number:
+                index = int(match[1])
+                del self._fixed[index]
+                self._names[index] = str(value.node.expr)
+        if self._names:
+            symbols = set(self._names.values())
+            for guard in shape_env.guards:
+                names = {str(symbol) for symbol in guard.expr.free_symbols}
+                if names and names <= symbols:
+                    code = compile(PythonPrinter().doprint(guard.expr), "<size guard>", "eval")
+                    self._guards.append((code, names))
+
+    def hold(self, ints: list[int]) -> bool:
+        if any(ints[index] != value for index, value in self._fixed.items()):
+            return False
+        values = {name: ints[index] for index, name in self._names.items()}
+        return all(
+            any(values[name] == 1 for name in names) or eval(code, {"math": math}, values)
+            for code, names in self._guards
+        )
+
+
 class CompiledFunction:
-    """A function whose arguments are tensors and tuples of sizes, and which updates ``state`` in place."""
+    """A function of tensors and named tuples of sizes, whose first element, the kind, is static; updates ``state``."""
 
     def __init__(self, function: Callable[..., Any], name: str, state: list[torch.Tensor]) -> None:
         self.function = function
         self.name = name
         self.state = state
-        self._captures: list[Capture] = []
+        self._captures: dict[Any, list[Capture]] = {}
+        self._chosen: dict[Any, Capture] = {}
         self._retired: deque[list[torch.Tensor]] = deque(maxlen=3)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the function. State tensors among the arguments are recognised as such."""
-        ints = [size for arg in args if isinstance(arg, tuple) for size in arg[1:]]
+        sizes = tuple(arg for arg in args if isinstance(arg, tuple))
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        kind = tuple(arg[0] for arg in args if isinstance(arg, tuple))
-        capture = next((c for k, c in self._captures if k == kind and c.fits(ints)), None)
+        ints = [value for size in sizes for value in size[1:]]
+        key = (sizes, *(tensor.shape for tensor in tensors))
+        capture = self._chosen.get(key)
         if capture is None:
-            capture = Capture(_flat(self.function, args), ints, tensors, self.state)
-            self._captures.append((kind, capture))
+            capture = self._chosen[key] = self._capture_for(args, sizes, ints, tensors)
         self._retired.append(list(self.state))
         outputs = capture.run(ints, tensors, self.state)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _capture_for(self, args: Any, sizes: Any, ints: list[int], tensors: list[torch.Tensor]) -> Capture:
+        """A capture that is right for these sizes: one that stands, else a new one."""
+        captures = self._captures.setdefault(tuple(size[0] for size in sizes), [])
+        for capture in captures:
+            if capture.fits(ints, tensors):
+                return capture
+        captures.append(Capture(_flat(self.function, args), ints, tensors, self.state))
+        return captures[-1]
 
 
 def _flat(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:

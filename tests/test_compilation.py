@@ -1,0 +1,148 @@
+"""Compiled graphs: none after warm-up, whatever comes; caches written in place; sizes that Dynamo fixes are noticed."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch_xla
+from conftest import engine
+from tiny_models import VOCAB_SIZE, TinyModel
+from vllm import LLM, SamplingParams
+
+from model_runner_base.graph_policy import GraphSize
+from model_runner_base.model_runner import ModelRunnerBase
+from neuron_runner.compilation import CompiledFunction
+from neuron_runner.metrics import CompilationCount
+
+
+class OneSize(NamedTuple):
+    kind: str
+    count: int
+
+
+class TwoSizes(NamedTuple):
+    kind: str
+    rows: int
+    extra: int
+
+
+BUCKETS = {
+    "num_batched_tokens_buckets": [8, 24, 64],
+    "num_seqs_buckets": [1, 3, 6],
+    "context_length_buckets": [100, 512],
+}
+
+
+def runner_of(llm: LLM) -> ModelRunnerBase:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def test_nothing_compiles_after_warm_up_and_every_bucket_serves(tiny_model: Callable[[str], TinyModel]) -> None:
+    """Random arrivals of every length and sampling mode, then whatever it takes to hit the buckets left over."""
+    rng = np.random.default_rng(0)
+    options = {"max_num_seqs": 6, "max_model_len": 512, "additional_config": {"neuron_config": BUCKETS}}
+    before_start = CompilationCount.now()
+    with engine(tiny_model("llama").path, **options) as llm:
+        warm = CompilationCount.now()
+        assert warm.compilations > before_start.compilations
+        runner = runner_of(llm)
+        sizes = set(runner.graph_policy.sizes)
+        served: set[GraphSize] = set()
+        dispatch = runner.graph_policy.dispatch
+
+        def record(need: GraphSize) -> GraphSize:
+            size = dispatch(need)
+            served.add(size)
+            return size
+
+        runner.graph_policy.dispatch = record  # type: ignore[method-assign]
+        core = llm.llm_engine
+        for count in range(4000):
+            # Seasons of all lengths, of few requests, and of long ones with short prompts among them.
+            lengths, rate = [([1, 2, 3, 10, 15, 50, 200, 450], 0.3), ([1, 40, 450], 0.03), ([450, 450, 2, 3], 0.3)][
+                count // 100 % 3
+            ]
+            if rng.random() < rate and core.get_num_unfinished_requests() < 8:
+                length = int(rng.choice(lengths))
+                params = SamplingParams(
+                    temperature=float(rng.choice([0.0, 0.7])),
+                    top_k=int(rng.choice([0, 10])),
+                    max_tokens=int(rng.integers(1, 62)),
+                    ignore_eos=True,
+                    detokenize=False,
+                )
+                prompt = rng.integers(3, VOCAB_SIZE, length).tolist()
+                core.add_request(str(count), {"prompt_token_ids": prompt}, params)
+            core.step()
+            if count > 300 and served == sizes:
+                break
+        assert served == sizes, f"never served: {sizes - served}"
+        assert CompilationCount.now() == warm
+
+
+def test_caches_are_written_in_place(tiny_model: Callable[[str], TinyModel]) -> None:
+    """The buffers' addresses stay the same over prefill and decode at one row and at several."""
+
+    def addresses(runner: ModelRunnerBase) -> list[int]:
+        torch_xla.sync()
+        return [torch_xla._XLAC._unsafe_buffer_pointer(cache) for cache in runner.kv_caches]
+
+    with engine(tiny_model("llama").path, max_model_len=256) as llm:
+        runner = runner_of(llm)
+        before = addresses(runner)
+        assert len(set(before)) == 2
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False)
+        for rows in (1, 4):
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}] * rows, params, use_tqdm=False)
+            assert addresses(runner) == before
+
+
+def test_one_capture_serves_many_sizes_and_updates_state_in_place() -> None:
+    device = torch_xla.device()
+    weight = torch.arange(12.0).reshape(4, 3).to(device)
+
+    def step(size: TwoSizes, packed: torch.Tensor) -> torch.Tensor:
+        _, rows, extra = size
+        state[0].index_put_((torch.arange(rows, dtype=torch.int64, device=device),), packed[:rows])
+        return state[0].sum() + (packed[rows : rows + extra].view(-1, 1) * weight.sum()).sum()
+
+    state = [torch.zeros(16).to(device)]
+    compiled = CompiledFunction(step, "step", state)
+    expected = np.zeros(16)
+    for rows, extra in [(5, 7), (2, 3), (1, 1), (5, 7), (1, 9), (16, 1)]:
+        packed = np.random.default_rng(rows).normal(size=rows + extra).astype(np.float32)
+        result = compiled(TwoSizes("kind", rows, extra), torch.from_numpy(packed).to(device))
+        expected[:rows] = packed[:rows]
+        assert abs(result.item() - (expected.sum() + packed[rows:].sum() * 66)) < 1e-3
+        np.testing.assert_allclose(state[0].cpu(), expected, rtol=1e-6)
+    assert len(compiled._captures) == 1
+
+
+def test_tensor_sizes_that_tracing_fixes_get_a_capture_of_their_own() -> None:
+    """A first call with one row fixes that dimension; more rows must not run the same graph."""
+    device = torch_xla.device()
+    state = [torch.zeros(1).to(device)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state[0].add_(1.0)
+        return (x.sum(dim=0) * x.shape[0]).sum()
+
+    compiled = CompiledFunction(step, "step", state)
+    assert [compiled(torch.ones(n, 2).to(device)).item() for n in (1, 4, 3, 1)] == [2, 32, 18, 2]
+
+
+def test_a_size_that_is_fixed_by_tracing_gets_a_capture_of_its_own() -> None:
+    """Dynamo fixes sizes of 0 and 1, and those a function branches on; other sizes must not run that graph."""
+    device = torch_xla.device()
+    state = [torch.zeros(1).to(device)]
+
+    def step(size: OneSize, x: torch.Tensor) -> torch.Tensor:
+        factor = 10.0 if size[1] == 3 else 1.0
+        state[0].add_(1.0)
+        return x[: size[1]].sum() * factor
+
+    compiled = CompiledFunction(step, "step", state)
+    x = torch.ones(8).to(device)
+    results = [compiled(OneSize("kind", n), x).item() for n in (1, 3, 5, 6, 3, 1)]
+    assert results == [1, 30, 5, 6, 30, 1]
