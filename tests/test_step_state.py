@@ -1,0 +1,128 @@
+"""Every step's inputs against a model that keeps no state: the scheduler's own view of each request.
+
+Hypothesis drives a real engine through arrivals, aborts, chunks, preemptions, prefix hits and finishes; at each step
+the batch is compared with what the scheduler's requests and block manager say, array by array.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from conftest import engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import TinyModel
+from vllm import LLM, SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from model_runner_base.input_batch import InputBatch
+
+BLOCK_SIZE = 16
+
+
+class Checker:
+    """Compares each step's batch and packed arrays with the scheduler's requests."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self.steps = self.steady_steps = 0
+        build = self.runner.batch_builder.build
+
+        def checked(scheduler_output: SchedulerOutput) -> InputBatch:
+            batch = build(scheduler_output)
+            self.check(scheduler_output, batch)
+            return batch
+
+        self.runner.batch_builder.build = checked
+
+    def check(self, scheduler_output: SchedulerOutput, batch: InputBatch) -> None:
+        self.steps += 1
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
+        assert batch.req_ids == list(scheduler_output.num_scheduled_tokens)
+        last_tokens = self.runner.last_tokens[0].tolist()
+        table = self.runner.block_tables[0].table
+        token = 0
+        for index, (req_id, count) in enumerate(scheduler_output.num_scheduled_tokens.items()):
+            request = self.core.scheduler.requests[req_id]
+            known = list(request.all_token_ids)
+            row = batch.rows[index]
+            start = computed[req_id]
+            assert (batch.query_start[index], batch.query_len[index]) == (token, count)
+            assert (batch.num_computed[index], batch.seq_lens[index]) == (start, start + count)
+            assert batch.is_sampled[index] == (start + count >= len(known) + request.num_output_placeholders - 1)
+            block_ids = self.core.scheduler.kv_cache_manager.get_block_ids(req_id)[0]
+            for position in range(start, start + count):
+                assert batch.positions[token] == position
+                assert batch.token_rows[token] == row
+                assert table[row, position // BLOCK_SIZE] == block_ids[position // BLOCK_SIZE]
+                if batch.token_sources[token] >= 0:
+                    assert batch.token_sources[token] == row and position == start + count - 1
+                    fed = last_tokens[row]
+                else:
+                    fed = batch.token_ids[token]
+                # The token sampled by a step in flight is not known to the scheduler yet.
+                assert position == len(known) or fed == known[position]
+                token += 1
+        assert len(set(batch.rows.tolist())) == len(batch.rows), "two requests share a row"
+        assert self.runner.requests.num_reqs <= self.runner.requests.max_num_reqs
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def checked_engine(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> Iterator[LLM]:
+    options = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 14, "async_scheduling": request.param}
+    with engine(
+        tiny_model("llama").path,
+        max_model_len=128,
+        max_num_seqs=5,
+        max_num_batched_tokens=24,
+        enforce_eager=True,
+        **options,
+    ) as llm:
+        llm.checker = Checker(llm)
+        yield llm
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 40), st.integers(0, 3)),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.just("step"), st.integers(1, 8)),
+    ),
+    max_size=25,
+)
+
+
+@given(actions)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_step_is_what_the_scheduler_says(checked_engine: LLM, script: list[tuple]) -> None:
+    core = checked_engine.llm_engine
+    added: list[str] = []
+    for action, *values in script:
+        if action == "add":
+            length, count, family = values
+            # A family shares its beginning, so that prefix-cache hits occur.
+            prompt = np.random.default_rng(family).integers(3, 500, length).tolist()
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            added.append(f"{checked_engine.checker.steps}-{len(added)}")
+            core.add_request(added[-1], {"prompt_token_ids": prompt}, params)
+        elif action == "abort" and added:
+            core.abort_request([added[values[0] % len(added)]])
+        elif action == "step":
+            for _ in range(values[0]):
+                core.step()
+    for _ in range(2000):
+        if not core.has_unfinished_requests():
+            return
+        core.step()
+    raise AssertionError("the engine did not finish its requests")
+
+
+def test_nothing_leaks(checked_engine: LLM) -> None:
+    """After all of the above: every row and every block is free again once the next request runs."""
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    checked_engine.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
+    assert checked_engine.checker.runner.requests.num_reqs == 1
+    assert checked_engine.checker.core.scheduler.kv_cache_manager.usage == 0
