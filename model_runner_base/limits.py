@@ -34,8 +34,15 @@ def check_config(vllm_config: VllmConfig) -> None:
             raise UnsupportedConfigError(message)
 
 
-def check_request(params: SamplingParams | PoolingParams) -> None:
-    """Raises ValueError, which the API server answers with status 400, for a parameter that would be ignored."""
+def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:
+    """Raises ValueError, which the API server answers with status 400.
+
+    Refused are parameters that would be ignored, and token ids that no embedding has (vLLM checks those only where
+    it has a tokenizer).
+    """
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise ValueError(f"Token id {bad} is out of vocabulary: use ids below {vocab_size}")
     if not isinstance(params, SamplingParams):
         raise ValueError("this runner generates text: pooling requests are not supported")
     asked = {

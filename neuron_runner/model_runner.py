@@ -1,8 +1,7 @@
 """NeuronModelRunner: the four hooks."""
 
-from vllm.model_executor.model_loader import get_model
-
 from model_runner_base.graph_policy import GraphPolicy
+from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.step_memory import estimate_step_memory
 from neuron_runner.config import read_neuron_config
@@ -24,7 +23,7 @@ class NeuronModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         """Loads on the host, lays the weights out for the device there, then moves them."""
-        self.model = get_model(vllm_config=self.vllm_config)
+        self.model = load_checkpoint(self.vllm_config)
         if not self.model_config.enforce_eager:
             from neuron_runner.weights import transpose_linear_weights
 

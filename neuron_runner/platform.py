@@ -28,6 +28,8 @@ class NeuronPlatform(Platform):
     dist_backend = "gloo"
     # vLLM compiles a few helpers at import; they become part of the model's graph instead.
     simple_compile_backend = "eager"
+    # Requests are checked here, where no model config is at hand.
+    _vocab_size: int
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -95,6 +97,7 @@ class NeuronPlatform(Platform):
             return
         if not environment.neuron_device_visible():
             cls._configure_for_host(vllm_config)
+        cls._vocab_size = model.get_vocab_size()
         cls.check_if_supports_dtype(model.dtype)
         scheduler = vllm_config.scheduler_config
         read_neuron_config(vllm_config.additional_config).check_limits(
@@ -113,4 +116,4 @@ class NeuronPlatform(Platform):
     def validate_request(cls, prompt: Any, params: "SamplingParams", processed_inputs: Any) -> None:
         from model_runner_base.limits import check_request
 
-        check_request(params)
+        check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)

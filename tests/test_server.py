@@ -141,6 +141,8 @@ def test_concurrent_requests_keep_their_tokens(server: str, client: openai.OpenA
         ({"prompt": PROMPT, "max_tokens": -5}, "max_tokens"),
         ({"prompt": PROMPT, "presence_penalty": 1.0}, "presence_penalty"),
         ({"prompt": PROMPT, "logprobs": 2}, "logprobs"),
+        ({"prompt": PROMPT, "structured_outputs": {"choice": ["a", "b"]}}, "structured outputs"),
+        ({"prompt": [5, 99999]}, "out of vocabulary"),
         ({"prompt": []}, ""),
         ({"prompt": PROMPT, "top_p": 2.0}, "top_p"),
     ],

@@ -1,0 +1,179 @@
+"""Every limit is one clear line, raised before work is lost, and other requests go on unharmed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import engine
+from safetensors.torch import load_file, save_file
+from tiny_models import TinyModel
+from vllm import SamplingParams
+
+import neuron_runner
+from neuron_runner import environment
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+
+def start(model: Path, **options: Any) -> None:
+    with engine(model, **({"max_model_len": 128, "enforce_eager": True} | options)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "float16 is not supported on this platform: use float32 or bfloat16"),
+        ({"dtype": "int7"}, "dtype"),
+        ({"kv_cache_memory_bytes": 4096}, "(?i)kv cache"),
+        ({"kv_cache_memory_bytes": 1 << 50}, "lower kv_cache_memory_bytes"),
+        ({"additional_config": {"neuron_config": {"num_seqs_buckets": [3, 1]}}}, "must rise strictly"),
+        ({"additional_config": {"neuron_config": {"num_seqs_buckets": [1, 2]}}}, "must end at max_num_seqs=4"),
+        ({"additional_config": {"neuron_config": {"seqs": [1]}}}, "neuron_config.seqs: Extra inputs"),
+        ({"tensor_parallel_size": 2}, "parallelism"),
+        ({"enable_lora": True}, "LoRA adapters are not supported yet"),
+        ({"enable_prompt_embeds": True}, "prompt embeddings are not supported yet"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN does not run here"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused(
+    options: dict[str, Any], message: str, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    with pytest.raises(Exception, match=message):
+        start(tiny_model("llama").path, **options)
+
+
+@pytest.fixture
+def broken(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> Path:
+    """A copy of a good checkpoint, to be broken."""
+    return shutil.copytree(tiny_model("llama").path, tmp_path / "broken")
+
+
+def test_missing_weight_is_named(broken: Path) -> None:
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"checkpoint .*broken.*layers\.1\.mlp\.down_proj\.weight is missing"):
+        start(broken)
+
+
+def test_misshapen_weight_is_refused(broken: Path) -> None:
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(64, 100)
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj\.weight has shape \[64, 100\], .* \[64, 128\]"):
+        start(broken)
+
+
+def test_unknown_architecture_is_named(broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    config["architectures"] = ["NobodysForCausalLM"]
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception, match="NobodysForCausalLM"):
+        start(broken)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"presence_penalty": 1.0, "bad_words": ["x"]}, "presence_penalty, bad_words"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"logit_bias": {5: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+    ids=str,
+)
+def test_what_would_be_ignored_is_refused(
+    params: dict[str, Any], message: str, shared_engine: Any, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    wanted = SamplingParams(max_tokens=8, **params)
+    wanted._bad_words_token_ids = [[5]]  # no tokenizer to make them
+    with pytest.raises(ValueError, match=f"{message}; leave out"):
+        shared_engine.generate([{"prompt_token_ids": [5, 6, 7]}], wanted, use_tqdm=False)
+    check_unharmed(shared_engine, tiny_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([5] * 128, "128"), ([], "(?i)empty"), ([10**6], "(?i)out of vocabulary")]
+)
+def test_bad_prompts_are_refused(
+    prompt: list[int], message: str, shared_engine: Any, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        shared_engine.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
+    check_unharmed(shared_engine, tiny_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny_model: Callable[[str], TinyModel]) -> Any:
+    with engine(tiny_model("llama").path, max_model_len=128, enforce_eager=True) as llm:
+        yield llm
+
+
+def check_unharmed(llm: Any, model: TinyModel) -> None:
+    (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == model.greedy((5, 6, 7), 8)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (environment.PackageNotFoundError(), "torch_xla is not installed: pip install torch_xla==2.9.0"),
+        (["2.8.1"], r"torch_xla 2\.8\.1 does not match torch 2\.9: pip install"),
+    ],
+)
+def test_torch_xla_must_be_there(found: Any, message: str) -> None:
+    with (
+        mock.patch.object(environment, "version", side_effect=found),
+        pytest.raises(environment.MissingRequirementError, match=message),
+    ):
+        environment.check_torch_xla()
+
+
+def test_placeholder_neuron_package_is_named() -> None:
+    """The public index's libneuronxla raises on import; with devices visible that must not pass for CPU."""
+    with (
+        mock.patch.object(environment.glob, "glob", return_value=["/dev/neuron0"]),
+        mock.patch.dict(sys.modules, {"libneuronxla": None}),
+    ):
+        assert not environment.neuron_device_visible()
+        with pytest.raises(environment.MissingRequirementError, match="placeholders or missing"):
+            environment.check_torch_xla()
+
+
+@pytest.mark.parametrize(
+    ("variable", "accelerator", "taken"),
+    [(None, None, True), (None, "cuda", False), ("1", "cuda", True), ("0", None, False), ("0", "cuda", False)],
+)
+def test_platform_leaves_a_machine_with_another_accelerator(
+    variable: str | None, accelerator: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = {name: lambda: None for name in ("tpu", "cuda", "rocm", "xpu")}
+    if accelerator:
+        plugins[accelerator] = lambda: "some.Platform"
+    monkeypatch.setattr("vllm.platforms.builtin_platform_plugins", plugins)
+    monkeypatch.delenv(neuron_runner.PLATFORM_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(neuron_runner.PLATFORM_VARIABLE, variable)
+    assert (neuron_runner.register() is not None) is taken
+
+
+def test_variable_keeps_the_platform_away_in_a_real_process() -> None:
+    code = "from vllm.platforms import current_platform; print(type(current_platform).__name__)"
+    for value, name in (("0", "UnspecifiedPlatform"), ("1", "NeuronPlatform")):
+        environment_variables = {"VLLM_LOGGING_LEVEL": "ERROR", neuron_runner.PLATFORM_VARIABLE: value, "PATH": ""}
+        out = subprocess.run([sys.executable, "-c", code], env=environment_variables, capture_output=True, text=True)
+        assert out.stdout.strip().endswith(name), out.stderr
