@@ -1,5 +1,7 @@
 """KV-cache specs, allocation and binding. vLLM's unstable KVCacheConfig is read here and nowhere else."""
 
+from typing import Any
+
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -11,13 +13,14 @@ from model_runner_base.block_tables import BlockTable
 from model_runner_base.device_ops import DeviceOps
 
 
-def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
-    return get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Every layer that may keep a cache, by name."""
+    return get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
 
 
 def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     """The KV-cache spec of every layer that keeps a cache, by layer name."""
-    specs = {}
+    specs: dict[str, KVCacheSpec] = {}
     for name, layer in attention_layers(vllm_config).items():
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is None:
@@ -38,7 +41,9 @@ def allocate(
     The contents must be finite from the start: masked positions are multiplied by zero, not skipped.
     """
     layers = attention_layers(vllm_config)
-    specs = {name: group.kv_cache_spec for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
+    specs: dict[str, Any] = {
+        name: group.kv_cache_spec for group in kv_cache_config.kv_cache_groups for name in group.layer_names
+    }
     caches: list[torch.Tensor] = []
     index_of: dict[str, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:

@@ -70,7 +70,7 @@ class ModelRunnerBase:
         self.device_ops = DeviceOps(device)
         self.graph_policy = GraphPolicy()
 
-        self.model: nn.Module
+        self.model: Any
         self._inputs = PackedInputs()
         self._execute_model_state: ExecuteModelState | None = None
         self._cache_device_properties()
@@ -242,11 +242,11 @@ class ModelRunnerBase:
         sources = arrays["token_sources"]
         token_ids = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], arrays["token_ids"])
         context = get_forward_context()
-        context.attn_metadata = self.attention.build(size, arrays)
+        context.attn_metadata = self.attention.build(size, arrays)  # type: ignore[assignment]
         hidden_states = self.model(
             input_ids=token_ids, positions=arrays["positions"], intermediate_tensors=None, inputs_embeds=None
         )
-        context.attn_metadata = None
+        context.attn_metadata = None  # type: ignore[assignment]
         logits = self.model.compute_logits(hidden_states[arrays["logits_indices"]])
         return hidden_states, logits, arrays["sample_slots"].clone()
 

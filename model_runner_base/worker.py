@@ -97,7 +97,9 @@ class ModelRunnerWorker(WorkerBase):
         with current_platform.inference_mode():
             return self.model_runner.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+    def sample_tokens(  # type: ignore[override]
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         with current_platform.inference_mode():
             return self.model_runner.sample_tokens(grammar_output)
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -40,21 +40,36 @@ class _Captured(Exception):
     """Ends a capture before anything runs."""
 
 
+class Source(NamedTuple):
+    """Where a graph input comes from when the graph is run."""
+
+    kind: str
+    """"int", "tensor" or "state" (by place), "size" (of a tensor argument), or "constant" (weights and their sizes)."""
+    place: int = 0
+    dim: int = 0
+    constant: Any = None
+
+
 class Capture:
     """A function as Dynamo saw it, compiled by the bridge for every combination of sizes it is run with."""
 
-    def __init__(self, function: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], state: list) -> None:
+    def __init__(
+        self, function: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]
+    ) -> None:
         self._graph, inputs = _trace(function, ints, tensors)
-        self._sources = self._find_sources(inputs, tensors, state)
-        self._guards = _SizeGuards(self._graph, ints)
         placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
+        sources = _find_sources(placeholders, inputs, tensors, state)
+        self._guards = _SizeGuards(placeholders, ints)
         self._shapes = {
-            source[1]: node.meta["example_value"].shape
-            for node, source in zip(placeholders, self._sources, strict=True)
-            if source[0] == "tensor"
+            source.place: node.meta["example_value"].shape
+            for node, source in zip(placeholders, sources, strict=True)
+            if source.kind == "tensor"
         }
-        state_inputs = [i for i, source in enumerate(self._sources) if source[0] == "state"]
-        self._state_order = [self._sources[i][1] for i in state_inputs]
+        # Weights are most of the inputs and never change: only the others are filled in for a run.
+        self._arguments = [source.constant for source in sources]
+        self._varying = [(i, source) for i, source in enumerate(sources) if source.kind != "constant"]
+        state_inputs = [i for i, source in self._varying if source.kind == "state"]
+        self._state_order = [sources[i].place for i in state_inputs]
         _donate(self._graph, state_inputs)
         self._compiled: Callable[..., Any] | None = None
 
@@ -69,17 +84,12 @@ class Capture:
 
     def run(self, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs at the given sizes, compiling if they are new; replaces the elements of ``state``."""
-        holders = {"int": ints, "tensor": tensors, "state": state}
-        arguments: list[Any] = []
-        for kind, key, *rest in self._sources:
-            if kind == "constant":
-                arguments.append(key)
-            elif kind == "size":
-                arguments.append(tensors[key].shape[rest[0]])
-            else:
-                arguments.append(holders[kind][key])
+        arguments = self._arguments.copy()
+        holders: dict[str, list[Any]] = {"int": ints, "tensor": tensors, "state": state}
+        for position, (kind, place, dim, _) in self._varying:
+            arguments[position] = tensors[place].shape[dim] if kind == "size" else holders[kind][place]
         if self._compiled is None:
-            self._graph.xla_args = arguments
+            self._graph.xla_args = arguments  # type: ignore[assignment]
             with eager_mode_context(False):
                 self._compiled = extract_internal(self._graph)
         outputs = self._compiled(*arguments)
@@ -87,27 +97,29 @@ class Capture:
             state[index] = tensor
         return outputs[len(self._state_order) :]
 
-    def _find_sources(self, inputs: list[Any], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[tuple]:
-        """Where each graph input comes from when run: an argument, the size of one, state, or a constant (weights)."""
-        positions = {id(tensor): ("tensor", index) for index, tensor in enumerate(tensors)}
-        positions.update((id(tensor), ("state", index)) for index, tensor in enumerate(state))
-        placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
-        sizes = {}
-        for node, value in zip(placeholders, inputs, strict=True):
-            kind, index = positions.get(id(value), ("constant", 0))
-            if kind == "tensor":
-                for dim, size in enumerate(node.meta["example_value"].shape):
-                    sizes.setdefault(str(size), ("size", index, dim))
-        sources: list[tuple] = []
-        for node, value in zip(placeholders, inputs, strict=True):
-            if isinstance(value, torch.Tensor):
-                sources.append(positions.get(id(value), ("constant", value)))
-            elif match := _INT_ARGUMENT.match(node.target):
-                sources.append(("int", int(match[1])))
-            else:
-                # Sizes of weights are constants; all that may vary comes from the arguments.
-                sources.append(sizes.get(str(node.meta["example_value"]), ("constant", value)))
-        return sources
+
+def _find_sources(
+    placeholders: list[torch.fx.Node], inputs: list[Any], tensors: list[torch.Tensor], state: list[torch.Tensor]
+) -> list[Source]:
+    """The source of each graph input, told by identity with the arguments of the traced call."""
+    sources = {id(tensor): Source("tensor", index) for index, tensor in enumerate(tensors)}
+    sources.update((id(tensor), Source("state", index)) for index, tensor in enumerate(state))
+    sizes: dict[str, Source] = {}
+    for node, value in zip(placeholders, inputs, strict=True):
+        source = sources.get(id(value))
+        if source is not None and source.kind == "tensor":
+            for dim, size in enumerate(node.meta["example_value"].shape):
+                sizes.setdefault(str(size), Source("size", source.place, dim))
+
+    def find(node: torch.fx.Node, value: Any) -> Source:
+        constant = Source("constant", constant=value)
+        if isinstance(value, torch.Tensor):
+            return sources.get(id(value), constant)
+        if match := _INT_ARGUMENT.match(str(node.target)):
+            return Source("int", int(match[1]))
+        return sizes.get(str(node.meta["example_value"]), constant)
+
+    return [find(node, value) for node, value in zip(placeholders, inputs, strict=True)]
 
 
 class _SizeGuards:
@@ -117,15 +129,15 @@ class _SizeGuards:
     computes the same for 1.
     """
 
-    def __init__(self, graph: torch.fx.GraphModule, ints: list[int]) -> None:
+    def __init__(self, placeholders: list[torch.fx.Node], ints: list[int]) -> None:
         self._fixed = dict(enumerate(ints))
         self._names: dict[int, str] = {}
         self._guards: list[tuple[CodeType, set[str]]] = []
-        for node in graph.graph.nodes:
-            value = node.meta.get("example_value")
-            if node.op != "placeholder" or not isinstance(value, torch.SymInt):
+        for node in placeholders:
+            value = node.meta["example_value"]
+            if not isinstance(value, torch.SymInt):
                 continue
-            match = _INT_ARGUMENT.match(node.target)
+            match = _INT_ARGUMENT.match(str(node.target))
             shape_env = value.node.shape_env
             expression = shape_env.replace(value.node.expr)
             if match and not expression.is_number:
@@ -222,7 +234,7 @@ def _trace(
     torch._dynamo.reset()
     with (
         # Without duck shaping, sizes that happen to be equal at this call stay apart.
-        symbolic_shape_config.patch(use_duck_shape=False),
+        symbolic_shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         mock.patch.object(nn.LayerNorm, "forward", _layer_norm),
         suppress(_Captured),
     ):

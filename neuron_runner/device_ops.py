@@ -14,8 +14,8 @@ class XlaDeviceOps(DeviceOps):
         if xm.xla_device_hw(self.device) == "CPU":
             return super().memory_info()
         info = xm.get_memory_info(self.device)
-        total = info["bytes_limit"]
-        return MemoryInfo(free=total - info["bytes_used"], total=total)
+        total = int(info["bytes_limit"])
+        return MemoryInfo(free=total - int(info["bytes_used"]), total=total)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = super().zeros(shape, dtype)

@@ -12,6 +12,7 @@ from neuron_runner import environment
 if TYPE_CHECKING:
     from vllm.attention.backends.registry import AttentionBackendEnum
     from vllm.config import VllmConfig
+    from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
 
 DEFAULT_BLOCK_SIZE = 32
@@ -98,6 +99,7 @@ class NeuronPlatform(Platform):
         if not environment.neuron_device_visible():
             cls._configure_for_host(vllm_config)
         cls._vocab_size = model.get_vocab_size()
+        assert isinstance(model.dtype, torch.dtype)
         cls.check_if_supports_dtype(model.dtype)
         scheduler = vllm_config.scheduler_config
         read_neuron_config(vllm_config.additional_config).check_limits(
@@ -113,7 +115,7 @@ class NeuronPlatform(Platform):
             cache.kv_cache_memory_bytes = int(gib * (1 << 30))
 
     @classmethod
-    def validate_request(cls, prompt: Any, params: "SamplingParams", processed_inputs: Any) -> None:
+    def validate_request(cls, prompt: Any, params: "SamplingParams | PoolingParams", processed_inputs: Any) -> None:
         from model_runner_base.limits import check_request
 
         check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)

@@ -4,6 +4,8 @@ XLA:CPU multiplies a few rows by a [out, in] weight several times slower than by
 rows. A weight that is also an embedding table keeps its layout for look-ups and gets a transposed copy for the logits.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -17,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 class TransposedLinearMethod(UnquantizedLinearMethod):
     """Applies a weight that is stored as [in, out]."""
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.matmul(x, layer.weight)
         return out if bias is None else out + bias
 
@@ -25,7 +27,7 @@ class TransposedLinearMethod(UnquantizedLinearMethod):
 class TransposedLogitsMethod(UnquantizedEmbeddingMethod):
     """Looks up in ``weight`` [vocabulary, hidden], computes logits with its transpose."""
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.matmul(x, layer.weight_transposed)
         return out if bias is None else out + bias
 
@@ -34,17 +36,20 @@ def transpose_linear_weights(model: nn.Module) -> None:
     """Re-lays every unquantised linear weight of a loaded model."""
     for module in model.modules():
         if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod:
-            module.weight = nn.Parameter(module.weight.data.t().contiguous(), requires_grad=False)
+            module.weight = _transposed(module.weight)
             module.quant_method = TransposedLinearMethod()
     for head in _logits_heads(model):
-        transposed = head.weight.data.t().contiguous()
-        head.weight_transposed = nn.Parameter(transposed, requires_grad=False)
+        head.weight_transposed = _transposed(head.weight)
         head.quant_method = TransposedLogitsMethod()
 
 
-def _logits_heads(model: nn.Module) -> list[VocabParallelEmbedding]:
+def _transposed(weight: Any) -> nn.Parameter:
+    return nn.Parameter(weight.data.t().contiguous(), requires_grad=False)
+
+
+def _logits_heads(model: nn.Module) -> list[Any]:
     """The modules that the model's logits are computed with: its LM heads, or tied embeddings."""
-    heads = {
+    heads: dict[int, Any] = {
         id(module): module
         for parent in model.modules()
         for name, module in parent.named_children()

@@ -1,0 +1,38 @@
+"""How every benchmark prints."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--repeats", type=int, default=7)
+    return parser.parse_args()
+
+
+def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each case; the cases take turns, so that a noisy spell meets them all."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for case in cases.values():
+        case()
+    for _ in range(repeats):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"rows": rows}))
+        return
+    columns = list(rows[0])
+    cells = [[f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for line in [columns, *cells]:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
