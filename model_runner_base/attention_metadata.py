@@ -11,7 +11,16 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.paged import PagedAttentionMetadata
-from model_runner_base.attention.plan import FAN_IN, MASKED, AttentionPlan, PlanGeometry, make_plan, merge_tree
+from model_runner_base.attention.plan import (
+    FAN_IN,
+    MASKED,
+    AttentionPlan,
+    PlanGeometry,
+    advance_plan,
+    make_plan,
+    merge_tree,
+    stays_in_tiles,
+)
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.input_batch import InputBatch, Section, pad_into
@@ -32,9 +41,18 @@ class PagedAttentionAdapter:
     def __init__(self, groups: list[AttentionGroup], limits: StepLimits) -> None:
         self.groups = groups
         self.limits = limits
+        self._plans: list[AttentionPlan] = []
 
-    def plan(self, batch: InputBatch) -> list[AttentionPlan]:
-        """One plan a group; all have the same query tiles."""
+    def plan(self, batch: InputBatch) -> tuple[list[AttentionPlan], bool]:
+        """One plan a group; all have the same query tiles. And whether these are the last step's, moved on in place."""
+        if batch.follows and all(stays_in_tiles(group.geometry, batch.positions) for group in self.groups):
+            for group, plan in zip(self.groups, self._plans, strict=True):
+                advance_plan(plan, group.geometry, batch.positions, group.block_table.table, batch.rows)
+            return self._plans, True
+        self._plans = self._make_plans(batch)
+        return self._plans, False
+
+    def _make_plans(self, batch: InputBatch) -> list[AttentionPlan]:
         query_tile = 1 if batch.is_uniform_decode else self.limits.query_tile
         return [
             make_plan(
@@ -74,14 +92,27 @@ class PagedAttentionAdapter:
         return sections
 
     def pack(
-        self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]
+        self,
+        batch: InputBatch,
+        plans: list[AttentionPlan],
+        size: GraphSize,
+        views: dict[str, np.ndarray],
+        is_repeat: bool,
     ) -> None:
-        """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
+        """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing.
+
+        If ``is_repeat``, the views hold the last step and the plans were moved on from it: the padding, the tiles of
+        the pairs and the merge trees stay as they are.
+        """
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
             table = group.block_table
             block_index, offsets = np.divmod(batch.positions, table.block_size)
             pad_into(views[f"slot_blocks.{index}"], table.table[batch.token_rows, block_index], 0)
             pad_into(views[f"slot_offsets.{index}"], offsets, 0)
+            if is_repeat:
+                views[f"pair_offset.{index}"][: plan.num_pairs] = plan.pair_offset
+                views[f"pair_blocks.{index}"][: plan.num_pairs] = plan.pair_blocks
+                continue
             pad_into(views[f"pair_tile.{index}"], plan.pair_tile, 0)
             pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
             pad_into(views[f"pair_blocks.{index}"], plan.pair_blocks, 0)

@@ -1,4 +1,8 @@
-"""From the scheduler's output to the input batch, without a loop over requests."""
+"""From the scheduler's output to the input batch, without a loop over requests.
+
+Steady decode has a path of its own: when a step schedules the very requests of the last one, one token each, and
+nothing arrived or resumed, the last batch is moved on in place.
+"""
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -12,8 +16,27 @@ class BatchBuilder:
 
     def __init__(self, requests: RequestStates) -> None:
         self.requests = requests
+        self._last: InputBatch | None = None
 
     def build(self, scheduler_output: SchedulerOutput) -> InputBatch:
+        last = self._last
+        if last is not None and _schedules_the_same(scheduler_output, last):
+            self._advance(last)
+            return last
+        batch = self._build(scheduler_output)
+        self._last = batch if batch.is_uniform_decode and batch.is_sampled.all() else None
+        return batch
+
+    def _advance(self, batch: InputBatch) -> None:
+        """Moves a batch of pure decode on by one token a request, in place."""
+        batch.num_computed += 1
+        batch.seq_lens += 1
+        batch.positions = batch.num_computed
+        batch.token_sources = batch.rows  # All were sampled, so all input tokens lie on the device.
+        batch.follows = True
+        self.requests.num_computed[batch.rows] = batch.seq_lens
+
+    def _build(self, scheduler_output: SchedulerOutput) -> InputBatch:
         requests = self.requests
         scheduled = scheduler_output.num_scheduled_tokens
         req_ids = list(scheduled)
@@ -51,8 +74,16 @@ class BatchBuilder:
             token_sources=token_sources,
         )
 
-    def pack(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
-        """Fills the sections that every step has; what attention needs, its adapter fills."""
+    def pack(self, batch: InputBatch, views: dict[str, np.ndarray], is_repeat: bool) -> None:
+        """Fills the sections that every step has; what attention needs, its adapter fills.
+
+        If ``is_repeat``, the views hold the last step of the same requests, and only what moved is written.
+        """
+        if is_repeat:
+            views["token_sources"][: batch.num_reqs] = batch.token_sources
+            views["positions"][: batch.num_reqs] = batch.positions
+            views["sample_slots"][1, : batch.num_reqs] = batch.seq_lens
+            return
         padding_row = self.requests.max_num_reqs
         pad_into(views["token_ids"], batch.token_ids, 0)
         pad_into(views["token_sources"], batch.token_sources, -1)
@@ -62,3 +93,13 @@ class BatchBuilder:
         # A row with prompt left yields no token: what is drawn for it is recorded nowhere.
         pad_into(sample_rows, np.where(batch.is_sampled, batch.rows, padding_row), padding_row)
         pad_into(sample_positions, batch.seq_lens, 0)
+
+
+def _schedules_the_same(scheduler_output: SchedulerOutput, last: InputBatch) -> bool:
+    """Whether a step has the requests of ``last``, in its order and in their rows, with one token each."""
+    return (
+        scheduler_output.total_num_scheduled_tokens == last.num_reqs
+        and not scheduler_output.scheduled_new_reqs
+        and not scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        and list(scheduler_output.num_scheduled_tokens) == last.req_ids
+    )

@@ -4,7 +4,7 @@ Every int32 array that the step's graph reads lies in one flat buffer, section a
 host-to-device copy whatever its features are. The graph takes the buffer apart again by the same section list.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -48,6 +48,8 @@ class InputBatch:
     """[T] token ids known to the host."""
     token_sources: np.ndarray
     """[T] row whose last sampled token stands in for the id (it is on the device only), or -1."""
+    follows: bool = False
+    """Whether this is the last step's batch, every request one token further."""
 
     @property
     def num_reqs(self) -> int:
@@ -77,15 +79,13 @@ def token_sections(size: GraphSize) -> list[Section]:
 class PackedInputs:
     """The host side of the packed buffer: views into it for each size, made once a size."""
 
-    def __init__(self) -> None:
-        self._views = lru_cache(maxsize=1024)(self._make_views)
+    def __init__(self, sections: Callable[[GraphSize], Sequence[Section]]) -> None:
+        self._sections = sections
+        self.views = lru_cache(maxsize=1024)(self._make_views)
+        """The buffer of a size and a writable view of each section, with what the last step of that size left there."""
 
-    def views(self, sections: tuple[Section, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The buffer for these sections and a writable view of each, with whatever the last such step left in them."""
-        return self._views(sections)
-
-    @staticmethod
-    def _make_views(sections: tuple[Section, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _make_views(self, size: GraphSize) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        sections = self._sections(size)
         buffer = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
         views, start = {}, 0
         for name, shape in sections:

@@ -71,7 +71,8 @@ class ModelRunnerBase:
         self.graph_policy = GraphPolicy()
 
         self.model: Any
-        self._inputs = PackedInputs()
+        self._inputs = PackedInputs(self._sections)
+        self._last_size: GraphSize | None = None
         self._execute_model_state: ExecuteModelState | None = None
         self._cache_device_properties()
 
@@ -220,11 +221,13 @@ class ModelRunnerBase:
     def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, GraphSize, torch.Tensor]:
         """The batch, the size it runs at, and its arrays, padded to that size, in one buffer on the device."""
         batch = self.batch_builder.build(scheduler_output)
-        plans = self.attention.plan(batch)
+        plans, moved_on = self.attention.plan(batch)
         size = self.graph_policy.dispatch(self.attention.needed_size(batch, plans))
-        buffer, views = self._inputs.views(self._sections(size))
-        self.batch_builder.pack(batch, views)
-        self.attention.pack(batch, plans, size, views)
+        buffer, views = self._inputs.views(size)
+        is_repeat = moved_on and size == self._last_size
+        self.batch_builder.pack(batch, views, is_repeat)
+        self.attention.pack(batch, plans, size, views, is_repeat)
+        self._last_size = size
         return batch, size, self.device_ops.to_device(buffer)
 
     def _sections(self, size: GraphSize) -> tuple[Section, ...]:
@@ -271,7 +274,7 @@ class ModelRunnerBase:
     def _dummy_run(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the model at a size on nothing but padding; returns hidden states and logits."""
         self._bind_kv_caches()
-        buffer, views = self._inputs.views(self._sections(size))
+        buffer, views = self._inputs.views(size)
         buffer[:] = 0
         views["token_sources"][:] = -1
         views["sample_slots"][0] = self.requests.max_num_reqs
