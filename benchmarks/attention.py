@@ -49,7 +49,7 @@ class Layer:
         self.impl = PagedAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
         self.cache = [torch.randn(rows * blocks + 1, BLOCK_SIZE, 2 * KV_HEADS, HEAD_SIZE).to(torch_xla.device())]
         torch_xla.sync()
-        self.compiled = CompiledFunction(self._attend, "attention", self.cache)
+        self.compiled = CompiledFunction(self._attend, self.cache)
 
     def _attend(
         self, size: GraphSize, packed: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor

@@ -85,6 +85,8 @@ class PagedAttentionAdapter:
                 Section(f"pair_offset.{index}", (num_pairs,)),
                 Section(f"pair_blocks.{index}", (num_pairs, group.geometry.blocks_per_tile)),
             ]
+            if query_tile != 1:
+                sections.append(Section(f"pair_last.{index}", (num_pairs,)))
             levels = group.geometry.level_sizes(num_tiles, num_pairs)
             sections += [Section(f"tree.{index}.{level}", (nodes, FAN_IN)) for level, nodes in enumerate(levels)]
         if query_tile != 1:
@@ -116,6 +118,8 @@ class PagedAttentionAdapter:
             pad_into(views[f"pair_tile.{index}"], plan.pair_tile, 0)
             pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
             pad_into(views[f"pair_blocks.{index}"], plan.pair_blocks, 0)
+            if size.query_tile != 1:
+                pad_into(views[f"pair_last.{index}"], plan.pair_offset + plan.tile_len[plan.pair_tile] - 1, MASKED)
             sizes = group.geometry.level_sizes(size.num_tiles, size.num_pairs)
             trees = merge_tree(plan.pairs_per_tile, sizes, size.num_pairs)
             for level, tree in enumerate(trees):
@@ -139,6 +143,7 @@ class PagedAttentionAdapter:
                 slot_offsets=arrays[f"slot_offsets.{index}"],
                 pair_tile=arrays[f"pair_tile.{index}"],
                 pair_offset=arrays[f"pair_offset.{index}"],
+                pair_last=arrays.get(f"pair_last.{index}", arrays[f"pair_offset.{index}"]),
                 pair_blocks=arrays[f"pair_blocks.{index}"],
                 merge_tree=[arrays[f"tree.{index}.{level}"] for level in range(group.geometry.num_levels)],
                 tile_tokens=arrays.get("tile_tokens"),

@@ -71,16 +71,15 @@ class GraphPolicy:
     """Eager: no sizes, no padding beyond the plan's neutral pair, functions run as they are."""
 
     sizes: Sequence[GraphSize] = ()
-    uses_graphs = False
 
     def configure(self, limits: StepLimits) -> None:
-        """Called once, when model length, block size and scheduler limits are known."""
+        """Called when model length, block size and scheduler limits are known, and again if the engine changes them."""
 
     def dispatch(self, need: GraphSize) -> GraphSize:
         """The size that a step of size ``need`` runs at."""
         return need
 
-    def wrap(self, function: StepFunction, name: str, state: list[torch.Tensor]) -> StepFunction:
+    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
         """Returns what the runner calls in place of ``function``.
 
         ``function`` updates the tensors in ``state`` in place. A policy that compiles it may replace the elements of
@@ -92,9 +91,9 @@ class GraphPolicy:
 class BucketPolicy(GraphPolicy):
     """A fixed list of sizes; a step runs at the first that holds it."""
 
-    uses_graphs = True
-
-    def __init__(self) -> None:
+    def set_sizes(self, sizes: Sequence[GraphSize]) -> None:
+        """``sizes`` in any order, repeats allowed."""
+        self.sizes = sorted(set(sizes))
         self.dispatch = lru_cache(maxsize=4096)(self._first_that_holds)  # type: ignore[method-assign]
 
     def _first_that_holds(self, need: GraphSize) -> GraphSize:

@@ -11,6 +11,7 @@ from model_runner_base.attention.plan import PlanGeometry, kv_tile_for
 from model_runner_base.attention_metadata import AttentionGroup
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.limits import UnsupportedConfigError
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -26,10 +27,12 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
         if spec is None:
             continue
         if not isinstance(spec, AttentionSpec):
-            raise NotImplementedError(
+            raise UnsupportedConfigError(
                 f"layer {name} keeps a {type(spec).__name__}; only attention caches are supported yet"
             )
         specs[name] = spec
+    if len({(spec.page_size_bytes, spec.block_size) for spec in specs.values()}) > 1:
+        raise UnsupportedConfigError("models whose layers differ in KV heads or head size are not supported yet")
     return specs
 
 

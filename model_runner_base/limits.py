@@ -27,6 +27,9 @@ def check_config(vllm_config: VllmConfig) -> None:
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
         "prompt embeddings are not supported yet: leave out enable_prompt_embeds": model and model.enable_prompt_embeds,
+        "custom logits processors are not supported yet: leave out logits_processors": (
+            model and model.logits_processors
+        ),
         "sleep mode is not supported yet: leave out enable_sleep_mode": model and model.enable_sleep_mode,
     }
     for message, is_asked in refusals.items():
@@ -59,4 +62,7 @@ def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], 
     }
     names = [name for name, is_asked in asked.items() if is_asked]
     if names:
-        raise ValueError(f"not supported by this runner yet: {', '.join(names)}; leave out or set to the default")
+        raise ValueError(
+            f"not supported by this runner yet: {', '.join(names)}; leave out or set to the default"
+            " (a model's generation_config.json may set it: then start with generation_config='vllm')"
+        )

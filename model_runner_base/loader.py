@@ -18,6 +18,8 @@ def load_checkpoint(vllm_config: VllmConfig) -> nn.Module:
     """The model with its weights, on the device of ``load_config``; raises CheckpointError naming the first misfit."""
     try:
         return get_model(vllm_config=vllm_config)
+    except NotImplementedError:
+        raise  # A layer said what it does not support: no fault of the checkpoint.
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
         model_config = vllm_config.model_config
         reason = _misfit(model_config) or str(error).partition("\n")[0]
@@ -38,10 +40,12 @@ def _misfit(model_config: ModelConfig) -> str | None:
                 found.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
     except Exception:
         return None  # Not a model of transformers, or unreadable: the loader's own words must do.
+    if not any(name in found for name in wanted):
+        return None  # Saved under other names, as bare models without a head are.
     tied = "lm_head.weight" if model_config.hf_config.tie_word_embeddings else None
     for name, tensor in wanted.items():
         if name in found and found[name] != list(tensor.shape):
             return f"{name} has shape {found[name]}, the config asks for {list(tensor.shape)}"
-        if found and name not in found and name != tied:
+        if name not in found and name != tied:
             return f"{name} is missing"
     return None

@@ -39,8 +39,6 @@ class ExecuteModelState:
     """What ``execute_model`` leaves for ``sample_tokens``."""
 
     batch: InputBatch
-    hidden_states: torch.Tensor
-    """[padded tokens, hidden]"""
     logits: torch.Tensor
     """[padded requests, vocabulary]"""
     sample_slots: torch.Tensor
@@ -51,7 +49,7 @@ class ModelRunnerBase:
     """A device's model runner, less what only the device knows."""
 
     use_piecewise_graph = False
-    """Whether the model runs as captured graphs; eager is the fallback."""
+    """Whether steps run as captured graphs; eager is the fallback."""
 
     MIXED_QUERY_TILE = 16
     """Query tokens in one attention tile of a step that mixes prefill and decode."""
@@ -130,11 +128,8 @@ class ModelRunnerBase:
         self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
 
         wrap = self.graph_policy.wrap
-        self._forward = wrap(self._run_model, "model", self.kv_caches)
-        self._samplers = {
-            mode: wrap(partial(sample, mode), f"sampler ({mode.name.lower()})", self.last_tokens)
-            for mode in SamplingMode
-        }
+        self._forward = wrap(self._run_model, self.kv_caches)
+        self._samplers = {mode: wrap(partial(sample, mode), self.last_tokens) for mode in SamplingMode}
 
     def _bind_kv_caches(self) -> None:
         """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
@@ -180,17 +175,18 @@ class ModelRunnerBase:
         for req_id in scheduler_output.preempted_req_ids or ():
             self.requests.release_row(req_id)
 
+        cached = scheduler_output.scheduled_cached_reqs
+        arriving = len(scheduler_output.scheduled_new_reqs) + len(cached.resumed_req_ids)
+        self.requests.make_room(arriving, scheduler_output.num_scheduled_tokens)
         for new in scheduler_output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None and new.sampling_params is not None
             seed = new.sampling_params.seed
             info = RequestInfo(
                 sampling_params=new.sampling_params,
-                num_prompt_tokens=len(new.prompt_token_ids),
                 seed=self.sampling.draw_seed() if seed is None else seed,
             )
             self._place(new.req_id, info, new.prompt_token_ids, new.num_computed_tokens, new.block_ids)
 
-        cached = scheduler_output.scheduled_cached_reqs
         for index, block_ids in enumerate(cached.new_block_ids):
             if block_ids is None:
                 continue
@@ -239,8 +235,8 @@ class ModelRunnerBase:
 
     def _run_model(
         self, size: GraphSize, packed: torch.Tensor, last_tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The function that becomes a graph: packed inputs to hidden states, logits and sample slots."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The function that becomes a graph: packed inputs to logits and sample slots."""
         arrays = unpack(packed, self._sections(size))
         sources = arrays["token_sources"]
         token_ids = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], arrays["token_ids"])
@@ -251,7 +247,7 @@ class ModelRunnerBase:
         )
         context.attn_metadata = None  # type: ignore[assignment]
         logits = self.model.compute_logits(hidden_states[arrays["logits_indices"]])
-        return hidden_states, logits, arrays["sample_slots"].clone()
+        return logits, arrays["sample_slots"].clone()
 
     # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
 
@@ -271,19 +267,19 @@ class ModelRunnerBase:
 
     # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
 
-    def _dummy_run(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the model at a size on nothing but padding; returns hidden states and logits."""
+    def _dummy_run(self, size: GraphSize) -> torch.Tensor:
+        """Runs the model at a size on nothing but padding; returns the logits."""
         self._bind_kv_caches()
         buffer, views = self._inputs.views(size)
         buffer[:] = 0
         views["token_sources"][:] = -1
         views["sample_slots"][0] = self.requests.max_num_reqs
         for name, view in views.items():
-            if name.startswith("pair_offset"):
+            if name.startswith(("pair_offset", "pair_last")):
                 view[:] = MASKED
         with set_forward_context(None, self.vllm_config):
-            hidden_states, logits, _ = self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0])
-        return hidden_states, logits
+            logits, _ = self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0])
+        return logits
 
     def _dummy_sample(self, num_reqs: int, logits: torch.Tensor) -> None:
         """Runs every sampler on rows of padding."""
@@ -297,7 +293,7 @@ class ModelRunnerBase:
         seen: set[int] = set()
         for size in (progress := tqdm(sorted(sizes, reverse=True), desc="Capturing graphs", unit="graph")):
             progress.set_postfix_str(str(size))
-            _, logits = self._dummy_run(size)
+            logits = self._dummy_run(size)
             if size.num_reqs not in seen:
                 seen.add(size.num_reqs)
                 self._dummy_sample(size.num_reqs, logits)

@@ -4,6 +4,7 @@ A row lives from the step that first schedules a request until it finishes or is
 needs to come back is kept apart, so that ``max_num_reqs`` rows serve any number of preempted requests.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,6 @@ class RequestInfo:
     """What survives a preemption."""
 
     sampling_params: SamplingParams
-    num_prompt_tokens: int
     seed: int
     """The request's own seed, or one drawn for it."""
 
@@ -48,6 +48,18 @@ class RequestStates:
         self.num_known[row] = len(token_ids)
         self.num_computed[row] = num_computed
         return row
+
+    def make_room(self, count: int, scheduled: Collection[str]) -> None:
+        """Sees to it that ``count`` scheduled requests can be given a row.
+
+        The scheduler may set requests aside without a word (a streaming session that waits for input, a forced
+        preemption); they come back with all their tokens and blocks, so their rows can go, oldest first.
+        """
+        if count <= len(self._free):
+            return
+        idle = [req_id for req_id in self.rows if req_id not in scheduled]
+        for req_id in idle[: count - len(self._free)]:
+            self.release_row(req_id)
 
     def release_row(self, req_id: str) -> None:
         """Frees the row of a preempted request; nothing happens if it holds none."""

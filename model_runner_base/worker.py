@@ -117,6 +117,9 @@ class ModelRunnerWorker(WorkerBase):
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_runner.update_max_model_len(max_model_len)
 
+    def reset_encoder_cache(self) -> None:
+        """There is none: text-only models keep no encoder outputs."""
+
     def execute_dummy_batch(self) -> None:
         """Only data-parallel ranks without requests are asked for this, and limits.py refuses data parallelism."""
         raise NotImplementedError

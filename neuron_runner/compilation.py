@@ -59,7 +59,7 @@ class Capture:
         self._graph, inputs = _trace(function, ints, tensors)
         placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
         sources = _find_sources(placeholders, inputs, tensors, state)
-        self._guards = _SizeGuards(placeholders, ints)
+        self._guards = _SizeGuards(placeholders, sources, ints)
         self._shapes = {
             source.place: node.meta["example_value"].shape
             for node, source in zip(placeholders, sources, strict=True)
@@ -80,7 +80,7 @@ class Capture:
             for index, shape in self._shapes.items()
             for traced, size in zip(shape, tensors[index].shape, strict=True)
         )
-        return shapes_fit and self._guards.hold(ints)
+        return shapes_fit and self._guards.hold(ints, tensors)
 
     def run(self, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs at the given sizes, compiling if they are new; replaces the elements of ``state``."""
@@ -125,49 +125,49 @@ def _find_sources(
 class _SizeGuards:
     """What tracing assumed of the sizes: those it fixed, and the branches it took on the others.
 
-    Assumptions that fail only for a size of 1 are waived: Dynamo makes them for broadcasting and strides, and the graph
-    computes the same for 1.
+    A size of 1 is judged as 2 would be: Dynamo excludes 1 everywhere for broadcasting and strides, where the graph
+    computes the same.
     """
 
-    def __init__(self, placeholders: list[torch.fx.Node], ints: list[int]) -> None:
+    def __init__(self, placeholders: list[torch.fx.Node], sources: list[Source], ints: list[int]) -> None:
         self._fixed = dict(enumerate(ints))
-        self._names: dict[int, str] = {}
-        self._guards: list[tuple[CodeType, set[str]]] = []
-        for node in placeholders:
+        self._symbols: dict[str, Source] = {}
+        shape_env = None
+        for node, source in zip(placeholders, sources, strict=True):
             value = node.meta["example_value"]
-            if not isinstance(value, torch.SymInt):
-                continue
-            match = _INT_ARGUMENT.match(str(node.target))
-            shape_env = value.node.shape_env
-            expression = shape_env.replace(value.node.expr)
-            if match and not expression.is_number:
-                index = int(match[1])
-                del self._fixed[index]
-                self._names[index] = str(value.node.expr)
-        if self._names:
-            symbols = set(self._names.values())
-            for guard in shape_env.guards:
-                names = {str(symbol) for symbol in guard.expr.free_symbols}
-                if names and names <= symbols:
-                    code = compile(PythonPrinter().doprint(guard.expr), "<size guard>", "eval")
-                    self._guards.append((code, names))
+            if source.kind == "int" and isinstance(value, torch.SymInt):
+                shape_env = value.node.shape_env
+                if not shape_env.replace(value.node.expr).is_number:
+                    del self._fixed[source.place]
+                    self._symbols[str(value.node.expr)] = source
+            elif source.kind == "tensor":
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        shape_env = size.node.shape_env
+                        self._symbols.setdefault(str(size.node.expr), Source("size", source.place, dim))
+        self._guards: list[CodeType] = []
+        self._hints: dict[str, int] = {}
+        if shape_env is not None:
+            # Sizes of state and weights are as they were when traced.
+            self._hints = {str(symbol): int(hint) for symbol, hint in shape_env.var_to_val.items()}
+            printer = PythonPrinter()
+            guards = [guard.expr for guard in shape_env.guards]
+            self._guards = [compile(printer.doprint(guard), "<size guard>", "eval") for guard in guards]
 
-    def hold(self, ints: list[int]) -> bool:
+    def hold(self, ints: list[int], tensors: list[torch.Tensor]) -> bool:
         if any(ints[index] != value for index, value in self._fixed.items()):
             return False
-        values = {name: ints[index] for index, name in self._names.items()}
-        return all(
-            any(values[name] == 1 for name in names) or eval(code, {"math": math}, values)
-            for code, names in self._guards
-        )
+        values = dict(self._hints)
+        for name, (kind, place, dim, _) in self._symbols.items():
+            values[name] = max(2, ints[place] if kind == "int" else tensors[place].shape[dim])
+        return all(eval(guard, {"math": math}, values) for guard in self._guards)
 
 
 class CompiledFunction:
     """A function of tensors and named tuples of sizes, whose first element, the kind, is static; updates ``state``."""
 
-    def __init__(self, function: Callable[..., Any], name: str, state: list[torch.Tensor]) -> None:
+    def __init__(self, function: Callable[..., Any], state: list[torch.Tensor]) -> None:
         self.function = function
-        self.name = name
         self.state = state
         self._captures: dict[Any, list[Capture]] = {}
         self._chosen: dict[Any, Capture] = {}

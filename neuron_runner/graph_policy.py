@@ -18,11 +18,10 @@ class OpenXlaPolicy(BucketPolicy):
     """
 
     def __init__(self, config: NeuronConfig) -> None:
-        super().__init__()
         self.config = config
 
     def configure(self, limits: StepLimits) -> None:
-        self.sizes = sorted({*self._decode_sizes(limits), *self._mixed_sizes(limits)})
+        self.set_sizes([*self._decode_sizes(limits), *self._mixed_sizes(limits)])
 
     def _decode_sizes(self, limits: StepLimits) -> list[GraphSize]:
         requests = self.config.num_seqs_buckets or geometric(1, limits.max_num_reqs)
@@ -45,5 +44,5 @@ class OpenXlaPolicy(BucketPolicy):
                 sizes.append(GraphSize(limits.query_tile, num_tokens, num_reqs, num_tiles, num_pairs + 1))
         return sizes
 
-    def wrap(self, function: StepFunction, name: str, state: list[torch.Tensor]) -> StepFunction:
-        return CompiledFunction(function, name, state)
+    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+        return CompiledFunction(function, state)

@@ -19,7 +19,7 @@ class NeuronModelRunner(ModelRunnerBase):
         config = read_neuron_config(self.vllm_config.additional_config)
         self.device_ops = XlaDeviceOps(self.device)
         self.graph_policy: GraphPolicy = OpenXlaPolicy(config)
-        self.use_piecewise_graph = False
+        self.use_piecewise_graph = True
 
     def load_model(self) -> None:
         """Loads on the host, lays the weights out for the device there, then moves them."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK_SIZE = 32
 DEFAULT_KV_CACHE_GIB = 1
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+DEFAULT_MAX_NUM_SEQS = 64
 
 
 class NeuronPlatform(Platform):
@@ -29,7 +31,7 @@ class NeuronPlatform(Platform):
     dist_backend = "gloo"
     # vLLM compiles a few helpers at import; they become part of the model's graph instead.
     simple_compile_backend = "eager"
-    # Requests are checked here, where no model config is at hand.
+    # Requests are checked here, where no model config is at hand: the newest engine's vocabulary stands for all.
     _vocab_size: int
 
     @property
@@ -72,6 +74,24 @@ class NeuronPlatform(Platform):
         return "model_runner_base.attention.paged.PagedAttentionBackend"
 
     @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Lowers the limits that hold where the user gives none.
+
+        Every size within them is compiled at start-up, and a step needs memory for the largest: vLLM's own defaults
+        (256 requests, 8,192 tokens), made for GPUs, cost minutes and gigabytes here.
+        """
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+
+        def batch_defaults(world_size: int) -> tuple[dict[UsageContext | None, int], dict[UsageContext | None, int]]:
+            contexts = (None, *UsageContext)
+            return dict.fromkeys(contexts, DEFAULT_MAX_NUM_BATCHED_TOKENS), dict.fromkeys(
+                contexts, DEFAULT_MAX_NUM_SEQS
+            )
+
+        EngineArgs.get_batch_defaults = staticmethod(batch_defaults)  # type: ignore[assignment, method-assign]
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         environment.check_torch_xla()
         # vLLM's config package imports the platform, so this module cannot import it at its top.
@@ -110,7 +130,7 @@ class NeuronPlatform(Platform):
     def _configure_for_host(cls, vllm_config: "VllmConfig") -> None:
         """PJRT CPU shares its memory with everything else on the host: take a fixed amount, not a share."""
         cache = vllm_config.cache_config
-        if cache.kv_cache_memory_bytes is None and cache.num_gpu_blocks_override is None:
+        if cache.kv_cache_memory_bytes is None:
             gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or DEFAULT_KV_CACHE_GIB)
             cache.kv_cache_memory_bytes = int(gib * (1 << 30))
 

@@ -122,7 +122,7 @@ def dense_attention(
 @given(batches(), st.sampled_from([(4, 4), (4, 2), (6, 1)]), st.sampled_from([None, 5.0]), st.integers(0, 40))
 @settings(max_examples=60, deadline=None)
 def test_paged_attention_equals_dense(case: tuple, heads: tuple[int, int], cap: float | None, padding: int) -> None:
-    """With padding tokens, tiles and pairs, garbage in unused cache entries, and blocks scattered over the cache."""
+    """With padding tokens, tiles and pairs, NaN in unused cache entries, and blocks scattered over the cache."""
     batch, geometry, table, query_tile = case
     num_heads, num_kv_heads = heads
     head_size = 8
@@ -141,9 +141,9 @@ def test_paged_attention_equals_dense(case: tuple, heads: tuple[int, int], cap: 
 
     rng = np.random.default_rng(0)
     num_blocks = int(table.table.max()) + 1
-    cache = torch.from_numpy(
-        rng.normal(size=(num_blocks, geometry.block_size, 2 * num_kv_heads, head_size)).astype(np.float32) * 100
-    )
+    # What no live token was written to may hold anything, not even a number.
+    cache = torch.full((num_blocks, geometry.block_size, 2 * num_kv_heads, head_size), float("nan"))
+    cache[0] = 0.0
     history = {}
     for row, length in zip(batch.rows, batch.seq_lens, strict=True):
         history[row] = rng.normal(size=(length, 2 * num_kv_heads, head_size)).astype(np.float32)

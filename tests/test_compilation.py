@@ -108,7 +108,7 @@ def test_one_capture_serves_many_sizes_and_updates_state_in_place() -> None:
         return state[0].sum() + (packed[rows : rows + extra].view(-1, 1) * weight.sum()).sum()
 
     state = [torch.zeros(16).to(device)]
-    compiled = CompiledFunction(step, "step", state)
+    compiled = CompiledFunction(step, state)
     expected = np.zeros(16)
     for rows, extra in [(5, 7), (2, 3), (1, 1), (5, 7), (1, 9), (16, 1)]:
         packed = np.random.default_rng(rows).normal(size=rows + extra).astype(np.float32)
@@ -128,7 +128,7 @@ def test_tensor_sizes_that_tracing_fixes_get_a_capture_of_their_own() -> None:
         state[0].add_(1.0)
         return (x.sum(dim=0) * x.shape[0]).sum()
 
-    compiled = CompiledFunction(step, "step", state)
+    compiled = CompiledFunction(step, state)
     assert [compiled(torch.ones(n, 2).to(device)).item() for n in (1, 4, 3, 1)] == [2, 32, 18, 2]
 
 
@@ -142,7 +142,26 @@ def test_a_size_that_is_fixed_by_tracing_gets_a_capture_of_its_own() -> None:
         state[0].add_(1.0)
         return x[: size[1]].sum() * factor
 
-    compiled = CompiledFunction(step, "step", state)
+    compiled = CompiledFunction(step, state)
     x = torch.ones(8).to(device)
     results = [compiled(OneSize("kind", n), x).item() for n in (1, 3, 5, 6, 3, 1)]
     assert results == [1, 30, 5, 6, 30, 1]
+
+
+def test_branches_on_sizes_are_not_served_to_other_sizes() -> None:
+    device = torch_xla.device()
+    state = [torch.zeros(1).to(device)]
+
+    def by_int(size: OneSize, x: torch.Tensor) -> torch.Tensor:
+        state[0].add_(1.0)
+        return x[: size[1]].sum() * (10.0 if size[1] > 3 else 1.0)
+
+    def by_shape(x: torch.Tensor) -> torch.Tensor:
+        state[0].add_(1.0)
+        return x.sum() * (10.0 if x.shape[0] > 3 else 1.0)
+
+    ones = torch.ones(8).to(device)
+    compiled = CompiledFunction(by_int, state)
+    assert [compiled(OneSize("kind", n), ones).item() for n in (5, 1, 2, 6)] == [50, 1, 2, 60]
+    compiled = CompiledFunction(by_shape, state)
+    assert [compiled(torch.ones(n).to(device)).item() for n in (5, 2, 1, 6)] == [50, 2, 1, 60]

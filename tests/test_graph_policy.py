@@ -29,17 +29,24 @@ def limits_and_steps(draw: st.DrawFn) -> tuple[StepLimits, list[tuple[int, int]]
     return limits, steps
 
 
-@given(limits_and_steps())
-@settings(max_examples=200, deadline=None)
-def test_every_step_within_the_limits_fits(case: tuple[StepLimits, list[tuple[int, int]]]) -> None:
+@given(limits_and_steps(), st.booleans(), st.sampled_from([1, 4, 16, 64]), st.sampled_from([None, 1, 50]))
+@settings(max_examples=300, deadline=None)
+def test_every_step_within_the_limits_fits(
+    case: tuple[StepLimits, list[tuple[int, int]]], has_lists: bool, block_size: int, window: int | None
+) -> None:
     limits, steps = case
-    policy = OpenXlaPolicy(NeuronConfig())
+    config = NeuronConfig(
+        num_batched_tokens_buckets=sorted({max(1, limits.max_num_tokens // 3), limits.max_num_tokens}),
+        num_seqs_buckets=[limits.max_num_reqs],
+        context_length_buckets=sorted({max(1, limits.max_model_len // 2), limits.max_model_len}),
+    )
+    policy = OpenXlaPolicy(config if has_lists else NeuronConfig())
     policy.configure(limits)
     query_len, computed = np.array(steps).T
     num_tokens, num_reqs = int(query_len.sum()), len(steps)
     query_tile = 1 if num_tokens == num_reqs else limits.query_tile
-    geometry = PlanGeometry(16, 64, limits.max_kv_tiles)
-    table = np.zeros((num_reqs, limits.max_kv_tiles * 4), np.int32)
+    geometry = PlanGeometry(block_size, 64, limits.max_kv_tiles, window)
+    table = np.zeros((num_reqs, limits.max_kv_tiles * geometry.blocks_per_tile), np.int32)
     start = np.cumsum(query_len) - query_len
     plan = make_plan(geometry, query_tile, start, query_len, computed, table, np.arange(num_reqs))
     need = GraphSize(query_tile, num_tokens, num_reqs, plan.num_tiles, plan.num_pairs + 1)

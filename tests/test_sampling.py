@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.sample.params import SamplingMode, SamplingStates
+from model_runner_base.sample.random import _gumbel, gumbel_noise
 from model_runner_base.sample.sampler import sample
 
 VOCAB = 50
@@ -87,6 +88,18 @@ def test_draws_stay_in_the_kept_set(seed: int, position: int, top_k: int, top_p:
     # A hair of slack: float32 sums may place a token on the other side of top-p.
     slack = SamplingParams(temperature=1.0, top_k=top_k, top_p=min(1.0, top_p + 1e-5), min_p=min_p * (1 - 1e-5))
     assert distribution(logits, slack)[token] > 0
+
+
+def test_noise_is_finite_and_never_lets_an_excluded_token_through() -> None:
+    """Over a real vocabulary's worth of draws; float32 must not round a uniform value up to 1."""
+    every_edge = torch.tensor([-1, 0, 1, -(1 << 31), (1 << 31) - 1, 255, 511, -512], dtype=torch.int32)
+    assert torch.isfinite(_gumbel(every_edge)).all()
+    seed = torch.full((1,), 7, dtype=torch.int32)
+    high = torch.zeros(1, dtype=torch.int32)
+    for position in range(0, 4000, 250):
+        positions = torch.arange(position, position + 250, dtype=torch.int32)
+        noise = gumbel_noise(seed.expand(250), high.expand(250), positions, 32000)
+        assert torch.isfinite(noise).all() and noise.abs().max() < 20
 
 
 def test_greedy_rows_take_the_maximum_in_every_mode() -> None:

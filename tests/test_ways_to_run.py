@@ -16,9 +16,9 @@ from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     llm = LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
-    print(type(llm.llm_engine.engine_core).__name__)
     outputs = llm.generate(["The LORD is my shepherd;", "And he"], SamplingParams(temperature=0, max_tokens=12))
-    print([list(output.outputs[0].token_ids) for output in outputs])
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    print("RESULT", type(llm.llm_engine.engine_core).__name__, tokens, flush=True)
 """
 
 
@@ -33,15 +33,13 @@ def test_engine_core_in_its_own_process(tmp_path: Path) -> None:
         timeout=300,
     )
     assert out.returncode == 0, out.stderr[-3000:]
-    *_, client, tokens = out.stdout.strip().splitlines()
-    assert client == "SyncMPClient"
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="float32")
     expected = []
     for prompt in ("The LORD is my shepherd;", "And he"):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected.append(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist())
-    assert tokens == str(expected)
+    assert f"RESULT SyncMPClient {expected}\n" in out.stdout
 
 
 def test_main_job_prints_text_and_a_summary() -> None:

@@ -1,8 +1,9 @@
 """Paged attention over a block-sparse plan, in plain torch.
 
 The same code runs eager on any torch device and inside a compiled graph: shapes are static, the cache is written in
-place, masked values are finite. Accumulation is in float32. P pairs, Q query tile, S KV tile, H heads, K KV heads,
-G = H / K, D head size.
+place, masked values are finite. Softmax and merging are in float32.
+
+Shapes: P pairs, Q query tile, S KV tile, H heads, K KV heads, G = H / K, D head size.
 """
 
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class PagedAttentionMetadata(AttentionMetadata):
     """[P]"""
     pair_offset: torch.Tensor
     """[P]"""
+    pair_last: torch.Tensor
+    """[P] position of the query tile's last token in the KV tile's count: what lies behind it is not the request's."""
     pair_blocks: torch.Tensor
     """[P, blocks a KV tile]"""
     merge_tree: list[torch.Tensor]
@@ -161,6 +164,9 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         visible = visible.reshape(-1, 1, tile * group, kv_tile)
 
         scores = torch.where(visible, scores, MASK_VALUE)
+        # Behind the tile's last token lies whatever other requests left: a weight of 0 would not silence a NaN there.
+        written = position.view(1, -1, 1, 1) <= meta.pair_last.view(-1, 1, 1, 1)
+        values = torch.where(written, values, 0.0)
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
         total = weights.sum(dim=-1, keepdim=True)

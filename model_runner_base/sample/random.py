@@ -32,6 +32,13 @@ def gumbel_noise(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torc
     stream = _mix(stream ^ (position * _GOLDEN))
     index = torch.arange(count, dtype=torch.int32, device=position.device)
     bits = _mix(_mix(stream.view(-1, 1) ^ (index.view(1, -1) * _GOLDEN)) + stream.view(-1, 1))
-    # 24 bits fit a float32 exactly; half a step keeps the logarithms finite.
-    uniform = (_shift_right(bits, 8).float() + 0.5) * 2.0**-24
+    return _gumbel(bits)
+
+
+def _gumbel(bits: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel values from random int32 bits; finite for all of them.
+
+    23 bits and a half fit float32's 24-bit mantissa exactly, so the uniform value never rounds to 1.
+    """
+    uniform = (_shift_right(bits, 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
