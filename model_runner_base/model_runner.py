@@ -23,10 +23,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 from model_runner_base import kv_cache, limits
 from model_runner_base.attention.plan import MASKED, kv_tile_for
-from model_runner_base.attention_metadata import PagedAttentionAdapter
+from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
 from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepLimits
+from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
 from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
 from model_runner_base.outputs import StepOutput
 from model_runner_base.request_states import RequestInfo, RequestStates
@@ -92,6 +92,22 @@ class ModelRunnerBase:
         """Make every graph that a step may need; called once, after ``initialize_kv_cache``."""
         raise NotImplementedError
 
+    # ---- Factories: a device with a component of its own returns it here; the defaults serve all others ----
+
+    def _make_kv_caches(self, kv_cache_config: KVCacheConfig) -> tuple[list[torch.Tensor], dict[str, int]]:
+        """The caches on the device, and the index of each attention layer's."""
+        return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
+
+    def _make_attention_adapter(self, groups: list[AttentionGroup], step_limits: StepLimits) -> PagedAttentionAdapter:
+        return PagedAttentionAdapter(groups, step_limits)
+
+    def _make_sampler(self, mode: SamplingMode) -> StepFunction:
+        """A function like ``sample`` without its mode."""
+        return partial(sample, mode)
+
+    def _make_output(self, batch: InputBatch, tokens: torch.Tensor) -> AsyncModelRunnerOutput:
+        return StepOutput(batch, tokens, self.device_ops)
+
     # ---- The engine's contract: before the first step ----
 
     def get_model(self) -> nn.Module:
@@ -110,7 +126,7 @@ class ModelRunnerBase:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates and binds the KV caches, and everything whose size depends on them."""
         max_num_reqs = self.scheduler_config.max_num_seqs
-        self.kv_caches, self._kv_cache_index = kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
+        self.kv_caches, self._kv_cache_index = self._make_kv_caches(kv_cache_config)
         self._bind_kv_caches()
         self.last_tokens = [self.device_ops.zeros((max_num_reqs + 1,), torch.int32)]
 
@@ -122,14 +138,14 @@ class ModelRunnerBase:
             kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len
         )
         step_limits = self._step_limits()
-        self.attention = PagedAttentionAdapter(groups, step_limits)
+        self.attention = self._make_attention_adapter(groups, step_limits)
         self.batch_builder = BatchBuilder(self.requests)
         self.graph_policy.configure(step_limits)
         self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
 
         wrap = self.graph_policy.wrap
         self._forward = wrap(self._run_model, self.kv_caches)
-        self._samplers = {mode: wrap(partial(sample, mode), self.last_tokens) for mode in SamplingMode}
+        self._samplers = {mode: wrap(self._make_sampler(mode), self.last_tokens) for mode in SamplingMode}
 
     def _bind_kv_caches(self) -> None:
         """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
@@ -165,7 +181,7 @@ class ModelRunnerBase:
             return None  # execute_model failed; the engine raises its exception
         sampler, tables = self._prepare_sampling(state.batch)
         tokens = sampler(state.logits, state.sample_slots, *tables, self.last_tokens[0])
-        output = StepOutput(state.batch, tokens, self.device_ops)
+        output = self._make_output(state.batch, tokens)
         return output if self.scheduler_config.async_scheduling else output.get_output()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
