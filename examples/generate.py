@@ -1,6 +1,6 @@
 """The main job: several prompts through vllm.LLM on NeuronModelRunner, with a summary of what it took.
 
-python3.11 dev.py generate --prompt "In the beginning" --temperature 0.8
+python3.11 dev.py generate --prompt "In the beginning" --temperature 0
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(MODEL), help="a local checkpoint; the bundled one if left out")
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--enforce-eager", action="store_true", help="no compilation, for debugging")
     args = parser.parse_args()
@@ -49,7 +49,7 @@ def main() -> None:
     )
     warm = CompilationCount.now()
     ready = time.perf_counter()
-    sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
+    sampling = SamplingParams(temperature=args.temperature, top_p=0.9, max_tokens=args.max_tokens, seed=args.seed)
     outputs = llm.generate(args.prompt or PROMPTS, sampling)
     done = time.perf_counter()
     later = CompilationCount.now()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import engine
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_models import TinyModel
 from vllm import LLM, SamplingParams
@@ -141,7 +141,13 @@ actions = st.lists(
 
 
 @given(actions)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    # No shrinking: the engine is shared, and after a failure it is not fit for another script.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 def test_every_step_is_what_the_scheduler_says(checked_engine: LLM, script: list[tuple]) -> None:
     core = checked_engine.llm_engine
     added: list[str] = []
