@@ -146,8 +146,9 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         tiles = tiles.view(-1, tile, kv_heads, group, head_size).transpose(1, 2)
         tiles = tiles.reshape(-1, kv_heads, tile * group, head_size)
         kv_tile = meta.geometry.kv_tile
-        cached = kv_cache[meta.pair_blocks].view(-1, kv_tile, 2 * kv_heads, head_size)
-        keys, values = cached[:, :, :kv_heads], cached[:, :, kv_heads:]
+        # Two gathers, not one that is split after: a compiler then gathers straight into each product's layout.
+        keys = kv_cache[:, :, :kv_heads][meta.pair_blocks].view(-1, kv_tile, kv_heads, head_size)
+        values = kv_cache[:, :, kv_heads:][meta.pair_blocks].view(-1, kv_tile, kv_heads, head_size)
 
         scores = torch.matmul(tiles, keys.permute(0, 2, 3, 1)).float() * self.scale
         if self.logits_soft_cap:
