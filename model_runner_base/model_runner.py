@@ -8,6 +8,7 @@ in the rooms that this file calls, and a device plugs itself in through four hoo
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -203,10 +204,10 @@ class ModelRunnerBase:
             )
             self._place(new.req_id, info, new.prompt_token_ids, new.num_computed_tokens, new.block_ids)
 
-        for index, block_ids in enumerate(cached.new_block_ids):
-            if block_ids is None:
-                continue
-            req_id = cached.req_ids[index]
+        # In steady decode most have no new blocks; those are passed over without a turn of the loop.
+        for index in compress(range(cached.num_reqs), cached.new_block_ids):
+            req_id, block_ids = cached.req_ids[index], cached.new_block_ids[index]
+            assert block_ids is not None
             if req_id in cached.resumed_req_ids:
                 info = self.requests.infos[req_id]
                 tokens = cached.all_token_ids[req_id]

@@ -44,7 +44,8 @@ class SamplingStates:
         is_sorted = params.top_p < 1.0 or 0 < params.top_k < self.vocab_size
         mode = SamplingMode.SORTED if is_sorted else SamplingMode.RANDOM
         if params.temperature < GREEDY_TEMPERATURE:
-            mode = SamplingMode.GREEDY
+            # Nothing else matters to a greedy row: all are alike, so that a new one seldom changes the tables.
+            mode, params, seed = SamplingMode.GREEDY, SamplingParams(temperature=0), 0
         self.modes[row] = mode
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         halves = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
