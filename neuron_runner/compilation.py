@@ -125,12 +125,13 @@ def _find_sources(
 class _SizeGuards:
     """What tracing assumed of the sizes: those it fixed, and the branches it took on the others.
 
-    A size of 1 is judged as 2 would be: Dynamo excludes 1 everywhere for broadcasting and strides, where the graph
-    computes the same.
+    What fails for a size of 1 and would hold for 2 is waived: Dynamo excludes 1 everywhere, for broadcasting and
+    strides, and there the graph computes the same.
     """
 
     def __init__(self, placeholders: list[torch.fx.Node], sources: list[Source], ints: list[int]) -> None:
         self._fixed = dict(enumerate(ints))
+        # By the symbol each size had at first: tracing may since have found two of them equal and kept one.
         self._symbols: dict[str, Source] = {}
         shape_env = None
         for node, source in zip(placeholders, sources, strict=True):
@@ -139,12 +140,12 @@ class _SizeGuards:
                 shape_env = value.node.shape_env
                 if not shape_env.replace(value.node.expr).is_number:
                     del self._fixed[source.place]
-                    self._symbols[str(value.node.expr)] = source
+                    self._symbols[str(value.node._expr)] = source
             elif source.kind == "tensor":
                 for dim, size in enumerate(value.shape):
                     if isinstance(size, torch.SymInt):
                         shape_env = size.node.shape_env
-                        self._symbols.setdefault(str(size.node.expr), Source("size", source.place, dim))
+                        self._symbols.setdefault(str(size.node._expr), Source("size", source.place, dim))
         self._guards: list[CodeType] = []
         self._hints: dict[str, int] = {}
         if shape_env is not None:
@@ -157,10 +158,14 @@ class _SizeGuards:
     def hold(self, ints: list[int], tensors: list[torch.Tensor]) -> bool:
         if any(ints[index] != value for index, value in self._fixed.items()):
             return False
-        values = dict(self._hints)
-        for name, (kind, place, dim, _) in self._symbols.items():
-            values[name] = max(2, ints[place] if kind == "int" else tensors[place].shape[dim])
-        return all(eval(guard, {"math": math}, values) for guard in self._guards)
+        sizes = {
+            name: ints[place] if kind == "int" else tensors[place].shape[dim]
+            for name, (kind, place, dim, _) in self._symbols.items()
+        }
+        values = self._hints | sizes
+        as_if_two = self._hints | {name: max(2, size) for name, size in sizes.items()}
+        names = {"math": math}
+        return all(eval(guard, names, values) or eval(guard, names, as_if_two) for guard in self._guards)
 
 
 class CompiledFunction:

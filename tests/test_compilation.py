@@ -81,6 +81,14 @@ def test_nothing_compiles_after_warm_up_and_every_bucket_serves(tiny_model: Call
         assert CompilationCount.now() == warm
 
 
+def test_a_model_is_captured_once_for_each_kind_of_step(tiny_model: Callable[[str], TinyModel]) -> None:
+    """Every further size is XLA's work alone: one capture for decode, one for mixed steps, one a sampler."""
+    before = CompilationCount.now()
+    with engine(tiny_model("llama").path, max_model_len=512) as llm:
+        assert len(runner_of(llm).graph_policy.sizes) > 5
+        assert CompilationCount.now().captures - before.captures == 5
+
+
 def test_caches_are_written_in_place(tiny_model: Callable[[str], TinyModel]) -> None:
     """The buffers' addresses stay the same over prefill and decode at one row and at several."""
 
