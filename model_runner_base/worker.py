@@ -1,8 +1,5 @@
 """The worker half that every device shares: a device names its runner class and its torch device, no more."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
@@ -110,9 +107,6 @@ class ModelRunnerWorker(WorkerBase):
 
     def get_model(self) -> nn.Module:
         return self.model_runner.get_model()
-
-    def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
-        return fn(self.get_model())
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_runner.update_max_model_len(max_model_len)
