@@ -25,6 +25,11 @@ class DeviceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @property
+    def eager_device(self) -> torch.device:
+        """Where tensor code that is not part of any graph runs: user-supplied logits processors."""
+        return self.device
+
     def memory_info(self) -> MemoryInfo:
         memory = psutil.virtual_memory()
         return MemoryInfo(free=memory.available, total=memory.total)

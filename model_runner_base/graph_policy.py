@@ -61,6 +61,8 @@ class StepLimits:
 
 
 StepFunction = Callable[..., Any]
+WrapFunction = Callable[[StepFunction, list[torch.Tensor]], StepFunction]
+"""``GraphPolicy.wrap``, as it is handed to the rooms that have functions of their own."""
 
 
 class NoGraphSizeError(RuntimeError):

@@ -27,9 +27,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
         "prompt embeddings are not supported yet: leave out enable_prompt_embeds": model and model.enable_prompt_embeds,
-        "custom logits processors are not supported yet: leave out logits_processors": (
-            model and model.logits_processors
-        ),
         "sleep mode is not supported yet: leave out enable_sleep_mode": model and model.enable_sleep_mode,
     }
     for message, is_asked in refusals.items():
@@ -40,29 +37,10 @@ def check_config(vllm_config: VllmConfig) -> None:
 def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:
     """Raises ValueError, which the API server answers with status 400.
 
-    Refused are parameters that would be ignored, and token ids that no embedding has (vLLM checks those only where
-    it has a tokenizer).
+    Refused are pooling requests, and token ids that no embedding has (vLLM checks those only where it has a tokenizer).
     """
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise ValueError(f"Token id {bad} is out of vocabulary: use ids below {vocab_size}")
     if not isinstance(params, SamplingParams):
         raise ValueError("this runner generates text: pooling requests are not supported")
-    asked = {
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty != 1.0,
-        "min_tokens": params.min_tokens,
-        "logit_bias": params.logit_bias,
-        "allowed_token_ids": params.allowed_token_ids,
-        "bad_words": params.bad_words,
-        "logprobs": params.logprobs is not None,
-        "prompt_logprobs": params.prompt_logprobs is not None,
-        "structured outputs": params.structured_outputs,
-    }
-    names = [name for name, is_asked in asked.items() if is_asked]
-    if names:
-        raise ValueError(
-            f"not supported by this runner yet: {', '.join(names)}; leave out or set to the default"
-            " (a model's generation_config.json may set it: then start with generation_config='vllm')"
-        )

@@ -6,7 +6,6 @@ in the rooms that this file calls, and a device plugs itself in through four hoo
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -29,21 +28,13 @@ from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
 from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
-from model_runner_base.outputs import StepOutput
+from model_runner_base.outputs import SampledStep, StepOutput
 from model_runner_base.request_states import RequestInfo, RequestStates
-from model_runner_base.sample.params import SamplingMode, SamplingStates
+from model_runner_base.sample.logprobs import reads_processed
+from model_runner_base.sample.params import SamplingMode
+from model_runner_base.sample.pipeline import SamplingPipeline, SamplingPlan
 from model_runner_base.sample.sampler import sample
-
-
-@dataclass
-class ExecuteModelState:
-    """What ``execute_model`` leaves for ``sample_tokens``."""
-
-    batch: InputBatch
-    logits: torch.Tensor
-    """[padded requests, vocabulary]"""
-    sample_slots: torch.Tensor
-    """[2, padded requests]"""
+from model_runner_base.sample.stage import SampleInputs
 
 
 class ModelRunnerBase:
@@ -72,7 +63,7 @@ class ModelRunnerBase:
         self.model: Any
         self._inputs = PackedInputs(self._sections)
         self._last_size: GraphSize | None = None
-        self._execute_model_state: ExecuteModelState | None = None
+        self._sample_inputs: SampleInputs | None = None
         self._cache_device_properties()
 
     # ---- The four hooks of a device ----
@@ -103,11 +94,11 @@ class ModelRunnerBase:
         return PagedAttentionAdapter(groups, step_limits)
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction:
-        """A function like ``sample`` without its mode."""
-        return partial(sample, mode)
+        """A function like ``sample`` without its first two parameters."""
+        return partial(sample, mode, reads_processed(self.model_config.logprobs_mode))
 
-    def _make_output(self, batch: InputBatch, tokens: torch.Tensor) -> AsyncModelRunnerOutput:
-        return StepOutput(batch, tokens, self.device_ops)
+    def _make_output(self, batch: InputBatch, sampled: SampledStep) -> AsyncModelRunnerOutput:
+        return StepOutput(batch, sampled, self.device_ops)
 
     # ---- The engine's contract: before the first step ----
 
@@ -132,9 +123,6 @@ class ModelRunnerBase:
         self.last_tokens = [self.device_ops.zeros((max_num_reqs + 1,), torch.int32)]
 
         self.requests = RequestStates(max_num_reqs, self.max_model_len)
-        self.sampling = SamplingStates(
-            max_num_reqs, self.model_config.get_vocab_size(), self.model_config.seed, self.device_ops
-        )
         self.block_tables, groups = kv_cache.attention_groups(
             kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len
         )
@@ -146,7 +134,11 @@ class ModelRunnerBase:
 
         wrap = self.graph_policy.wrap
         self._forward = wrap(self._run_model, self.kv_caches)
-        self._samplers = {mode: wrap(self._make_sampler(mode), self.last_tokens) for mode in SamplingMode}
+        samplers = {mode: wrap(self._make_sampler(mode), self.last_tokens) for mode in SamplingMode}
+        compute_logits = wrap(self._compute_logits, [])
+        self.sampling = SamplingPipeline(
+            self.vllm_config, samplers, compute_logits, self.last_tokens, wrap, self.device_ops
+        )
 
     def _bind_kv_caches(self) -> None:
         """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
@@ -172,23 +164,24 @@ class ModelRunnerBase:
         batch, size, packed = self._prepare_inputs(scheduler_output)
         with set_forward_context(None, self.vllm_config):
             outputs = self._forward(size, packed, self.last_tokens[0])
-        self._execute_model_state = ExecuteModelState(batch, *outputs)
+        self._sample_inputs = SampleInputs(batch, *outputs)
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Launches the sampler on what ``execute_model`` left."""
-        state, self._execute_model_state = self._execute_model_state, None
-        if state is None:
+        inputs, self._sample_inputs = self._sample_inputs, None
+        if inputs is None:
             return None  # execute_model failed; the engine raises its exception
-        sampler, tables = self._prepare_sampling(state.batch)
-        tokens = sampler(state.logits, state.sample_slots, *tables, self.last_tokens[0])
-        output = self._make_output(state.batch, tokens)
+        plan = self._prepare_sampling(inputs.batch)
+        sampled = self.sampling.run(plan, inputs, grammar_output)
+        output = self._make_output(inputs.batch, sampled)
         return output if self.scheduler_config.async_scheduling else output.get_output()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Brings request states and block tables up to the scheduler's: finished, preempted, new, continued."""
         for req_id in scheduler_output.finished_req_ids:
             self.requests.remove(req_id)
+            self.sampling.prompt_logprobs.remove(req_id)
         for req_id in scheduler_output.preempted_req_ids or ():
             self.requests.release_row(req_id)
 
@@ -201,7 +194,9 @@ class ModelRunnerBase:
             info = RequestInfo(
                 sampling_params=new.sampling_params,
                 seed=self.sampling.draw_seed() if seed is None else seed,
+                prompt_token_ids=new.prompt_token_ids,
             )
+            self.sampling.prompt_logprobs.add(new.req_id, info)
             self._place(new.req_id, info, new.prompt_token_ids, new.num_computed_tokens, new.block_ids)
 
         # In steady decode most have no new blocks; those are passed over without a turn of the loop.
@@ -227,7 +222,7 @@ class ModelRunnerBase:
     ) -> None:
         """Gives a new or resumed request its row."""
         row = self.requests.add(req_id, info, token_ids, num_computed)
-        self.sampling.set(row, info.sampling_params, info.seed)
+        self.sampling.set(row, info, token_ids)
         for table, ids in zip(self.block_tables, block_ids, strict=True):
             table.assign(row, ids)
 
@@ -246,14 +241,14 @@ class ModelRunnerBase:
     def _sections(self, size: GraphSize) -> tuple[Section, ...]:
         return (*token_sections(size), *self.attention.sections(size))
 
-    def _prepare_sampling(self, batch: InputBatch) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
-        """The sampler that serves this batch, and its parameter tables on the device."""
-        return self._samplers[self.sampling.mode(batch.rows)], self.sampling.tables()
+    def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
+        """Which rules, sampler and log probabilities the batch's requests ask for."""
+        return self.sampling.prepare(batch)
 
     def _run_model(
         self, size: GraphSize, packed: torch.Tensor, last_tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The function that becomes a graph: packed inputs to logits and sample slots."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The function that becomes a graph: packed inputs to logits, sample slots and hidden states."""
         arrays = unpack(packed, self._sections(size))
         sources = arrays["token_sources"]
         token_ids = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], arrays["token_ids"])
@@ -264,7 +259,11 @@ class ModelRunnerBase:
         )
         context.attn_metadata = None  # type: ignore[assignment]
         logits = self.model.compute_logits(hidden_states[arrays["logits_indices"]])
-        return logits, arrays["sample_slots"].clone()
+        return logits, arrays["sample_slots"].clone(), hidden_states
+
+    def _compute_logits(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Logits [len(indices), V] of some rows of the hidden states [T, hidden]."""
+        return self.model.compute_logits(hidden_states[indices])
 
     # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
 
@@ -284,8 +283,8 @@ class ModelRunnerBase:
 
     # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
 
-    def _dummy_run(self, size: GraphSize) -> torch.Tensor:
-        """Runs the model at a size on nothing but padding; returns the logits."""
+    def _dummy_run(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Runs the model at a size on nothing but padding; returns logits, sample slots and hidden states."""
         self._bind_kv_caches()
         buffer, views = self._inputs.views(size)
         buffer[:] = 0
@@ -295,23 +294,19 @@ class ModelRunnerBase:
             if name.startswith(("pair_offset", "pair_last")):
                 view[:] = MASKED
         with set_forward_context(None, self.vllm_config):
-            logits, _ = self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0])
-        return logits
-
-    def _dummy_sample(self, num_reqs: int, logits: torch.Tensor) -> None:
-        """Runs every sampler on rows of padding."""
-        slots = np.full((2, num_reqs), self.requests.max_num_reqs, np.int32)
-        for mode in SamplingMode:
-            device_slots = self.device_ops.to_device(slots)
-            self._samplers[mode](logits, device_slots, *self.sampling.tables(), self.last_tokens[0])
+            return self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0])
 
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
-        """Runs every size and every sampler once, dearest first, under a progress bar."""
-        seen: set[int] = set()
+        """Runs every size, and all that sampling may need after it, once, dearest first, under a progress bar."""
+        num_reqs_seen: set[int] = set()
+        num_tokens_seen: set[int] = set()
         for size in (progress := tqdm(sorted(sizes, reverse=True), desc="Capturing graphs", unit="graph")):
             progress.set_postfix_str(str(size))
-            logits = self._dummy_run(size)
-            if size.num_reqs not in seen:
-                seen.add(size.num_reqs)
-                self._dummy_sample(size.num_reqs, logits)
+            logits, sample_slots, hidden_states = self._dummy_run(size)
+            if size.num_tokens not in num_tokens_seen:
+                num_tokens_seen.add(size.num_tokens)
+                self.sampling.prompt_logprobs.warm_up(hidden_states)
+            if size.num_reqs not in num_reqs_seen:
+                num_reqs_seen.add(size.num_reqs)
+                self.sampling.warm_up(logits, sample_slots)
         self.device_ops.synchronize()

@@ -1,4 +1,6 @@
-"""What a step hands back to the engine."""
+"""What the halves of a step hand on: the model's outputs to sampling, sampling's to the engine."""
+
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -6,23 +8,48 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.input_batch import InputBatch
+from model_runner_base.prompt_logprobs import PromptChunk
+from model_runner_base.sample.logprobs import DeviceLogprobs
+
+
+@dataclass
+class SampledStep:
+    """What sampling left on the device: S padded requests."""
+
+    tokens: torch.Tensor
+    """[S] int32"""
+    logprobs: DeviceLogprobs | None = None
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
+    num_nans: torch.Tensor | None = None
+    """[S] int32 NaNs among each request's logits, if they are counted."""
 
 
 class StepOutput(AsyncModelRunnerOutput):
-    """Sampled tokens that are still on the device; reading them waits for the step."""
+    """A step's results, still on the device; reading them waits for the step."""
 
-    def __init__(self, batch: InputBatch, tokens: torch.Tensor, device_ops: DeviceOps) -> None:
+    def __init__(self, batch: InputBatch, sampled: SampledStep, device_ops: DeviceOps) -> None:
         self._req_ids = batch.req_ids
         self._is_sampled = batch.is_sampled
-        self._tokens = tokens
+        self._sampled = sampled
         self._device_ops = device_ops
 
     def get_output(self) -> ModelRunnerOutput:
-        tokens = self._device_ops.to_host(self._tokens)[: len(self._req_ids), None].tolist()
+        sampled, num_reqs = self._sampled, len(self._req_ids)
+        tokens = self._device_ops.to_host(sampled.tokens)[:num_reqs, None].tolist()
         for index in np.flatnonzero(~self._is_sampled):
             tokens[index] = []
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=self._req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(self._req_ids)},
             sampled_token_ids=tokens,
         )
+        if sampled.logprobs is not None:
+            output.logprobs = sampled.logprobs.to_host(num_reqs, self._device_ops)
+        for chunk in sampled.prompt_chunks:
+            chunk.store(self._device_ops)
+            if chunk.is_last:
+                output.prompt_logprobs_dict[chunk.req_id] = chunk.whole
+        if sampled.num_nans is not None:
+            counts = self._device_ops.to_host(sampled.num_nans)[:num_reqs].tolist()
+            output.num_nans_in_logits = dict(zip(self._req_ids, counts, strict=True))
+        return output

@@ -5,7 +5,7 @@ needs to come back is kept apart, so that ``max_num_reqs`` rows serve any number
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
@@ -18,6 +18,13 @@ class RequestInfo:
     sampling_params: SamplingParams
     seed: int
     """The request's own seed, or one drawn for it."""
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    """Kept up to date only where a rule looks back on it (see ``sample.history``); the list stays the same object."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
 
 class RequestStates:

@@ -93,6 +93,8 @@ class Capture:
             with eager_mode_context(False):
                 self._compiled = extract_internal(self._graph)
         outputs = self._compiled(*arguments)
+        if isinstance(outputs, torch.Tensor):  # The bridge unpacks a single output.
+            outputs = [outputs]
         for index, tensor in zip(self._state_order, outputs, strict=False):
             state[index] = tensor
         return outputs[len(self._state_order) :]

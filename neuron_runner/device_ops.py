@@ -10,6 +10,11 @@ from model_runner_base.device_ops import DeviceOps, MemoryInfo
 class XlaDeviceOps(DeviceOps):
     """Memory figures come from the device's own report, or from the host's where the device is the host."""
 
+    @property
+    def eager_device(self) -> torch.device:
+        """The host: outside a graph every new shape would be compiled."""
+        return torch.device("cpu")
+
     def memory_info(self) -> MemoryInfo:
         if xm.xla_device_hw(self.device) == "CPU":
             return super().memory_info()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch_xla
 from conftest import engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ def draw(logits: np.ndarray, params: SamplingParams, seeds: list[int], positions
     slots = torch.tensor([list(range(count)), positions], dtype=torch.int32)
     last_tokens = torch.zeros(count + 1, dtype=torch.int32)
     rows = torch.from_numpy(np.tile(logits, (count, 1)).astype(np.float32))
-    tokens = sample(states.mode(np.arange(count)), rows, slots, *states.tables(), last_tokens)
+    tokens = sample(states.mode(np.arange(count)), False, rows, slots, *states.tables(), last_tokens)
     assert torch.equal(last_tokens[:count], tokens)
     return tokens.numpy()
 
@@ -102,6 +103,15 @@ def test_noise_is_finite_and_never_lets_an_excluded_token_through() -> None:
         assert torch.isfinite(noise).all() and noise.abs().max() < 20
 
 
+def test_noise_is_the_same_on_every_device() -> None:
+    """A seed means the same tokens wherever it runs; int32 shifts and products of negative numbers must agree."""
+    rng = np.random.default_rng(0)
+    low, high, position = (torch.from_numpy(rng.integers(-(1 << 31), 1 << 31, 50).astype(np.int32)) for _ in range(3))
+    device = torch_xla.device()
+    there = gumbel_noise(low.to(device), high.to(device), position.to(device), 1000).cpu()
+    torch.testing.assert_close(there, gumbel_noise(low, high, position, 1000), rtol=1e-5, atol=1e-5)
+
+
 def test_greedy_rows_take_the_maximum_in_every_mode() -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=(3, VOCAB)).astype(np.float32))
@@ -111,7 +121,7 @@ def test_greedy_rows_take_the_maximum_in_every_mode() -> None:
     states.set(2, SamplingParams(temperature=0), 3)
     slots = torch.tensor([[0, 1, 2], [5, 5, 5]], dtype=torch.int32)
     for mode in SamplingMode:
-        tokens = sample(mode, logits, slots, *states.tables(), torch.zeros(4, dtype=torch.int32))
+        tokens = sample(mode, False, logits, slots, *states.tables(), torch.zeros(4, dtype=torch.int32))
         assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(-1).tolist()
     assert states.mode(np.array([0, 2])) == SamplingMode.GREEDY
     assert states.mode(np.array([0, 1])) == SamplingMode.SORTED

@@ -13,8 +13,11 @@ _GOLDEN = 0x9E3779B9 - (1 << 32)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of int32, whose ``>>`` would drag the sign along."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
+    """Logical shift of int32.
+
+    The sign bit is moved by hand: ``>>`` of a negative number drags it along, or on some devices divides and rounds.
+    """
+    return ((x & 0x7FFFFFFF) >> bits) | ((x < 0).to(torch.int32) * (1 << (31 - bits)))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,13 @@ from model_runner_base.sample.random import gumbel_noise
 
 def sample(
     mode: SamplingMode,
+    returns_logits: bool,
     logits: torch.Tensor,
     slots: torch.Tensor,
     floats: torch.Tensor,
     ints: torch.Tensor,
     last_tokens: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Samples one token a row and records it in ``last_tokens``, in place.
 
     Args:
@@ -28,11 +29,13 @@ def sample(
         last_tokens: [rows] int32.
 
     Returns:
-        Token ids [S] int32.
+        Token ids [S] int32; if ``returns_logits`` also the logits [S, V] that they were drawn from: divided by the
+        temperature, -inf where a token was cut off.
     """
     rows, positions = slots[0], slots[1]
     logits = logits.float()
     tokens = logits.argmax(dim=-1).to(torch.int32)
+    scaled = logits
     if mode != SamplingMode.GREEDY:
         temperature, top_p, min_p = floats[rows].unsqueeze(-1).unbind(1)
         top_k, seed_low, seed_high = ints[rows].unbind(1)
@@ -46,7 +49,7 @@ def sample(
         drawn = (scaled + noise).argmax(dim=-1).to(torch.int32)
         tokens = torch.where(is_greedy.squeeze(-1), tokens, drawn)
     last_tokens.index_put_((rows,), tokens)
-    return tokens
+    return (tokens, scaled) if returns_logits else tokens
 
 
 def _sorted_floor(logits: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""Log probabilities of sampled and prompt tokens, and of the likeliest tokens beside them.
+
+A static number of likeliest tokens is found on the device; whoever asks for more (up to the whole vocabulary) gets all
+values copied to the host and sorted there. Format and rank as in vLLM: the chosen token first, then the likeliest in
+order; the rank counts the tokens at least as likely as the chosen one.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from vllm.config.model import LogprobsMode
+from vllm.v1.outputs import LogprobsLists
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
+
+NUM_ON_DEVICE = 20
+"""As many as the OpenAI API allows."""
+
+
+def _values(takes_logits: bool, logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.float()
+    return logits if takes_logits else logits.log_softmax(dim=-1)
+
+
+def _top(
+    takes_logits: bool, logits: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids and values [S, 1 + NUM_ON_DEVICE], ranks [S], of logits [S, V] and chosen tokens [S]."""
+    values = _values(takes_logits, logits)
+    chosen = tokens.view(-1, 1)
+    chosen_value = values.gather(-1, chosen.long())
+    top_values, top_tokens = values.topk(min(NUM_ON_DEVICE, values.shape[-1]), dim=-1)
+    ranks = (values >= chosen_value).sum(dim=-1).to(torch.int32)
+    return torch.cat((chosen, top_tokens.to(torch.int32)), 1), torch.cat((chosen_value, top_values), 1), ranks
+
+
+@dataclass
+class DeviceLogprobs:
+    """Results on the device, from ``_top`` or, if more were asked for, the values of the whole vocabulary."""
+
+    count: int
+    """Likeliest tokens asked for."""
+    tokens: torch.Tensor
+    top: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    full: torch.Tensor | None
+
+    def to_host(self, num_rows: int, device_ops: DeviceOps) -> LogprobsLists:
+        """The first ``num_rows`` rows; waits for them."""
+        if self.top is not None:
+            ids, values, ranks = (device_ops.to_host(tensor)[:num_rows] for tensor in self.top)
+            return LogprobsLists(ids[:, : self.count + 1], values[:, : self.count + 1], ranks)
+        assert self.full is not None
+        every = device_ops.to_host(self.full)[:num_rows]
+        chosen = device_ops.to_host(self.tokens)[:num_rows, None]
+        order = np.argsort(-every, axis=-1, kind="stable")[:, : self.count]
+        chosen_value = np.take_along_axis(every, chosen, axis=-1)
+        return LogprobsLists(
+            np.concatenate((chosen, order), axis=1).astype(np.int32),
+            np.concatenate((chosen_value, np.take_along_axis(every, order, axis=-1)), axis=1),
+            (every >= chosen_value).sum(axis=-1).astype(np.int32),
+        )
+
+
+class LogprobsGatherer:
+    """Makes ``DeviceLogprobs``, in log probabilities or, if ``takes_logits``, in plain logits."""
+
+    def __init__(self, takes_logits: bool, wrap: WrapFunction) -> None:
+        self._top = wrap(partial(_top, takes_logits), [])
+        self._full = wrap(partial(_values, takes_logits), [])
+
+    def gather(self, count: int, logits: torch.Tensor, tokens: torch.Tensor) -> DeviceLogprobs:
+        """For logits [S, V] and chosen tokens [S] int32: the ``count`` likeliest a row."""
+        if count <= NUM_ON_DEVICE:
+            return DeviceLogprobs(count, tokens, self._top(logits, tokens), None)
+        return DeviceLogprobs(count, tokens, None, self._full(logits))
+
+    def warm_up(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        for count in (0, NUM_ON_DEVICE + 1):
+            self.gather(count, logits, tokens)
+
+
+def reads_processed(mode: LogprobsMode) -> bool:
+    """Whether log probabilities are those after the sampling parameters, or the model's own."""
+    return mode in ("processed_logprobs", "processed_logits")
+
+
+def reads_logits(mode: LogprobsMode) -> bool:
+    """Whether plain logits are returned in place of log probabilities."""
+    return mode in ("raw_logits", "processed_logits")

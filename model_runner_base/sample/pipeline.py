@@ -1,0 +1,169 @@
+"""Sampling of a step: grammar, the stages that the batch asks for, the sampler, log probabilities.
+
+The order is vLLM's (``vllm/v1/sample/sampler.py``): a grammar masks the model's logits; these are the raw ones; allowed
+tokens, bad words, minimum length, bias, custom processors and penalties change them, then the sampler applies
+temperature, min-p, top-k and top-p and draws; those are the processed ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import vllm.envs
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import StepFunction, WrapFunction
+from model_runner_base.input_batch import InputBatch
+from model_runner_base.outputs import SampledStep
+from model_runner_base.prompt_logprobs import PromptLogprobs
+from model_runner_base.request_states import RequestInfo
+from model_runner_base.sample.history import OutputHistory
+from model_runner_base.sample.logits_processors import LogitsProcessors, load_processors
+from model_runner_base.sample.logprobs import LogprobsGatherer, reads_logits, reads_processed
+from model_runner_base.sample.params import SamplingMode, SamplingStates
+from model_runner_base.sample.penalties import Penalties
+from model_runner_base.sample.stage import LogitsStage, SampleInputs
+from model_runner_base.sample.token_edits import TokenEdits
+from model_runner_base.sample.token_masks import AllowedTokens, TokenMasks
+
+NO_LOGPROBS = -1
+
+
+@dataclass
+class SamplingPlan:
+    """What the requests of a batch ask of its sampling."""
+
+    mode: SamplingMode
+    stages: list[tuple[LogitsStage, np.ndarray]]
+    """Each with the indices of the requests that ask for it."""
+    looking_back: np.ndarray
+    """Indices of the requests whose output tokens are needed on the host."""
+    num_logprobs: int
+    """The most that a request wants, or NO_LOGPROBS."""
+
+
+class SamplingPipeline:
+    """``last_tokens``, a list of one tensor [rows] int32, gets each row's token."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        samplers: Mapping[SamplingMode, StepFunction],
+        compute_logits: StepFunction,
+        last_tokens: list[torch.Tensor],
+        wrap: WrapFunction,
+        device_ops: DeviceOps,
+    ) -> None:
+        model_config = vllm_config.model_config
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._vocab_size = vocab_size = model_config.get_vocab_size()
+        self._samplers = samplers
+        self._last_tokens = last_tokens
+        self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops)
+        self._history = history = OutputHistory(device_ops)
+        self._masks = TokenMasks(vocab_size, wrap, device_ops)
+        processors = load_processors(vllm_config, device_ops.eager_device)
+        self._stages: list[LogitsStage] = [
+            AllowedTokens(self._masks),
+            TokenEdits(history, wrap, device_ops),
+            LogitsProcessors(processors, history, device_ops),
+            Penalties(max_num_reqs, vocab_size, last_tokens, wrap, device_ops),
+        ]
+        mode = model_config.logprobs_mode
+        self._reads_processed = reads_processed(mode)
+        self._logprobs = LogprobsGatherer(reads_logits(mode), wrap)
+        # Prompts have no processed logits; vLLM always answers with log probabilities there.
+        prompt_gatherer = LogprobsGatherer(False, wrap) if reads_logits(mode) else self._logprobs
+        self.prompt_logprobs = PromptLogprobs(compute_logits, prompt_gatherer, max_num_reqs, vocab_size, device_ops)
+        self._count_nans = wrap(_count_nans, []) if vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS else _count_nothing
+
+        self._asked = np.zeros(max_num_reqs, np.int32)
+        """[rows] bit i: the request asks for stage i; the next bit: a rule looks back on its output."""
+        self._num_logprobs = np.zeros(max_num_reqs, np.int32)
+        self._plan: SamplingPlan | None = None
+
+    # ---- Requests ----
+
+    def draw_seed(self) -> int:
+        """For a request that brings none."""
+        return self._states.draw_seed()
+
+    def set(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
+        """A request took a row; ``token_ids`` are its prompt and its output so far."""
+        params = info.sampling_params
+        self._states.set(row, params, info.seed)
+        count = params.logprobs
+        self._num_logprobs[row] = NO_LOGPROBS if count is None else self._vocab_size if count == -1 else count
+        asked = [stage.asked_by(params) for stage in self._stages]
+        looks_back = any(
+            stage.looks_back(params) for stage, is_asked in zip(self._stages, asked, strict=True) if is_asked
+        )
+        self._asked[row] = sum(1 << bit for bit, is_asked in enumerate([*asked, looks_back]) if is_asked)
+        if looks_back:
+            self._history.set(row, info, token_ids)
+        for stage, is_asked in zip(self._stages, asked, strict=True):
+            if is_asked:
+                stage.set(row, info, token_ids)
+
+    # ---- A step ----
+
+    def prepare(self, batch: InputBatch) -> SamplingPlan:
+        """What the batch asks for; in steady decode it is what the last batch asked for."""
+        if self._plan is None or not batch.follows:
+            self._plan = self._make_plan(batch)
+        return self._plan
+
+    def _make_plan(self, batch: InputBatch) -> SamplingPlan:
+        asked = np.where(batch.is_sampled, self._asked[batch.rows], 0)
+        every = int(np.bitwise_or.reduce(asked))
+        return SamplingPlan(
+            mode=self._states.mode(batch.rows),
+            stages=[
+                (stage, np.flatnonzero(asked >> bit & 1)) for bit, stage in enumerate(self._stages) if every >> bit & 1
+            ],
+            looking_back=np.flatnonzero(asked >> len(self._stages) & 1),
+            num_logprobs=int(self._num_logprobs[batch.rows].max()),
+        )
+
+    def run(self, plan: SamplingPlan, inputs: SampleInputs, grammar: GrammarOutput | None) -> SampledStep:
+        """Launches everything; waits for nothing, unless a rule looks back on the last step's tokens."""
+        logits = raw = self._masks.apply_grammar(inputs.logits, inputs.batch, grammar)
+        for stage, asking in plan.stages:
+            logits = stage.apply(inputs, asking, logits)
+        tokens, processed = self._draw(plan.mode, logits, inputs.sample_slots)
+        if len(plan.looking_back):
+            self._history.record(inputs.batch, plan.looking_back, tokens)
+        sampled = SampledStep(tokens, num_nans=self._count_nans(inputs.logits))
+        if plan.num_logprobs != NO_LOGPROBS:
+            values = processed if self._reads_processed else raw
+            sampled.logprobs = self._logprobs.gather(plan.num_logprobs, values, tokens)
+        sampled.prompt_chunks = self.prompt_logprobs.collect(inputs.batch, inputs.hidden_states)
+        return sampled
+
+    def _draw(
+        self, mode: SamplingMode, logits: torch.Tensor, sample_slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [S], and the logits [S, V] that they were drawn from if log probabilities are taken from those."""
+        results = self._samplers[mode](logits, sample_slots, *self._states.tables(), self._last_tokens[0])
+        return results if self._reads_processed else (results, logits)
+
+    def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
+        """Runs every stage and sampler once on rows of padding: logits [S, V], slots [2, S]."""
+        self._masks.apply(logits, {})
+        for stage in self._stages:
+            stage.warm_up(logits, sample_slots)
+        self._count_nans(logits)
+        for mode in SamplingMode:
+            tokens, _ = self._draw(mode, logits, sample_slots)
+        self._logprobs.warm_up(logits, tokens)
+
+
+def _count_nans(logits: torch.Tensor) -> torch.Tensor:
+    return logits.isnan().sum(dim=-1).to(torch.int32)
+
+
+def _count_nothing(logits: torch.Tensor) -> None:
+    return None
