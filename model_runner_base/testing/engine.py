@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.inputs import TokensPrompt
 
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -17,6 +19,14 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,
 }
 """Small: a device with graphs captures every size within these limits, at every start."""
+
+
+def cache_bytes(model: str | Path, num_tokens: int) -> int:
+    """``kv_cache_memory_bytes`` for so many tokens in float32: less than the requests need makes them preempt."""
+    config = AutoConfig.from_pretrained(model)
+    num_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return num_tokens * config.num_hidden_layers * 2 * num_heads * head_size * 4
 
 
 class Engines:
@@ -55,7 +65,7 @@ def runner_of(llm: LLM) -> Any:
 
 def core_of(llm: LLM) -> Any:
     """The engine core inside an engine: its scheduler, executor and KV-cache manager."""
-    return llm.llm_engine.engine_core.engine_core
+    return llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
 
 
 def metric(llm: LLM, name: str) -> float:
@@ -67,7 +77,7 @@ def generate(
     llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[RequestOutput]:
     """What a user gets for prompts of token ids."""
-    return llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+    return llm.generate([TokensPrompt(prompt_token_ids=list(p)) for p in prompts], params, use_tqdm=False)
 
 
 def greedy(count: int, **options: Any) -> SamplingParams:
@@ -75,6 +85,11 @@ def greedy(count: int, **options: Any) -> SamplingParams:
     return SamplingParams(
         **({"temperature": 0, "max_tokens": count, "ignore_eos": True, "detokenize": False} | options)
     )
+
+
+def sampled(count: int, **options: Any) -> SamplingParams:
+    """Exactly ``count`` tokens, drawn unless a temperature of 0 is given."""
+    return SamplingParams(**({"max_tokens": count, "ignore_eos": True} | options))
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:

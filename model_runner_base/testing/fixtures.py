@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from vllm import LLM
 
-from model_runner_base.testing.engine import Engines
+from model_runner_base.testing.engine import Engines, cache_bytes
 from model_runner_base.testing.models import TinyModel, make_checkpoint
 from model_runner_base.testing.table import FAILED
+from model_runner_base.testing.tokenizer import add_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +35,28 @@ def engine(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Callabl
     yield engines.get
     if request.node.stash.get(FAILED, False):
         engines.close()
+
+
+@pytest.fixture(scope="session")
+def text_model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+    """A tiny checkpoint with a tokenizer."""
+    return add_tokenizer(tiny_model("llama"))
+
+
+@pytest.fixture
+def text_engine(engine: Callable[..., LLM], text_model: TinyModel) -> Callable[..., LLM]:
+    """``text_engine(**options)``: an engine on ``text_model``.
+
+    Its cache holds 448 tokens: four requests of 112 tokens, or one of the longest, and preempts beyond.
+    """
+
+    def start(**options: object) -> LLM:
+        defaults = {
+            "skip_tokenizer_init": False,
+            "kv_cache_memory_bytes": cache_bytes(text_model.path, 448),
+            "max_logprobs": -1,
+            "structured_outputs_config": {"backend": "xgrammar"},
+        }
+        return engine(text_model.path, **(defaults | options))
+
+    return start

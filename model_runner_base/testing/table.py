@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -89,11 +90,11 @@ class PromiseTable:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        console = Console(file=terminalreporter._tw._file, width=max(100, terminalreporter._tw.fullwidth))
+        console = Console(file=terminalreporter._tw._file, width=max(150, terminalreporter._tw.fullwidth))
         console.print(self.render())
 
     def render(self) -> Table:
-        table = Table(title=f"Conformance of {self._worker}", title_justify="left", show_lines=True)
+        table = Table(title=f"Conformance of {self._worker}", title_justify="left", box=SIMPLE, padding=(0, 1))
         for name in ("group", "promise", "result", "smallest case, or the device's words"):
             table.add_column(name, overflow="fold")
         styles = {"FAILS": "bold red", "not": "yellow", "passes": "green"}
