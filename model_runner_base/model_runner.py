@@ -308,7 +308,8 @@ class ModelRunnerBase:
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size and every sampler once, dearest first, under a progress bar."""
         seen: set[int] = set()
-        for size in (progress := tqdm(sorted(sizes, reverse=True), desc="Capturing graphs", unit="graph")):
+        what = {"desc": "Capturing graphs", "unit": "graph"} if self.use_piecewise_graph else {"desc": "Warming up"}
+        for size in (progress := tqdm(sorted(sizes, reverse=True), **what)):
             progress.set_postfix_str(str(size))
             logits = self._dummy_run(size)
             if size.num_reqs not in seen:
