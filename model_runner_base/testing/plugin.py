@@ -27,6 +27,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # One process, so that checks can look into the engine.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # The models are so small that threads cost more than they compute: seconds a check on a busy machine.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.platform is not None:
         from model_runner_base.testing.platform_choice import choose_platform
 

@@ -51,6 +51,9 @@ class Request:
     params: SamplingParams
     grammar: Grammar | None = None
     processors: Sequence[rules.Processor] = ()
+    """Custom logits processors that may change the maximum."""
+    late_processors: Sequence[Callable[[np.ndarray], np.ndarray]] = ()
+    """Those that leave the maximum alone: they act on drawn tokens only, after the temperature."""
 
     def __str__(self) -> str:
         return f"prompt_token_ids={list(self.prompt)}, {describe(self.params)}"
@@ -65,6 +68,12 @@ class Request:
             params.update_from_tokenizer(_tokenizer())
             bad_words = params.bad_words_token_ids or []
         return rules.processed(logits, self.params, self.prompt, output, [EOS], bad_words, self.processors)
+
+    def kept(self, values: np.ndarray, slack: float = 0.0) -> np.ndarray:
+        """Processed logits [V] to those that a token is drawn from; the same ones for a greedy request."""
+        if rules.is_greedy(self.params):
+            return values
+        return rules.kept(values, self.params, slack, self.late_processors)
 
 
 def describe(params: SamplingParams) -> str:
@@ -100,7 +109,7 @@ def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> i
             best = int(values.argmax())
             assert values[token] >= values[best] - TOLERANCE, f"{place}, the reference's is {best}; output {tokens}"
         else:
-            is_kept = rules.kept(values, request.params, TOLERANCE)[token] > -np.inf
+            is_kept = request.kept(values, TOLERANCE)[token] > -np.inf
             assert is_kept, f"{place}, which the rules exclude; output {tokens}"
     return changed
 
@@ -108,4 +117,4 @@ def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> i
 def distribution(model: TinyModel, request: Request, output: Sequence[int] = ()) -> np.ndarray:
     """Probabilities [V] of the token after ``output``."""
     logits = logits_after(model, [*request.prompt, *output])[-1]
-    return rules.softmax(rules.kept(request.processed(logits, output), request.params))
+    return rules.softmax(request.kept(request.processed(logits, output)))

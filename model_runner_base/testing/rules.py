@@ -64,14 +64,19 @@ def _penalized(logits: Array, params: SamplingParams, prompt: Sequence[int], out
     return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
 
-def kept(logits: Array, params: SamplingParams, slack: float = 0.0) -> Array:
+def kept(
+    logits: Array, params: SamplingParams, slack: float = 0.0, processors: Sequence[Callable[[Array], Array]] = ()
+) -> Array:
     """Logits [V] after temperature, min-p, top-k and top-p: what is not kept is -inf.
 
-    ``slack`` widens each threshold a little: float32 may put a token on its other side.
+    ``slack`` widens each threshold a little: float32 may put a token on its other side. ``processors`` are the custom
+    ones that leave the maximum alone.
     """
     scaled = logits / params.temperature
     probabilities = softmax(scaled)
     scaled = np.where(probabilities >= params.min_p * probabilities.max() * (1 - slack), scaled, -np.inf)
+    for processor in processors:
+        scaled = processor(scaled)
     if 0 < params.top_k < len(scaled):
         scaled = np.where(scaled >= np.sort(scaled)[-params.top_k] - slack, scaled, -np.inf)
     order = np.argsort(-scaled, kind="stable")
