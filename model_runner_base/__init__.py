@@ -1,10 +1,36 @@
-"""One model runner base for every device that serves LLMs with vLLM's V1 engine."""
+"""One model runner base for every device that serves LLMs with vLLM's V1 engine.
 
-from model_runner_base.device_ops import DeviceOps, MemoryInfo
-from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, GraphSize, StepLimits
-from model_runner_base.memory import DeviceMemoryProfiler
-from model_runner_base.model_runner import ModelRunnerBase
-from model_runner_base.worker import ModelRunnerWorker
+The names load on first use: most import vLLM's config, which asks for the platform, and a device's platform is itself a
+subclass of ``model_runner_base.platform.PagedPlatform``.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from model_runner_base.device_ops import DeviceOps, MemoryInfo
+    from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, GraphSize, StepLimits
+    from model_runner_base.loader import load_checkpoint
+    from model_runner_base.memory import DeviceMemoryProfiler
+    from model_runner_base.model_runner import ModelRunnerBase
+    from model_runner_base.platform import PagedPlatform
+    from model_runner_base.step_memory import estimate_step_memory
+    from model_runner_base.worker import ModelRunnerWorker
+
+_HOMES = {
+    "BucketPolicy": "graph_policy",
+    "DeviceMemoryProfiler": "memory",
+    "DeviceOps": "device_ops",
+    "GraphPolicy": "graph_policy",
+    "GraphSize": "graph_policy",
+    "MemoryInfo": "device_ops",
+    "ModelRunnerBase": "model_runner",
+    "ModelRunnerWorker": "worker",
+    "PagedPlatform": "platform",
+    "StepLimits": "graph_policy",
+    "estimate_step_memory": "step_memory",
+    "load_checkpoint": "loader",
+}
 
 __all__ = [
     "BucketPolicy",
@@ -15,5 +41,15 @@ __all__ = [
     "MemoryInfo",
     "ModelRunnerBase",
     "ModelRunnerWorker",
+    "PagedPlatform",
     "StepLimits",
+    "estimate_step_memory",
+    "load_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

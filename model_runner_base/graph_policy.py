@@ -59,6 +59,15 @@ class StepLimits:
         ragged = min(self.max_num_reqs, num_tokens)
         return num_tokens // self.query_tile + ragged
 
+    @property
+    def largest_sizes(self) -> tuple[GraphSize, GraphSize]:
+        """The largest step of pure decode and the largest mixed step: no step needs more memory."""
+        tokens, reqs, tiles = self.max_num_tokens, self.max_num_reqs, self.num_tiles(self.max_num_tokens)
+        return (
+            GraphSize(1, reqs, reqs, reqs, reqs * self.max_kv_tiles + 1),
+            GraphSize(self.query_tile, tokens, reqs, tiles, tiles * self.max_kv_tiles + 1),
+        )
+
 
 StepFunction = Callable[..., Any]
 WrapFunction = Callable[[StepFunction, list[torch.Tensor]], StepFunction]

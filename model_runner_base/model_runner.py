@@ -300,7 +300,8 @@ class ModelRunnerBase:
         """Runs every size, and all that sampling may need after it, once, dearest first, under a progress bar."""
         num_reqs_seen: set[int] = set()
         num_tokens_seen: set[int] = set()
-        for size in (progress := tqdm(sorted(sizes, reverse=True), desc="Capturing graphs", unit="graph")):
+        what = {"desc": "Capturing graphs", "unit": "graph"} if self.use_piecewise_graph else {"desc": "Warming up"}
+        for size in (progress := tqdm(sorted(sizes, reverse=True), **what)):
             progress.set_postfix_str(str(size))
             logits, sample_slots, hidden_states = self._dummy_run(size)
             if size.num_tokens not in num_tokens_seen:

@@ -12,9 +12,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import pytest
-from tiny_models import CONFIGS, TinyModel, make_checkpoint
 from vllm import LLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+from model_runner_base.testing.models import CONFIGS, TinyModel, make_checkpoint
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 import torch_xla
 from conftest import engine
-from tiny_models import VOCAB_SIZE, TinyModel
 from vllm import LLM, SamplingParams
 
 from model_runner_base.graph_policy import GraphSize
 from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.metrics import CompilationCount
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from conftest import engine
 from safetensors.torch import load_file, save_file
-from tiny_models import TinyModel
 from vllm import SamplingParams
 
 import neuron_runner
+from model_runner_base.testing.models import TinyModel
 from neuron_runner import environment
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

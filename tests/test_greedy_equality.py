@@ -5,8 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from conftest import engine
-from tiny_models import CONFIGS, VOCAB_SIZE, TinyModel
 from vllm import LLM, SamplingParams
+
+from model_runner_base.testing.models import CONFIGS, VOCAB_SIZE, TinyModel
 
 NEW_TOKENS = 20
 

@@ -10,13 +10,13 @@ from conftest import engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from tiny_models import TinyModel
 from vllm import LLM, SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.sample.params import SamplingMode, SamplingStates
 from model_runner_base.sample.random import _gumbel, gumbel_noise
 from model_runner_base.sample.sampler import sample
+from model_runner_base.testing.models import TinyModel
 
 VOCAB = 50
 

@@ -12,12 +12,12 @@ import torch
 from conftest import engine
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny_models import TinyModel
 from vllm import LLM, SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from model_runner_base.graph_policy import GraphSize
 from model_runner_base.input_batch import InputBatch, PackedInputs, unpack
+from model_runner_base.testing.models import TinyModel
 
 BLOCK_SIZE = 16
 

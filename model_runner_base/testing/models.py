@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -77,7 +78,7 @@ class TinyModel:
 
 
 @cache
-def _reference(path: Path) -> torch.nn.Module:
+def _reference(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 

@@ -1,0 +1,84 @@
+"""A whole device in one file: torch's own CPU, eager, under vLLM's V1 engine. docs/new_device.md walks through it.
+
+    python examples/plain_device.py [MODEL]     some text from a local checkpoint, the bundled one if left out
+
+To install such a device, name the platform in an entry point of the group ``vllm.platform_plugins``: a function that
+returns "my_package.plain_device.PlainPlatform" where the device is present, and None where it is not.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_runner_base.platform import PagedPlatform
+
+
+class PlainPlatform(PagedPlatform):
+    """What vLLM asks about the device before it starts."""
+
+    device_name = "cpu"
+    device_type = "cpu"
+    worker_cls = f"{__name__}.PlainWorker"
+    dtypes = (torch.float32,)
+
+
+def __getattr__(name: str) -> Any:
+    """The runner and the worker, made when vLLM first asks this module for one of them.
+
+    Their bases import vLLM's config, which itself imports this module for the platform above. In a package, a file of
+    their own does the same.
+    """
+    if name not in ("PlainModelRunner", "PlainWorker"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    global PlainModelRunner, PlainWorker
+    from model_runner_base import ModelRunnerBase, ModelRunnerWorker, estimate_step_memory, load_checkpoint
+
+    class PlainModelRunner(ModelRunnerBase):
+        """The four hooks."""
+
+        def _cache_device_properties(self) -> None:
+            """Nothing to install: the base's DeviceOps and its eager GraphPolicy serve a plain torch device."""
+
+        def load_model(self) -> None:
+            self.model = load_checkpoint(self.vllm_config).to(self.device)
+
+        def profile_run(self) -> int:
+            """A device that reports its peak memory would run its largest step here, and measure."""
+            sizes = self._step_limits().largest_sizes
+            return estimate_step_memory(sizes, self.get_kv_cache_spec(), self.model_config)
+
+        def capture_model(self) -> None:
+            """There are no graphs; the largest steps run once, on padding, so that none meets a surprise later."""
+            self._warm_up(self._step_limits().largest_sizes)
+
+    class PlainWorker(ModelRunnerWorker):
+        """Which runner, on which torch device."""
+
+        model_runner_cls = PlainModelRunner
+
+        def make_device(self) -> torch.device:
+            return torch.device("cpu")
+
+    return globals()[name]
+
+
+def main() -> None:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import vllm.platforms
+
+    # In place of the entry point, which a script has none of; before anything else of vLLM asks for the platform.
+    vllm.platforms.current_platform = PlainPlatform()
+    from vllm import LLM, SamplingParams
+
+    bundled = Path(__file__).parent / "models" / "kjv-2m"
+    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else str(bundled))
+    prompts = ["In the beginning God created", "And it came to pass, when the king heard", "A wise man"]
+    for output in llm.generate(prompts, SamplingParams(temperature=0.7, top_p=0.9, max_tokens=48, seed=0)):
+        print(f"\n{output.prompt}\033[1m{output.outputs[0].text}\033[0m")
+
+
+if __name__ == "__main__":
+    main()

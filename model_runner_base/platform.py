@@ -1,0 +1,132 @@
+"""The platform half that every out-of-tree device shares: how vLLM is configured for paged attention in plain torch.
+
+A device subclasses ``PagedPlatform``, says what it is called and which worker serves it, and overrides what differs.
+vLLM's config package imports the platform, so nothing here may import that package, or a room that does, at its top.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms.interface import Platform, PlatformEnum
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+GIB = 1 << 30
+
+
+class PagedPlatform(Platform):
+    """The platform of a ModelRunnerWorker. A subclass sets ``device_name``, ``device_type`` and ``worker_cls``."""
+
+    _enum = PlatformEnum.OOT
+    dist_backend = "gloo"
+    # vLLM compiles a few helpers at import; they run as they are, or become part of a device's own graphs.
+    simple_compile_backend = "eager"
+
+    worker_cls: str
+    """Qualified name of the worker, which vLLM imports in the worker's process."""
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    """What a model may run in; ``dtype="auto"`` chooses from ``supported_dtypes``, which are these by default."""
+    default_block_size = 32
+    default_max_num_batched_tokens = 512
+    default_max_num_seqs = 64
+    default_kv_cache_gib = 1.0
+
+    # Requests are checked here, where no model config is at hand: the newest engine's vocabulary stands for all.
+    _vocab_size: int
+
+    @classmethod
+    def shares_host_memory(cls) -> bool:
+        """Whether the device's memory is the host's, so that the KV cache takes a fixed amount and not a share."""
+        return True
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return list(self.dtypes)
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        if dtype not in cls.dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
+            raise ValueError(f"{dtype} is not supported on this platform: use {names}")
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """There are none: vLLM is built without kernels."""
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return cls.device_name
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """A process has one device."""
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any) -> str:
+        if selected_backend is not None and selected_backend.name != "CUSTOM":
+            raise ValueError(f"attention backend {selected_backend.name} does not run here: leave the choice out")
+        if attn_selector_config.use_mla:
+            raise ValueError("models with multi-head latent attention (MLA) are not supported yet")
+        return "model_runner_base.attention.paged.PagedAttentionBackend"
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Lowers the limits that hold where the user gives none.
+
+        A step needs memory for the largest size within them, and a device with graphs captures every size at start-up:
+        vLLM's own defaults (256 requests, 8,192 tokens) cost minutes and gigabytes there.
+        """
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+
+        def batch_defaults(world_size: int) -> tuple[dict[UsageContext | None, int], dict[UsageContext | None, int]]:
+            contexts = (None, *UsageContext)
+            return dict.fromkeys(contexts, cls.default_max_num_batched_tokens), dict.fromkeys(
+                contexts, cls.default_max_num_seqs
+            )
+
+        EngineArgs.get_batch_defaults = staticmethod(batch_defaults)  # type: ignore[assignment, method-assign]
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Raises for what is not supported, then sets what the base needs and the user left open."""
+        from vllm.config import CompilationMode
+
+        from model_runner_base.limits import check_config
+
+        check_config(vllm_config)
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = cls.worker_cls
+        # Checkpoints are loaded on the host; load_model moves them.
+        vllm_config.load_config.device = "cpu"
+        # Graphs are the graph policy's: vLLM's own compilation stays off, and layers run their out-of-tree forward.
+        vllm_config.compilation_config.mode = CompilationMode.NONE
+        vllm_config.compilation_config.custom_ops = ["all"]
+
+        cache = vllm_config.cache_config
+        if cache.block_size is None:
+            cache.block_size = cls.default_block_size  # type: ignore[assignment]
+        model = vllm_config.model_config
+        if model is None:
+            return
+        if cache.kv_cache_memory_bytes is None and cls.shares_host_memory():
+            gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or cls.default_kv_cache_gib)
+            cache.kv_cache_memory_bytes = int(gib * GIB)
+        cls._vocab_size = model.get_vocab_size()
+        assert isinstance(model.dtype, torch.dtype)
+        cls.check_if_supports_dtype(model.dtype)
+
+    @classmethod
+    def validate_request(cls, prompt: Any, params: "SamplingParams | PoolingParams", processed_inputs: Any) -> None:
+        from model_runner_base.limits import check_request
+
+        check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)

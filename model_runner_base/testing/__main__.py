@@ -1,0 +1,35 @@
+"""Runs the checks on one worker; the package's docstring says how."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import model_runner_base.testing
+
+CHECKS = Path(__file__).parent / "checks"
+PLUGIN = "model_runner_base.testing.plugin"
+
+
+def main(arguments: list[str]) -> int:
+    """Pytest's exit status: 0 where every promise is kept or refused in words, 1 where one is broken."""
+    parser = argparse.ArgumentParser(
+        prog="python -m model_runner_base.testing",
+        description=model_runner_base.testing.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("worker", help="the worker's class, such as my_package.MyWorker")
+    known, options = parser.parse_known_args(arguments)
+    # No settings of the project that happens to lie around, and no files left in it.
+    surroundings = ["-c", os.devnull, "--rootdir", str(CHECKS), "-p", "no:cacheprovider"]
+    # Chosen files come among the options; without any, all checks run.
+    is_chosen = any(Path(option.split("::")[0]).exists() for option in options)
+    files = [] if is_chosen else [str(CHECKS)]
+    defaults = ["-p", PLUGIN, "-q", "--show-capture=no", "--tb=short"]
+    return pytest.main([*surroundings, *defaults, "--worker", known.worker, *options, *files])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

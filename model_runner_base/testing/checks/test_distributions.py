@@ -1,0 +1,77 @@
+"""Drawn tokens follow the documented distribution, over seeds and over positions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import LLM
+
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import generate, sampled, tokens_of
+from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.reference import Request, distribution
+from model_runner_base.testing.statistics import check_counts
+
+DRAWS = 2000
+Start = Callable[..., LLM]
+PROMPT = random_prompts(20, [4])[0]
+
+
+def draw(llm: LLM, count: int, seeds: Sequence[int | None], options: dict[str, Any]) -> np.ndarray:
+    """Tokens [seeds, count]."""
+    return np.array(tokens_of(generate(llm, [PROMPT] * len(seeds), [sampled(count, seed=s, **options) for s in seeds])))
+
+
+def check(llm: LLM, model: TinyModel, seeds: Sequence[int | None], options: dict[str, Any]) -> None:
+    request = Request(PROMPT, sampled(1, **options))
+    tokens = draw(llm, 1, seeds, options)
+    counts = np.bincount(tokens[:, 0], minlength=VOCAB_SIZE)
+    check_counts(counts, distribution(model, request), request)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"temperature": 1.5, "min_p": 0.1},
+        {"temperature": 1.2, "top_k": 20, "top_p": 0.8, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_distribution(options: dict[str, Any], text_engine: Start, text_model: TinyModel) -> None:
+    """One token drawn with each of 2,000 seeds follows temperature, top_k, top_p and min_p."""
+    check(text_engine(), text_model, range(DRAWS), options)
+
+
+def test_distribution_under_penalties(text_engine: Start, text_model: TinyModel) -> None:
+    """The same under penalties, bias and allowed tokens."""
+    options = {"repetition_penalty": 2.0, "logit_bias": {7: 4.0}, "allowed_token_ids": list(range(3, 100))}
+    check(text_engine(), text_model, range(DRAWS), options)
+
+
+def test_seeds_that_differ_in_high_bits(text_engine: Start, text_model: TinyModel) -> None:
+    """Seeds that differ only above their lowest 32 bits are different seeds."""
+    check(text_engine(), text_model, [1 + (i << 32) for i in range(DRAWS)], {"top_k": 8})
+
+
+def test_without_seed(text_engine: Start, text_model: TinyModel) -> None:
+    """Requests without a seed follow the distribution too."""
+    check(text_engine(), text_model, [None] * DRAWS, {"top_k": 8})
+
+
+def test_positions_are_independent(text_engine: Start, text_model: TinyModel) -> None:
+    """The first two tokens of a seed are drawn independently."""
+    options: dict[str, Any] = {"temperature": 1.5, "top_k": 3}
+    request = Request(PROMPT, sampled(2, **options))
+    first = distribution(text_model, request)
+    joint = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
+    for token in np.flatnonzero(first):
+        joint[token] = first[token] * distribution(text_model, request, [int(token)])
+    tokens = draw(text_engine(), 2, range(DRAWS), options)
+    counts = np.zeros_like(joint)
+    np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
+    check_counts(counts.ravel(), joint.ravel(), request)

@@ -1,0 +1,97 @@
+"""Real engines in this process, one at a time, kept for the checks that follow with the same options."""
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.inputs import TokensPrompt
+
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 8 << 20,
+    "disable_log_stats": False,
+}
+"""Small: a device with graphs captures every size within these limits, at every start."""
+
+
+def cache_bytes(model: str | Path, num_tokens: int) -> int:
+    """``kv_cache_memory_bytes`` for so many tokens in float32: less than the requests need makes them preempt."""
+    config = AutoConfig.from_pretrained(model)
+    num_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return num_tokens * config.num_hidden_layers * 2 * num_heads * head_size * 4
+
+
+class Engines:
+    """Starts engines of one worker."""
+
+    def __init__(self, worker: str, enforce_eager: bool) -> None:
+        self._defaults = DEFAULTS | {"worker_cls": worker, "enforce_eager": enforce_eager}
+        self._key: tuple[str, str] | None = None
+        self._llm: LLM | None = None
+
+    def get(self, model: str | Path, **options: Any) -> LLM:
+        """The engine that runs already if it has these options, with an empty prefix cache; or a new one."""
+        key = str(model), repr(sorted(options.items()))
+        if key != self._key or self._llm is None or self._llm.llm_engine.has_unfinished_requests():
+            self.close()
+            try:
+                self._llm = LLM(str(model), **(self._defaults | options))
+            except BaseException:
+                self.close()
+                raise
+            self._key = key
+        self._llm.reset_prefix_cache()
+        return self._llm
+
+    def close(self) -> None:
+        """Shuts the engine down, if one runs."""
+        self._key = self._llm = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def runner_of(llm: LLM) -> Any:
+    """The model runner inside an engine."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def core_of(llm: LLM) -> Any:
+    """The engine core inside an engine: its scheduler, executor and KV-cache manager."""
+    return llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+
+
+def metric(llm: LLM, name: str) -> float:
+    """The sum of one of the engine's counters, such as ``vllm:num_preemptions``."""
+    return sum(m.value for m in llm.get_metrics() if m.name == name)  # type: ignore[attr-defined]
+
+
+def generate(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    """What a user gets for prompts of token ids."""
+    return llm.generate([TokensPrompt(prompt_token_ids=list(p)) for p in prompts], params, use_tqdm=False)
+
+
+def greedy(count: int, **options: Any) -> SamplingParams:
+    """Exactly ``count`` greedy tokens, without text."""
+    return SamplingParams(
+        **({"temperature": 0, "max_tokens": count, "ignore_eos": True, "detokenize": False} | options)
+    )
+
+
+def sampled(count: int, **options: Any) -> SamplingParams:
+    """Exactly ``count`` tokens, drawn unless a temperature of 0 is given."""
+    return SamplingParams(**({"max_tokens": count, "ignore_eos": True} | options))
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """The first completion's token ids of each request."""
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -1,0 +1,62 @@
+"""Fixtures of the checks."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from vllm import LLM
+
+from model_runner_base.testing.engine import Engines, cache_bytes
+from model_runner_base.testing.models import TinyModel, make_checkpoint
+from model_runner_base.testing.table import FAILED
+from model_runner_base.testing.tokenizer import add_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Makes the tiny checkpoint of an architecture, once: ``tiny_model("llama")``."""
+    directory = tmp_path_factory.mktemp("models")
+    return lambda name: make_checkpoint(name, directory)
+
+
+@pytest.fixture(scope="session")
+def engines(pytestconfig: pytest.Config) -> Iterator[Engines]:
+    """Keeps one engine alive for the checks that share it."""
+    engines = Engines(pytestconfig.getoption("worker"), pytestconfig.getoption("eager"))
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def engine(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Callable[..., LLM]]:
+    """``engine(model.path, **options)``: an LLM on the worker under test, its prefix cache empty.
+
+    It is the one that the last check used if that had the same options. A check that fails takes its engine with it.
+    """
+    yield engines.get
+    if request.node.stash.get(FAILED, False):
+        engines.close()
+
+
+@pytest.fixture(scope="session")
+def text_model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+    """A tiny checkpoint with a tokenizer."""
+    return add_tokenizer(tiny_model("llama"))
+
+
+@pytest.fixture
+def text_engine(engine: Callable[..., LLM], text_model: TinyModel) -> Callable[..., LLM]:
+    """``text_engine(**options)``: an engine on ``text_model``.
+
+    Its cache holds 448 tokens: four requests of 112 tokens, or one of the longest, and preempts beyond.
+    """
+
+    def start(**options: object) -> LLM:
+        defaults = {
+            "skip_tokenizer_init": False,
+            "kv_cache_memory_bytes": cache_bytes(text_model.path, 448),
+            "max_logprobs": -1,
+            "structured_outputs_config": {"backend": "xgrammar"},
+        }
+        return engine(text_model.path, **(defaults | options))
+
+    return start

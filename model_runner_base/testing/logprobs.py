@@ -1,0 +1,92 @@
+"""The log-probabilities that a user gets, held against the reference's."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from vllm import CompletionOutput, RequestOutput
+from vllm.logprobs import Logprob
+
+from model_runner_base.testing import rules
+from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.reference import Request, logits_after
+from model_runner_base.testing.tokenizer import make_tokenizer
+
+TOLERANCE = 2e-4
+"""Of a log-probability or a logit in float32."""
+
+
+def expected_values(model: TinyModel, request: Request, tokens: Sequence[int], mode: str) -> np.ndarray:
+    """What ``logprobs_mode`` promises for each output token, [len(tokens), V] float64."""
+    raw = logits_after(model, [*request.prompt, *tokens])[len(request.prompt) - 1 : -1].astype(np.float64)
+    if mode.startswith("processed"):
+        rows = [request.kept(request.processed(row, tokens[:i])) for i, row in enumerate(raw)]
+        raw = np.array(rows).reshape(len(tokens), VOCAB_SIZE)
+    return rules.log_softmax(raw) if mode.endswith("logprobs") else raw
+
+
+def check_logprobs(model: TinyModel, request: Request, completion: CompletionOutput, mode: str) -> None:
+    """Values, order, ranks and texts of a completion's logprobs, and their sum."""
+    tokens = list(completion.token_ids)
+    want = expected_values(model, request, tokens, mode)
+    entries = completion.logprobs
+    assert entries is not None and len(entries) == len(tokens), f"{request}: {entries and len(entries)} logprobs"
+    count = request.params.logprobs
+    assert count is not None
+    for i, token in enumerate(tokens):
+        check_entry(entries[i], want[i], token, count, f"{request}: logprobs of token {i}")
+    total = sum(want[i, token] for i, token in enumerate(tokens))
+    assert completion.cumulative_logprob is not None
+    assert abs(completion.cumulative_logprob - total) <= len(tokens) * TOLERANCE, (
+        f"{request}: cumulative_logprob is {completion.cumulative_logprob}, the sum is {total}"
+    )
+
+
+def check_prompt_logprobs(model: TinyModel, request: Request, output: RequestOutput) -> None:
+    """One entry a prompt token, none for the first."""
+    entries = output.prompt_logprobs
+    prompt = list(request.prompt)
+    assert entries is not None and len(entries) == len(prompt), f"{request}: {entries and len(entries)} prompt logprobs"
+    assert entries[0] is None, f"{request}: the first prompt token has logprobs"
+    want = rules.log_softmax(logits_after(model, prompt))
+    count = request.params.prompt_logprobs
+    assert count is not None
+    for i in range(1, len(prompt)):
+        entry = entries[i]
+        assert entry is not None, f"{request}: prompt token {i} has no logprobs"
+        check_entry(entry, want[i - 1], prompt[i], count, f"{request}: logprobs of prompt token {i}")
+
+
+def check_entry(entry: dict[int, Logprob], want: np.ndarray, token: int, count: int, place: str) -> None:
+    """The token first, then the ``count`` most likely in order (-1: all), the token not twice."""
+    count = VOCAB_SIZE if count == -1 else count
+    ids = list(entry)
+    got = np.array([entry[i].logprob for i in ids])
+    assert token in entry, f"{place}: the token {token} is not among them: {ids}"
+    low, high = rules.rank(want, token, TOLERANCE)
+    sizes = {count + (rank > count) for rank in (low, high)}
+    assert len(ids) in sizes, f"{place}: {len(ids)} entries, not {sorted(sizes)}"
+    wrong = [i for i, value in zip(ids, got, strict=True) if not _close(value, want[i])]
+    assert not wrong, f"{place}: of {wrong[0]} it is {entry[wrong[0]].logprob}, the reference's is {want[wrong[0]]}"
+    top = np.sort(want)[::-1][:count]
+    ranked = sorted(got, reverse=True)[:count]
+    assert all(map(_close, ranked, top)), f"{place}: {ids} are not the {count} most likely"
+    assert ids[0] == token or count == VOCAB_SIZE, f"{place}: {ids} does not begin with {token}"
+    for i in ids:
+        rank, (low, high) = entry[i].rank, rules.rank(want, i, TOLERANCE)
+        assert rank is not None and low <= rank <= high, f"{place}: rank of {i} is {rank}, not {low} to {high}"
+        text = _decode(i)
+        assert entry[i].decoded_token == text, f"{place}: text of {i} is {entry[i].decoded_token!r}, not {text!r}"
+
+
+_TEXTS: dict[int, str] = {}
+
+
+def _decode(token: int) -> str:
+    if not _TEXTS:
+        tokenizer = make_tokenizer()
+        _TEXTS.update((i, tokenizer.decode([i])) for i in range(VOCAB_SIZE))
+    return _TEXTS[token]
+
+
+def _close(value: float, want: float) -> bool:
+    return value == want or abs(value - want) <= TOLERANCE

@@ -1,0 +1,48 @@
+"""The pytest plugin: options, and nothing else unless ``--worker`` is given.
+
+Nothing here imports vLLM: pytest loads the plugin on every start, and vLLM must not ask for its platform before
+``--platform`` is in place.
+"""
+
+import os
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("model_runner_base", "conformance kit of model_runner_base")
+    group.addoption("--worker", metavar="CLASS", help="the worker under test, such as my_package.MyWorker")
+    group.addoption("--platform", metavar="CLASS", help="its platform, where no installed plugin of vLLM names it")
+    group.addoption("--eager", action="store_true", help="start every engine with enforce_eager=True")
+    group.addoption("--all-architectures", action="store_true", help="every architecture, not only the main ones")
+    group.addoption("--soak", type=int, default=0, metavar="N", help="random schedules to run beyond the usual ones")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before anything of the user's is imported: a conftest.py may import vLLM."""
+    options = early_config.known_args_namespace
+    if options.worker is None:
+        return
+    # One process, so that checks can look into the engine.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # The models are so small that threads cost more than they compute: seconds a check on a busy machine.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.platform is not None:
+        from model_runner_base.testing.platform_choice import choose_platform
+
+        choose_platform(options.platform)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("worker") is None:
+        if config.getoption("platform") is not None:
+            raise pytest.UsageError("--platform goes with --worker: name the worker under test too")
+        return
+    from model_runner_base.testing import fixtures
+    from model_runner_base.testing.table import PromiseTable
+
+    config.addinivalue_line("markers", "promise(text): what the table calls a check, if not its docstring's first line")
+    config.pluginmanager.register(fixtures, "model_runner_base.testing.fixtures")
+    config.pluginmanager.register(PromiseTable(config), "model_runner_base.testing.table")

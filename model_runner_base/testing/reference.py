@@ -1,0 +1,120 @@
+"""HF transformers in float32, and a request's tokens held against it and the rules of ``rules.py``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from model_runner_base.testing import rules
+from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.tokenizer import EOS, make_tokenizer
+
+TOLERANCE = 1e-3
+"""How far logits may differ from the reference's in float32; the tiny models' are of the order of 10."""
+
+Grammar = Callable[[list[int]], np.ndarray]
+"""The output tokens so far to a mask [V] of those that may follow."""
+
+
+@cache
+def _model(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@cache
+@torch.no_grad()
+def _logits(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
+    return _model(path)(torch.tensor([tokens])).logits[0].float().numpy()
+
+
+def logits_after(model: TinyModel, tokens: Sequence[int]) -> np.ndarray:
+    """The reference's logits [len(tokens), V] float32: row i predicts token i + 1."""
+    return _logits(model.path, tuple(tokens))
+
+
+@cache
+def _tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@dataclass
+class Request:
+    """A prompt of token ids, how it is to be sampled, and what else has a say in it."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    grammar: Grammar | None = None
+    processors: Sequence[rules.Processor] = ()
+    """Custom logits processors that may change the maximum."""
+    late_processors: Sequence[Callable[[np.ndarray], np.ndarray]] = ()
+    """Those that leave the maximum alone: they act on drawn tokens only, after the temperature."""
+
+    def __str__(self) -> str:
+        return f"prompt_token_ids={list(self.prompt)}, {describe(self.params)}"
+
+    def processed(self, logits: np.ndarray, output: Sequence[int]) -> np.ndarray:
+        """Logits [V] for the token after ``output``, by the rules."""
+        if self.grammar is not None:
+            logits = np.where(self.grammar(list(output)), logits, -np.inf)
+        bad_words: list[list[int]] = []
+        if self.params.bad_words:
+            params = self.params.clone()
+            params.update_from_tokenizer(_tokenizer())
+            bad_words = params.bad_words_token_ids or []
+        return rules.processed(logits, self.params, self.prompt, output, [EOS], bad_words, self.processors)
+
+    def kept(self, values: np.ndarray, slack: float = 0.0) -> np.ndarray:
+        """Processed logits [V] to those that a token is drawn from; the same ones for a greedy request."""
+        if rules.is_greedy(self.params):
+            return values
+        return rules.kept(values, self.params, slack, self.late_processors)
+
+
+def describe(params: SamplingParams) -> str:
+    """The parameters that differ from the defaults."""
+    default = SamplingParams()
+    hidden = {"output_kind", "skip_reading_prefix_cache", "output_text_buffer_length", "detokenize"}
+    given = {
+        name: getattr(params, name)
+        for name in params.__struct_fields__
+        if not name.startswith("_") and name not in hidden and getattr(params, name) != getattr(default, name)
+    }
+    return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> int:
+    """Every token is the maximum of the reference's logits under the rules, or may be drawn from them.
+
+    Returns:
+        At how many tokens the rules changed which token is the maximum: 0 says that the check has shown little.
+
+    Raises:
+        AssertionError: naming the request, the place, and both tokens.
+    """
+    tokens = list(tokens)
+    start = len(request.prompt)
+    logits = logits_after(model, [*request.prompt, *tokens])[start - 1 : -1]
+    changed = 0
+    for i, token in enumerate(tokens):
+        values = request.processed(logits[i], tokens[:i])
+        changed += int(values.argmax() != logits[i].argmax())
+        place = f"{request}: token {i} is {token}"
+        if rules.is_greedy(request.params):
+            best = int(values.argmax())
+            assert values[token] >= values[best] - TOLERANCE, f"{place}, the reference's is {best}; output {tokens}"
+        else:
+            is_kept = request.kept(values, TOLERANCE)[token] > -np.inf
+            assert is_kept, f"{place}, which the rules exclude; output {tokens}"
+    return changed
+
+
+def distribution(model: TinyModel, request: Request, output: Sequence[int] = ()) -> np.ndarray:
+    """Probabilities [V] of the token after ``output``."""
+    logits = logits_after(model, [*request.prompt, *output])[-1]
+    return rules.softmax(request.kept(request.processed(logits, output)))

@@ -1,0 +1,122 @@
+"""What each promise came to: rows gathered from pytest's reports, and the table at the end."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+FAILED: pytest.StashKey[bool] = pytest.StashKey()
+"""Whether a check failed, for the fixtures that clean up after it."""
+
+
+def refusal(error: BaseException) -> str | None:
+    """The device's own words if the error says that something is not supported, else None."""
+    from model_runner_base.limits import UnsupportedConfigError
+
+    text = " ".join(str(error).split())
+    is_refusal = isinstance(error, UnsupportedConfigError | NotImplementedError) or (
+        isinstance(error, ValueError) and "not supported" in text.lower()
+    )
+    # A hook that was never written raises NotImplementedError without a word: that is no refusal.
+    return text if is_refusal and text else None
+
+
+@dataclass
+class Row:
+    """One promise and what its cases came to."""
+
+    passed: int = 0
+    failures: list[str] = field(default_factory=list)
+    """One line each, the smallest case first."""
+    refusals: list[str] = field(default_factory=list)
+
+    def result(self) -> str:
+        total = self.passed + len(self.failures) + len(self.refusals)
+        if self.failures:
+            return "FAILS" if total == 1 else f"FAILS {len(self.failures)} of {total}"
+        if self.refusals:
+            return "not supported" if not self.passed else f"not supported {len(self.refusals)} of {total}"
+        return "passes" if total == 1 else f"passes {total} cases"
+
+    def reason(self) -> str:
+        return next(iter([*self.failures, *self.refusals]), "")
+
+
+class PromiseTable:
+    """Gathers the rows; a check's cases run from small to large, so the first failure is the smallest."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.rows: dict[tuple[str, str], Row] = {}
+        self._worker = config.getoption("worker")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        report: Any = yield
+        report.promise = _promise(item)
+        report.case = item.callspec.id if hasattr(item, "callspec") else ""
+        report.refusal = report.reason = None
+        if call.excinfo is not None and report.failed:
+            report.refusal = refusal(call.excinfo.value)
+            report.reason = _describe(call.excinfo.value)
+            if report.refusal is not None:
+                report.outcome = "skipped"
+                report.longrepr = (str(item.path), item.location[1] or 0, report.refusal)
+        item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+        return report
+
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
+        if getattr(report, "refusal", None) is not None:
+            return "not supported", "u", "NOT SUPPORTED"
+        return None
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        row = self.rows.setdefault(report.promise, Row())
+        case = f"[{report.case}] " if report.case else ""
+        if report.refusal is not None:
+            row.refusals.append(case + report.refusal)
+        elif report.failed:
+            row.failures.append(case + report.reason)
+        elif report.when == "call" and report.passed:
+            row.passed += 1
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """A device that refuses everything has kept no promise."""
+        if exitstatus == 0 and self.rows and not any(row.passed for row in self.rows.values()):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        console = Console(file=terminalreporter._tw._file, width=max(150, terminalreporter._tw.fullwidth))
+        console.print(self.render())
+
+    def render(self) -> Table:
+        table = Table(title=f"Conformance of {self._worker}", title_justify="left", box=SIMPLE, padding=(0, 1))
+        for name in ("group", "promise", "result", "smallest case, or the device's words"):
+            table.add_column(name, overflow="fold")
+        styles = {"FAILS": "bold red", "not": "yellow", "passes": "green"}
+        for (group, promise), row in self.rows.items():
+            result = row.result()
+            style = styles[result.split()[0]]
+            table.add_row(group, promise, f"[{style}]{result}[/]", row.reason().replace("[", r"\["))
+        return table
+
+
+def _promise(item: pytest.Item) -> tuple[str, str]:
+    """Group and promise of a check."""
+    group = item.path.stem.removeprefix("test_").replace("_", " ")
+    documentation = getattr(getattr(item, "function", None), "__doc__", None)
+    name = getattr(item, "originalname", None) or item.name
+    text = (documentation or name.removeprefix("test_").replace("_", " ")).strip().splitlines()[0]
+    return group, text.removesuffix(".")
+
+
+def _describe(error: BaseException) -> str:
+    """One line: what is wrong, and the smallest example that hypothesis found."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[0] if isinstance(error, AssertionError) else f"{type(error).__name__}: {lines[0]}"
+    notes = [note for note in getattr(error, "__notes__", []) if "alsifying example" in note]
+    return " ".join([text, *(re.sub(r"\s+", " ", note) for note in notes[:1])])
