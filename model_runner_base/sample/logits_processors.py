@@ -94,15 +94,14 @@ class LogitsProcessors(LogitsStage):
 def batch_update(before: list[RequestInfo], after: list[RequestInfo]) -> BatchUpdate | None:
     """How a batch became another in vLLM's terms, or None if it did not change.
 
-    Requests are told apart by identity. Those that left are removed; newcomers take the free places, first to last;
-    what stands behind the new end moves into the places still free; swaps then bring all into order.
+    Requests are told apart by identity. Newcomers take the places of those that left, first to last, and only a place
+    left over counts as removed; what stands behind the new end moves into such places; swaps bring all into order.
     """
     if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
         return None
     wanted = {id(info): index for index, info in enumerate(after)}
     places: dict[int, RequestInfo] = {i: info for i, info in enumerate(before) if id(info) in wanted}
     stayed = {id(info) for info in places.values()}
-    removed = [index for index in range(len(before)) if index not in places]
     free = (index for index in range(len(before) + len(after)) if index not in places)
     added: list[AddedRequest] = []
     newcomers: dict[int, RequestInfo] = {}
@@ -110,6 +109,7 @@ def batch_update(before: list[RequestInfo], after: list[RequestInfo]) -> BatchUp
         added.append((index, info.sampling_params, info.prompt_token_ids, info.output_token_ids))
         newcomers[index] = info
     places |= newcomers
+    removed = [index for index in range(len(before)) if index not in places]
     moved = list(_moves(places, wanted, len(after)))
     return BatchUpdate(batch_size=len(after), removed=removed, added=added, moved=moved)
 
