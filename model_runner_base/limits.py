@@ -44,3 +44,8 @@ def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], 
         raise ValueError(f"Token id {bad} is out of vocabulary: use ids below {vocab_size}")
     if not isinstance(params, SamplingParams):
         raise ValueError("this runner generates text: pooling requests are not supported")
+    for token in params.allowed_token_ids or ():
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"allowed_token_ids contains {token}, which is out of vocabulary: use ids below {vocab_size}"
+            )

@@ -30,6 +30,7 @@ from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction,
 from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
 from model_runner_base.outputs import SampledStep, StepOutput
 from model_runner_base.request_states import RequestInfo, RequestStates
+from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
 from model_runner_base.sample.params import SamplingMode
 from model_runner_base.sample.pipeline import SamplingPipeline, SamplingPlan
@@ -65,6 +66,7 @@ class ModelRunnerBase:
         self._last_size: GraphSize | None = None
         self._sample_inputs: SampleInputs | None = None
         self._cache_device_properties()
+        self._logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
 
     # ---- The four hooks of a device ----
 
@@ -137,7 +139,13 @@ class ModelRunnerBase:
         samplers = {mode: wrap(self._make_sampler(mode), self.last_tokens) for mode in SamplingMode}
         compute_logits = wrap(self._compute_logits, [])
         self.sampling = SamplingPipeline(
-            self.vllm_config, samplers, compute_logits, self.last_tokens, wrap, self.device_ops
+            self.vllm_config,
+            self._logits_processors,
+            samplers,
+            compute_logits,
+            self.last_tokens,
+            wrap,
+            self.device_ops,
         )
 
     def _bind_kv_caches(self) -> None:

@@ -1,5 +1,6 @@
 """The real `vllm serve`, with nothing but the model's path, against the real OpenAI client."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -109,6 +110,53 @@ def test_several_choices_differ(client: openai.OpenAI) -> None:
     assert len({choice.text for choice in out.choices}) == 3
 
 
+def test_log_probabilities_of_prompt_and_answer(client: openai.OpenAI) -> None:
+    """Echoed and sampled tokens against HF transformers."""
+    out = client.completions.create(model="kjv", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2, echo=True)
+    logprobs = out.choices[0].logprobs
+    assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="float32")
+    ids = tokenizer(out.choices[0].text, return_tensors="pt").input_ids
+    expected = model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert logprobs.token_logprobs[1:] == pytest.approx(expected.tolist(), abs=1e-3)
+    assert all(2 <= len(top) <= 3 for top in logprobs.top_logprobs[1:])
+
+
+def test_structured_answers_among_free_ones(client: openai.OpenAI, greedy_text: str) -> None:
+    """A JSON schema by chat, a choice, and a free request, all at once."""
+    schema = {
+        "type": "object",
+        "properties": {"tribe": {"enum": ["Levi", "Judah"]}, "count": {"type": "integer", "maximum": 99}},
+        "required": ["tribe", "count"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "census", "schema": schema}}
+
+    def chat() -> str:
+        messages = [{"role": "user", "content": "Number the people."}]
+        out = client.chat.completions.create(  # type: ignore[call-overload]
+            model="kjv", messages=messages, max_tokens=60, temperature=1, seed=3, response_format=form
+        )
+        return out.choices[0].message.content
+
+    def choose() -> str:
+        body = {"structured_outputs": {"choice": ["Moses", "Aaron"]}}
+        return client.completions.create(model="kjv", prompt=PROMPT, extra_body=body).choices[0].text
+
+    def free() -> str:
+        return client.completions.create(model="kjv", prompt=PROMPT, max_tokens=24, temperature=0).choices[0].text
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(job) for job in (free, chat, choose, free, chat, choose)]
+    texts = [answer.result() for answer in answers]
+    assert texts[0] == texts[3] == greedy_text
+    for text in (texts[1], texts[4]):
+        census = json.loads(text)
+        assert census["tribe"] in ("Levi", "Judah") and census["count"] <= 99
+    assert {texts[2], texts[5]} <= {"Moses", "Aaron"}
+
+
 def test_disconnect_frees_the_blocks(server: str, client: openai.OpenAI, greedy_text: str) -> None:
     stream = client.completions.create(
         model="kjv", prompt=PROMPT, max_tokens=900, temperature=1.0, stream=True, extra_body={"ignore_eos": True}
@@ -139,9 +187,9 @@ def test_concurrent_requests_keep_their_tokens(server: str, client: openai.OpenA
         ({"prompt": "word " * 2000}, "context length is only 1024"),
         ({"prompt": PROMPT, "temperature": -1}, "temperature"),
         ({"prompt": PROMPT, "max_tokens": -5}, "max_tokens"),
-        ({"prompt": PROMPT, "presence_penalty": 1.0}, "presence_penalty"),
-        ({"prompt": PROMPT, "logprobs": 2}, "logprobs"),
-        ({"prompt": PROMPT, "structured_outputs": {"choice": ["a", "b"]}}, "structured outputs"),
+        ({"prompt": PROMPT, "presence_penalty": 5.0}, "presence_penalty"),
+        ({"prompt": PROMPT, "logprobs": 50}, "logprobs"),
+        ({"prompt": PROMPT, "structured_outputs": {"regex": "["}}, ""),
         ({"prompt": [5, 99999]}, "out of vocabulary"),
         ({"prompt": []}, ""),
         ({"prompt": PROMPT, "top_p": 2.0}, "top_p"),

@@ -13,6 +13,7 @@ import torch
 import vllm.envs
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import StepFunction, WrapFunction
@@ -21,7 +22,7 @@ from model_runner_base.outputs import SampledStep
 from model_runner_base.prompt_logprobs import PromptLogprobs
 from model_runner_base.request_states import RequestInfo
 from model_runner_base.sample.history import OutputHistory
-from model_runner_base.sample.logits_processors import LogitsProcessors, load_processors
+from model_runner_base.sample.logits_processors import LogitsProcessors
 from model_runner_base.sample.logprobs import LogprobsGatherer, reads_logits, reads_processed
 from model_runner_base.sample.params import SamplingMode, SamplingStates
 from model_runner_base.sample.penalties import Penalties
@@ -51,6 +52,7 @@ class SamplingPipeline:
     def __init__(
         self,
         vllm_config: VllmConfig,
+        processors: list[LogitsProcessor],
         samplers: Mapping[SamplingMode, StepFunction],
         compute_logits: StepFunction,
         last_tokens: list[torch.Tensor],
@@ -65,10 +67,9 @@ class SamplingPipeline:
         self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops)
         self._history = history = OutputHistory(device_ops)
         self._masks = TokenMasks(vocab_size, wrap, device_ops)
-        processors = load_processors(vllm_config, device_ops.eager_device)
         self._stages: list[LogitsStage] = [
             AllowedTokens(self._masks),
-            TokenEdits(history, wrap, device_ops),
+            TokenEdits(history, vocab_size, wrap, device_ops),
             LogitsProcessors(processors, history, device_ops),
             Penalties(max_num_reqs, vocab_size, last_tokens, wrap, device_ops),
         ]

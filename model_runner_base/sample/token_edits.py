@@ -29,8 +29,9 @@ def _add(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> to
 
 
 class TokenEdits(LogitsStage):
-    def __init__(self, history: OutputHistory, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+    def __init__(self, history: OutputHistory, vocab_size: int, wrap: WrapFunction, device_ops: DeviceOps) -> None:
         self._history = history
+        self._vocab_size = vocab_size
         self._function = wrap(_add, [])
         self._device_ops = device_ops
         self._infos: dict[int, RequestInfo] = {}
@@ -52,7 +53,9 @@ class TokenEdits(LogitsStage):
         edits: list[tuple[int, int, float]] = []
         for index, info in zip(asking.tolist(), infos, strict=True):
             num_outputs = int(batch.seq_lens[index]) - info.num_prompt_tokens
-            edits.extend((index, token, value) for token, value in _edits(info, num_outputs))
+            # A stop token that no logit belongs to needs no forbidding.
+            known = ((token, value) for token, value in _edits(info, num_outputs) if 0 <= token < self._vocab_size)
+            edits.extend((index, token, value) for token, value in known)
         for start in range(0, len(edits), PIECE):
             logits = self._add_all(logits, edits[start : start + PIECE])
         return logits
