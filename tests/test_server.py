@@ -124,19 +124,14 @@ def test_log_probabilities_of_prompt_and_answer(client: openai.OpenAI) -> None:
 
 
 def test_structured_answers_among_free_ones(client: openai.OpenAI, greedy_text: str) -> None:
-    """A JSON schema by chat, a choice, and a free request, all at once."""
-    schema = {
-        "type": "object",
-        "properties": {"tribe": {"enum": ["Levi", "Judah"]}, "count": {"type": "integer", "maximum": 99}},
-        "required": ["tribe", "count"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "census", "schema": schema}}
+    """JSON by chat, a choice, and a free request, all at once."""
+    # Not by schema: this model, where any white space is allowed, writes nothing else.
+    form = {"structured_outputs": {"regex": r'\{"tribe": "(Levi|Judah)", "count": [1-9][0-9]\}'}}
 
     def chat() -> str:
         messages = [{"role": "user", "content": "Number the people."}]
         out = client.chat.completions.create(  # type: ignore[call-overload]
-            model="kjv", messages=messages, max_tokens=60, temperature=1, seed=3, response_format=form
+            model="kjv", messages=messages, max_tokens=60, temperature=1, seed=3, extra_body=form
         )
         return out.choices[0].message.content
 
