@@ -55,7 +55,7 @@ def text_engine(engine: Callable[..., LLM], text_model: TinyModel) -> Callable[.
             "skip_tokenizer_init": False,
             "kv_cache_memory_bytes": cache_bytes(text_model.path, 448),
             "max_logprobs": -1,
-            "structured_outputs_config": {"backend": "xgrammar"},
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         }
         return engine(text_model.path, **(defaults | options))
 

@@ -35,50 +35,59 @@ SCHEMA = {
 GRAMMARS: dict[str, tuple[dict[str, Any], Grammar]] = {
     "choice": ({"choice": CHOICES}, is_one_of(CHOICES)),
     "regex": ({"regex": PATTERN}, matches_regex(PATTERN)),
+    "long": ({"regex": "([a-z]|[0-9]){300}"}, matches_regex("[a-z0-9]{300}")),
     "grammar": ({"grammar": EBNF}, matches_regex("(north|south)(-[a-z][a-z])*")),
 }
 
 
 @pytest.fixture(params=["xgrammar", "guidance"])
-def structured_engine(request: pytest.FixtureRequest, text_engine: Start) -> Start:
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def structured_engine(backend: str, text_engine: Start) -> Start:
     """An engine of each backend."""
-    config = {"backend": request.param, "disable_any_whitespace": True}
+    config = {"backend": backend, "disable_any_whitespace": True}
     return lambda: text_engine(structured_outputs_config=config)
 
 
-def structured(kind: str, length: int = 8, **options: Any) -> Request:
+def structured(backend: str, kind: str, length: int = 8, **options: Any) -> Request:
     """A request of one of the grammars that brute force can follow."""
     constraint, grammar = GRAMMARS[kind]
     sampling = {"temperature": 0, "max_tokens": 24} | options
     params = SamplingParams(**sampling, structured_outputs=StructuredOutputsParams(**constraint))
-    return Request(random_prompts(30 + length, [length])[0], params, grammar)
+    return Request(random_prompts(30 + length, [length])[0], params, grammar, backend == "guidance")
 
 
-@pytest.mark.parametrize("kind", GRAMMARS)
-def test_best_allowed_token(kind: str, structured_engine: Start, text_model: TinyModel) -> None:
+@pytest.mark.parametrize("kind", ["choice", "regex", "grammar"])
+def test_best_allowed_token(kind: str, backend: str, structured_engine: Start, text_model: TinyModel) -> None:
     """choice, regex and EBNF: each token is the best of those that brute force finds allowed."""
-    requests = [structured(kind, length) for length in (3, 20, 90)]
+    requests = [structured(backend, kind, length) for length in (3, 20, 90)]
     assert check_completions(structured_engine(), text_model, requests), "the grammar changed nothing"
 
 
-@pytest.mark.parametrize("kind", GRAMMARS)
-def test_drawn_tokens(kind: str, structured_engine: Start, text_model: TinyModel) -> None:
+@pytest.mark.parametrize("kind", ["choice", "regex", "grammar"])
+def test_drawn_tokens(kind: str, backend: str, structured_engine: Start, text_model: TinyModel) -> None:
     """Drawn tokens keep to the grammar, temperature and top_k apply to what it leaves."""
-    requests = [structured(kind, temperature=1.0, top_k=5, seed=seed) for seed in range(4)]
+    requests = [structured(backend, kind, temperature=1.0, top_k=5, seed=seed) for seed in range(4)]
     check_completions(structured_engine(), text_model, requests)
 
 
-def test_different_grammars_in_a_batch(structured_engine: Start, text_model: TinyModel) -> None:
+def test_different_grammars_in_a_batch(backend: str, structured_engine: Start, text_model: TinyModel) -> None:
     """Each request of a batch has its own grammar, or none, and penalties besides."""
-    requests = [structured(kind, 5 + 30 * i, repetition_penalty=1.3) for i, kind in enumerate(GRAMMARS)]
+    requests = [
+        structured(backend, kind, 5 + 30 * i, repetition_penalty=1.3)
+        for i, kind in enumerate(["choice", "grammar", "regex"])
+    ]
     check_completions(structured_engine(), text_model, [*requests, *requests[::-1]])
 
 
-def test_grammar_after_preemption(structured_engine: Start, text_model: TinyModel) -> None:
+def test_grammar_after_preemption(backend: str, structured_engine: Start, text_model: TinyModel) -> None:
     """A grammar goes on where it was after preemption and resume."""
     llm = structured_engine()
     before = metric(llm, "vllm:num_preemptions")
-    requests = [structured("grammar", length, max_tokens=80) for length in (60, 70, 80, 90)]
+    requests = [structured(backend, "long", length, max_tokens=80) for length in (60, 70, 80, 90)]
     check_completions(llm, text_model, requests, bystanders=0)
     assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
 
@@ -110,14 +119,15 @@ def check_json(request: Request, text: str) -> None:
     assert is_valid, f"{request}: {text!r} does not follow the schema"
 
 
-def test_structural_tag(structured_engine: Start, text_model: TinyModel) -> None:
+def test_structural_tag(text_engine: Start, text_model: TinyModel) -> None:
     """A structural tag: free text, and a value of the schema after each trigger."""
+    # By xgrammar alone: vLLM 0.16 hands guidance the schema in a form that it takes for any JSON.
     (prompt,) = random_prompts(41, [9])
     trigger = make_tokenizer().decode(text_model.greedy(prompt, 3)[2:])
     tag = {"begin": trigger, "schema": {"enum": ["wise", "foolish"]}, "end": "."}
     constraint = json.dumps({"type": "structural_tag", "structures": [tag], "triggers": [trigger]})
     params = greedy(40, structured_outputs=StructuredOutputsParams(structural_tag=constraint), detokenize=True)
-    (output,) = generate(structured_engine(), [prompt], params)
+    (output,) = generate(text_engine(), [prompt], params)
     first, *pieces = output.outputs[0].text.split(trigger)
     assert pieces, f"{Request(prompt, params)}: the trigger {trigger!r} never came"
     assert first == make_tokenizer().decode(text_model.greedy(prompt, 2)), f"{Request(prompt, params)}: free text"
