@@ -40,7 +40,8 @@ GRAMMARS: dict[str, tuple[dict[str, Any], Grammar]] = {
 }
 
 
-@pytest.fixture(params=["xgrammar", "guidance"])
+# The scope sorts the checks by backend: those of one share an engine.
+@pytest.fixture(scope="module", params=["xgrammar", "guidance"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
