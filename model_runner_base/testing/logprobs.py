@@ -75,7 +75,7 @@ def check_prompt_logprobs(model: TinyModel, request: Request, output: RequestOut
     entries = output.prompt_logprobs
     prompt = list(request.prompt)
     assert entries is not None and len(entries) == len(prompt), f"{request}: {entries and len(entries)} prompt logprobs"
-    assert entries[0] is None, f"{request}: the first prompt token has logprobs"
+    assert not entries[0], f"{request}: the first prompt token has logprobs: {entries[0]}"
     want = rules.log_softmax(logits_after(model, prompt))
     count = request.params.prompt_logprobs
     assert count is not None
