@@ -226,9 +226,12 @@ class HandScheduler:
             for index, group in enumerate(self.groups):
                 first = self._num_unseen_blocks(group, num_blocks * size)
                 keys = [(index, *request.tokens[: (block + 1) * size]) for block in range(first, num_blocks)]
-                found.append([NULL_BLOCK] * first + [self.pool.find(key) for key in keys])
-            if all(block is not None for blocks in found for block in blocks):
-                return found  # type: ignore[return-value]
+                blocks = [block for key in keys if (block := self.pool.find(key)) is not None]
+                if len(blocks) < len(keys):
+                    break
+                found.append([NULL_BLOCK] * first + blocks)
+            else:
+                return found
         return [[] for _ in self.groups]
 
     def _num_unseen_blocks(self, group: CacheGroup, num_computed: int) -> int:

@@ -47,7 +47,7 @@ CHUNKS = [1, 0, 2, 15, 16, 17, 32]
 class Arrival(NamedTuple):
     family: int
     length: int
-    count: int
+    new_tokens: int
     shares_prefix: bool
 
 
@@ -199,7 +199,7 @@ class Run:
 
 
 def has_requests(machine: "Schedules") -> bool:
-    return machine.run is not None and bool(machine.run.requests)
+    return bool(machine.run and machine.run.requests)
 
 
 class Schedules(RuleBasedStateMachine):
@@ -208,7 +208,7 @@ class Schedules(RuleBasedStateMachine):
     def __init__(self, bench: Bench) -> None:
         super().__init__()
         self.bench = bench
-        self.run: Run | None = None
+        self.run: Run = None  # type: ignore[assignment]
 
     @initialize(seed=st.integers(0, 99), is_async=st.booleans())
     def start(self, seed: int, is_async: bool) -> None:
@@ -218,9 +218,9 @@ class Schedules(RuleBasedStateMachine):
     def arrive(self, arrivals: list[Arrival], steps: Steps) -> None:
         """Prompts of a family begin alike; a name may be one that was used before, even in this very step."""
         names = [name for name in "abcdef" if name not in self.run.scheduler.requests]
-        for name, (family, length, count, shares_prefix) in zip(names, arrivals, strict=False):
+        for name, (family, length, new_tokens, shares_prefix) in zip(names, arrivals, strict=False):
             prompt = np.random.default_rng(family).integers(3, VOCAB_SIZE, length).tolist()
-            self.run.scheduler.add(name, prompt, greedy(count), shares_prefix)
+            self.run.scheduler.add(name, prompt, greedy(new_tokens), shares_prefix)
         self.run.go(steps)
 
     @rule(steps=STEPS)
@@ -250,7 +250,7 @@ class Schedules(RuleBasedStateMachine):
         self.run.go(steps)
 
     def teardown(self) -> None:
-        if self.run is not None:
+        if self.run:
             try:
                 self.run.end()
             finally:
@@ -265,7 +265,7 @@ def test_random_schedules(
     model = tiny_model(name)
     with bench_of(engine(model.path, **OPTIONS), model) as bench:
         run_state_machine_as_test(
-            partial(Schedules, bench),
+            partial(Schedules, bench),  # type: ignore[arg-type]
             settings=settings(
                 max_examples=25 + pytestconfig.getoption("soak") // 20,
                 stateful_step_count=40,
