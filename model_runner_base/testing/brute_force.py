@@ -7,13 +7,10 @@ this.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from model_runner_base.attention.paged import PagedAttentionMetadata
 from model_runner_base.graph_policy import GraphSize
@@ -148,22 +145,3 @@ def _attended(
             distances.append(distance[visible])
             slots.append(blocks[pair, position[visible] // size] * size + position[visible] % size)
         yield np.concatenate(distances), np.concatenate(slots)
-
-
-@lru_cache(maxsize=4)
-def _reference(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-@lru_cache(maxsize=4096)
-def _greedy_after_each(path: Path, tokens: tuple[int, ...]) -> list[int]:
-    """HF transformers' greedy choice after each token, from one run over all of them."""
-    with torch.no_grad():
-        return _reference(path)(torch.tensor([tokens])).logits[0].argmax(dim=-1).tolist()
-
-
-def check_greedy(path: Path, prompt: list[int], output: list[int]) -> None:
-    """Greedy tokens are what HF transformers chooses after the full list before each of them."""
-    if output:
-        expected = _greedy_after_each(path, (*prompt, *output[:-1]))[len(prompt) - 1 :]
-        assert output == expected, f"after {len(prompt)} tokens of prompt: {output} for {expected}"

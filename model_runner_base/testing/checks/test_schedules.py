@@ -8,26 +8,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from model_runner_base.testing import reference
 from model_runner_base.testing.brute_force import (
     SeenStep,
     check_arrays,
     check_attention,
-    check_greedy,
     watched_steps,
 )
-from model_runner_base.testing.engine import core_of, greedy, runner_of
+from model_runner_base.testing.engine import core_of, generate, runner_of, sampled
 from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.reference import check_tokens
 from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Request, Share
+from model_runner_base.testing.table import refusal
+from model_runner_base.testing.tokenizer import EOS, make_tokenizer
 
 MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 4, 32, 320
 OPTIONS = {
@@ -41,6 +44,15 @@ OPTIONS = {
 }
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 100, 240, 250, 256, 257]
 """Around a block's end, and long enough to reach the next KV tile of 256 while they are decoded."""
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 0, "bad_words": ["an", "the", "e "]},
+    {"temperature": 0, "min_tokens": 1, "stop_token_ids": list(range(60, 160)), "logit_bias": {30: 4.0}},
+    {"temperature": 0.8, "top_k": 3},
+]
+"""What follows from the output so far must survive whatever happens to it."""
 CHUNKS = [1, 0, 2, 15, 16, 17, 32]
 
 
@@ -48,6 +60,7 @@ class Arrival(NamedTuple):
     family: int
     length: int
     new_tokens: int
+    kind: int
     shares_prefix: bool
 
 
@@ -59,7 +72,9 @@ class Steps(NamedTuple):
     times: int
 
 
-ARRIVALS = st.builds(Arrival, st.integers(0, 2), st.sampled_from(LENGTHS), st.integers(1, 40), st.booleans())
+ARRIVALS = st.builds(
+    Arrival, st.integers(0, 2), st.sampled_from(LENGTHS), st.integers(1, 40), st.integers(0, 9), st.booleans()
+)
 STEPS = st.builds(
     Steps, st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 12)
 )
@@ -69,7 +84,7 @@ class Bench:
     """An engine's worker that is fed by hand, and everything about it that a step is compared with."""
 
     def __init__(self, llm: LLM, model: TinyModel, seen: list[SeenStep]) -> None:
-        self.path = model.path
+        self.model = model
         self.worker = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[union-attr]
         self.runner = runner_of(llm)
         config = core_of(llm).scheduler.kv_cache_config
@@ -79,9 +94,36 @@ class Bench:
         ]
         self.num_blocks = config.num_blocks
         self.seen = seen
+        self.kinds = [kind for kind in KINDS if _is_supported(llm, kind)]
+
+    def params(self, kind: int, count: int) -> SamplingParams:
+        """``count`` tokens of some kind, the first kind for all beyond the last."""
+        return _as_runner_gets(self.kinds[kind if kind < len(self.kinds) else 0], count)
 
     def scheduler(self, seed: int) -> HandScheduler:
         return HandScheduler(self.groups, self.num_blocks, MAX_NUM_SEQS, MAX_NUM_TOKENS, Random(seed))
+
+
+def _as_runner_gets(options: dict[str, Any], count: int) -> SamplingParams:
+    """Exactly ``count`` tokens, with what vLLM's front end fills in."""
+    options = options | ({"min_tokens": count} if "min_tokens" in options else {})
+    params = sampled(count, seed=7, **options)
+    params.update_from_generation_config({}, EOS)
+    tokenizer: Any = make_tokenizer()
+    tokenizer.max_token_id = VOCAB_SIZE - 1  # vLLM's wrapper around a tokenizer has it.
+    params.update_from_tokenizer(tokenizer)
+    return params
+
+
+def _is_supported(llm: LLM, options: dict[str, Any]) -> bool:
+    """Whether the device accepts such requests; that it refuses them is said by the checks of sampling."""
+    try:
+        generate(llm, [[5, 6, 7]], _as_runner_gets(options, 1))
+    except Exception as error:
+        if refusal(error) is None:
+            raise
+        return False
+    return True
 
 
 def _window(spec: object) -> int | None:
@@ -142,8 +184,9 @@ class Run:
                 self.step(dict.fromkeys(running, 1))
 
     def finish(self, request: Request) -> None:
-        output = request.tokens[len(request.prompt) :]
-        check_greedy(self.bench.path, request.prompt, [token for token in output if token is not None])
+        output = [token for token in request.tokens[len(request.prompt) :] if token is not None]
+        if output:
+            check_tokens(self.bench.model, reference.Request(request.prompt, request.params), output)
         self.scheduler.finish(request)
 
     def read_all(self) -> None:
@@ -218,9 +261,10 @@ class Schedules(RuleBasedStateMachine):
     def arrive(self, arrivals: list[Arrival], steps: Steps) -> None:
         """Prompts of a family begin alike; a name may be one that was used before, even in this very step."""
         names = [name for name in "abcdef" if name not in self.run.scheduler.requests]
-        for name, (family, length, new_tokens, shares_prefix) in zip(names, arrivals, strict=False):
-            prompt = np.random.default_rng(family).integers(3, VOCAB_SIZE, length).tolist()
-            self.run.scheduler.add(name, prompt, greedy(new_tokens), shares_prefix)
+        for name, arrival in zip(names, arrivals, strict=False):
+            prompt = np.random.default_rng(arrival.family).integers(3, VOCAB_SIZE, arrival.length).tolist()
+            params = self.bench.params(arrival.kind, arrival.new_tokens)
+            self.run.scheduler.add(name, prompt, params, arrival.shares_prefix)
         self.run.go(steps)
 
     @rule(steps=STEPS)
@@ -287,7 +331,7 @@ def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Ca
         for silently in (True, False):
             run = Run(bench, seed=0, is_async=True)
             for name in "ab":
-                run.scheduler.add(name, [5, 6, ord(name)], greedy(12))
+                run.scheduler.add(name, [5, 6, ord(name)], bench.params(0, 12))
             run.step({"a": 3, "b": 3})
             run.decode(2)
             for request in run.requests:
