@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def _model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@cache
+@lru_cache(maxsize=256)  # Each may be a megabyte.
 @torch.no_grad()
 def _logits(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
     return _model(path)(torch.tensor([tokens])).logits[0].float().numpy()

@@ -95,6 +95,8 @@ class Bench:
         self.num_blocks = config.num_blocks
         self.seen = seen
         self.kinds = [kind for kind in KINDS if _is_supported(llm, kind)]
+        # The engine tells of its last request's end in the next step, which is not its own any more.
+        self.worker.execute_model(core_of(llm).scheduler.schedule())
 
     def params(self, kind: int, count: int) -> SamplingParams:
         """``count`` tokens of some kind, the first kind for all beyond the last."""
@@ -311,7 +313,7 @@ def test_random_schedules(
         run_state_machine_as_test(
             partial(Schedules, bench),  # type: ignore[arg-type]
             settings=settings(
-                max_examples=25 + pytestconfig.getoption("soak") // 20,
+                max_examples=15 + pytestconfig.getoption("soak") // 20,
                 stateful_step_count=40,
                 deadline=None,
                 # A verdict on a device must come out the same twice, and leave no files behind.
