@@ -105,7 +105,7 @@ class Soak:
             for output in self.engine.step():
                 if output.finished and output.request_id in self._running:
                     result = self._running.pop(output.request_id)
-                    result.tokens = np.array(output.outputs[0].token_ids, np.int32)
+                    result.tokens = np.array(output.outputs[0].token_ids, np.int32)  # type: ignore[index]
                     self.results.append(result)
 
     def _add(self) -> None:
