@@ -45,5 +45,9 @@ class DeviceOps:
         """Waits for ``tensor`` and returns its contents."""
         return tensor.cpu().numpy()
 
+    def buffer_address(self, tensor: torch.Tensor) -> int:
+        """Where the tensor's contents lie, to show that they are written in place."""
+        return tensor.data_ptr()
+
     def synchronize(self) -> None:
         """Waits for everything that was launched."""

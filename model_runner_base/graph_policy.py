@@ -90,6 +90,10 @@ class GraphPolicy:
         """The size that a step of size ``need`` runs at."""
         return need
 
+    def num_compilations(self) -> int:
+        """Graphs that this process has captured or compiled so far; the checks hold it still after warm-up."""
+        return 0
+
     def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
         """Returns what the runner calls in place of ``function``.
 

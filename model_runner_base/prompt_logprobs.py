@@ -35,7 +35,8 @@ class PromptChunk:
             count = min(left, self.num_rows)
             rows = slice(start, start + count)
             for target, values in zip(self.whole[:3], piece.to_host(count, device_ops)[:3], strict=True):
-                target[rows] = torch.from_numpy(np.ascontiguousarray(values))  # type: ignore[index]
+                # Through NumPy: it may be an inference tensor, and this may run outside of inference mode.
+                target.numpy()[rows] = values  # type: ignore[union-attr]
             start, left = start + count, left - count
 
 

@@ -27,5 +27,9 @@ class XlaDeviceOps(DeviceOps):
         torch_xla.sync()  # A lazy tensor has no buffer to donate.
         return tensor
 
+    def buffer_address(self, tensor: torch.Tensor) -> int:
+        torch_xla.sync()
+        return torch_xla._XLAC._unsafe_buffer_pointer(tensor)
+
     def synchronize(self) -> None:
         xm.wait_device_ops()

@@ -5,6 +5,7 @@ import torch
 from model_runner_base.graph_policy import BucketPolicy, GraphSize, StepFunction, StepLimits, geometric
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.config import NeuronConfig
+from neuron_runner.metrics import CompilationCount
 
 SMALLEST_TOKEN_BUCKET = 32
 
@@ -43,6 +44,10 @@ class OpenXlaPolicy(BucketPolicy):
             for num_pairs in geometric(fewest, most, factor=4):
                 sizes.append(GraphSize(limits.query_tile, num_tokens, num_reqs, num_tiles, num_pairs + 1))
         return sizes
+
+    def num_compilations(self) -> int:
+        count = CompilationCount.now()
+        return count.compilations + count.captures
 
     def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
         return CompiledFunction(function, state)

@@ -10,6 +10,15 @@ from model_runner_base.testing.models import TinyModel, make_checkpoint
 from model_runner_base.testing.table import FAILED
 from model_runner_base.testing.tokenizer import add_tokenizer
 
+SHARING = ["sampling", "combinations", "seeds", "distributions", "logprobs", "structured_outputs"]
+"""Groups whose checks share the engine of ``text_engine()``: they run one after the other, after all others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where every engine takes half a minute to start, order is time."""
+    groups = [f"test_{name}" for name in SHARING]
+    items.sort(key=lambda item: groups.index(item.path.stem) if item.path.stem in groups else -1)
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
@@ -55,7 +64,7 @@ def text_engine(engine: Callable[..., LLM], text_model: TinyModel) -> Callable[.
             "skip_tokenizer_init": False,
             "kv_cache_memory_bytes": cache_bytes(text_model.path, 448),
             "max_logprobs": -1,
-            "structured_outputs_config": {"backend": "xgrammar"},
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         }
         return engine(text_model.path, **(defaults | options))
 

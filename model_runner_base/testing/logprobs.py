@@ -1,18 +1,31 @@
 """The log-probabilities that a user gets, held against the reference's."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from vllm import CompletionOutput, RequestOutput
+from vllm import LLM, CompletionOutput, RequestOutput
 from vllm.logprobs import Logprob
 
 from model_runner_base.testing import rules
+from model_runner_base.testing.engine import generate
 from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
-from model_runner_base.testing.reference import Request, logits_after
+from model_runner_base.testing.reference import Request, check_tokens, logits_after
 from model_runner_base.testing.tokenizer import make_tokenizer
 
 TOLERANCE = 2e-4
 """Of a log-probability or a logit in float32."""
+
+RULES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "presence_penalty": 1.0, "repetition_penalty": 1.5},
+    {"temperature": 0, "logit_bias": {9: 5.0}, "min_tokens": 4, "stop_token_ids": list(range(50, 90))},
+    {"temperature": 0, "allowed_token_ids": list(range(40, 60))},
+    {"temperature": 0.5, "seed": 1},
+    {"temperature": 1.5, "seed": 2, "top_k": 4},
+    {"temperature": 1.5, "seed": 3, "top_p": 0.5, "min_p": 0.05, "frequency_penalty": 0.5},
+]
+"""Parameters that change what a token is taken from."""
 
 
 def expected_values(model: TinyModel, request: Request, tokens: Sequence[int], mode: str) -> np.ndarray:
@@ -22,6 +35,22 @@ def expected_values(model: TinyModel, request: Request, tokens: Sequence[int], m
         rows = [request.kept(request.processed(row, tokens[:i])) for i, row in enumerate(raw)]
         raw = np.array(rows).reshape(len(tokens), VOCAB_SIZE)
     return rules.log_softmax(raw) if mode.endswith("logprobs") else raw
+
+
+def check_all(llm: LLM, model: TinyModel, requests: list[Request], mode: str = "raw_logprobs") -> None:
+    """Runs the requests in one batch and checks every log-probability that they ask for."""
+    outputs = generate(llm, [request.prompt for request in requests], [request.params for request in requests])
+    for request, output in zip(requests, outputs, strict=True):
+        for completion in output.outputs:
+            check_tokens(model, request, completion.token_ids)
+            if request.params.logprobs is None:
+                assert completion.logprobs is None, f"{request}: logprobs that nobody asked for"
+            else:
+                check_logprobs(model, request, completion, mode)
+        if request.params.prompt_logprobs is None:
+            assert output.prompt_logprobs is None, f"{request}: prompt logprobs that nobody asked for"
+        else:
+            check_prompt_logprobs(model, request, output)
 
 
 def check_logprobs(model: TinyModel, request: Request, completion: CompletionOutput, mode: str) -> None:
@@ -46,7 +75,7 @@ def check_prompt_logprobs(model: TinyModel, request: Request, output: RequestOut
     entries = output.prompt_logprobs
     prompt = list(request.prompt)
     assert entries is not None and len(entries) == len(prompt), f"{request}: {entries and len(entries)} prompt logprobs"
-    assert entries[0] is None, f"{request}: the first prompt token has logprobs"
+    assert not entries[0], f"{request}: the first prompt token has logprobs: {entries[0]}"
     want = rules.log_softmax(logits_after(model, prompt))
     count = request.params.prompt_logprobs
     assert count is not None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from model_runner_base.testing import rules
 from model_runner_base.testing.models import TinyModel
@@ -27,7 +28,7 @@ def _model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@cache
+@lru_cache(maxsize=256)  # Each may be a megabyte.
 @torch.no_grad()
 def _logits(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
     return _model(path)(torch.tensor([tokens])).logits[0].float().numpy()
@@ -43,6 +44,17 @@ def _tokenizer() -> Any:
     return make_tokenizer()
 
 
+def _bad_word_ids(word: str) -> list[list[int]]:
+    """The token sequences of a bad word: as it is, and after a blank where that makes another first token of it."""
+    plain, spaced = (_tokenizer().encode(blank + word.lstrip(), add_special_tokens=False) for blank in ("", " "))
+    return [plain, spaced] if spaced[0] != plain[0] and len(spaced) == len(plain) else [plain]
+
+
+def _is_forced(mask: np.ndarray) -> bool:
+    """Whether all allowed tokens [V] begin with one character."""
+    return len({_tokenizer().decode([token])[0] for token in np.flatnonzero(mask)}) == 1
+
+
 @dataclass
 class Request:
     """A prompt of token ids, how it is to be sampled, and what else has a say in it."""
@@ -50,6 +62,8 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams
     grammar: Grammar | None = None
+    any_where_forced: bool = False
+    """A backend may leave one of the tokens that begin a forced text: llguidance leaves the tokenizer's own."""
     processors: Sequence[rules.Processor] = ()
     """Custom logits processors that may change the maximum."""
     late_processors: Sequence[Callable[[np.ndarray], np.ndarray]] = ()
@@ -62,12 +76,16 @@ class Request:
         """Logits [V] for the token after ``output``, by the rules."""
         if self.grammar is not None:
             logits = np.where(self.grammar(list(output)), logits, -np.inf)
-        bad_words: list[list[int]] = []
-        if self.params.bad_words:
-            params = self.params.clone()
-            params.update_from_tokenizer(_tokenizer())
-            bad_words = params.bad_words_token_ids or []
+        bad_words = [ids for word in self.params.bad_words or () for ids in _bad_word_ids(word)]
         return rules.processed(logits, self.params, self.prompt, output, [EOS], bad_words, self.processors)
+
+    def accepts(self, values: np.ndarray, token: int, output: Sequence[int]) -> bool:
+        """Whether the token may follow ``output``, by processed logits [V]."""
+        if not rules.is_greedy(self.params):
+            return bool(self.kept(values, TOLERANCE)[token] > -np.inf)
+        if self.any_where_forced and self.grammar is not None and _is_forced(self.grammar(list(output))):
+            return bool(values[token] > -np.inf)
+        return bool(values[token] >= values.max() - TOLERANCE)
 
     def kept(self, values: np.ndarray, slack: float = 0.0) -> np.ndarray:
         """Processed logits [V] to those that a token is drawn from; the same ones for a greedy request."""
@@ -79,13 +97,20 @@ class Request:
 def describe(params: SamplingParams) -> str:
     """The parameters that differ from the defaults."""
     default = SamplingParams()
+
+    def show(value: Any) -> str:
+        if not isinstance(value, StructuredOutputsParams):
+            return repr(value)
+        constraint = {name: kind for name, kind in vars(value).items() if kind and not name.startswith("_")}
+        return f"StructuredOutputsParams(**{constraint})"
+
     hidden = {"output_kind", "skip_reading_prefix_cache", "output_text_buffer_length", "detokenize"}
     given = {
         name: getattr(params, name)
         for name in params.__struct_fields__
         if not name.startswith("_") and name not in hidden and getattr(params, name) != getattr(default, name)
     }
-    return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    return f"SamplingParams({', '.join(f'{name}={show(value)}' for name, value in given.items())})"
 
 
 def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> int:
@@ -105,12 +130,8 @@ def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> i
         values = request.processed(logits[i], tokens[:i])
         changed += int(values.argmax() != logits[i].argmax())
         place = f"{request}: token {i} is {token}"
-        if rules.is_greedy(request.params):
-            best = int(values.argmax())
-            assert values[token] >= values[best] - TOLERANCE, f"{place}, the reference's is {best}; output {tokens}"
-        else:
-            is_kept = request.kept(values, TOLERANCE)[token] > -np.inf
-            assert is_kept, f"{place}, which the rules exclude; output {tokens}"
+        what = f"the reference's is {values.argmax()}" if rules.is_greedy(request.params) else "which the rules exclude"
+        assert request.accepts(values, token, tokens[:i]), f"{place}, {what}; output {tokens}"
     return changed
 
 

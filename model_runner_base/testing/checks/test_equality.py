@@ -1,19 +1,127 @@
 """Greedy tokens equal HF transformers in float32, whatever the scheduler does with the requests."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from vllm import LLM
 
-from model_runner_base.testing.engine import generate, greedy, tokens_of
-from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import cache_bytes, generate, greedy, metric, tokens_of
+from model_runner_base.testing.models import CONFIGS, TinyModel
+
+Start = Callable[..., LLM]
+Prompts = list[tuple[int, ...]]
+NEW_TOKENS = 20
+MAIN_ARCHITECTURES = ["llama", "mistral-window", "gpt2"]
+"""Rotary positions and grouped heads, a sliding window, learned positions and biases."""
+PROMPTS = random_prompts(0, [1, 7, 16, 33, 64, 90, 130, 200])
 
 
-@pytest.mark.parametrize("length", [1, 7, 64])
-def test_one_prompt(length: int, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
-    """A prompt on its own continues as HF transformers continues it."""
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "architecture" in metafunc.fixturenames:
+        names = list(CONFIGS) if metafunc.config.getoption("all_architectures") else MAIN_ARCHITECTURES
+        # The scope sorts the checks by architecture: those of one share an engine.
+        metafunc.parametrize("architecture", names, scope="module")
+
+
+@pytest.fixture
+def small_cache(architecture: str, engine: Start, tiny_model: Callable[[str], TinyModel]) -> tuple[LLM, TinyModel]:
+    """An engine whose cache holds half of what the four longest requests need.
+
+    A sliding window frees what lies behind it, so less must do there.
+    """
+    model = tiny_model(architecture)
+    num_tokens = 224 if "window" in architecture else 448
+    return engine(model.path, kv_cache_memory_bytes=cache_bytes(model.path, num_tokens)), model
+
+
+def check(llm: LLM, model: TinyModel, prompts: Prompts, count: int = NEW_TOKENS) -> None:
+    """Runs the prompts in one batch."""
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts))
+
+
+def check_equal(model: TinyModel, prompts: Prompts, got: list[list[int]], counts: list[int]) -> None:
+    for prompt, tokens, count in zip(prompts, got, counts, strict=True):
+        want = model.greedy(prompt, count)
+        assert tokens == want, f"{model.path.name}, prompt_token_ids={list(prompt)}: {tokens} is not {want}"
+
+
+def test_one_request(small_cache: tuple[LLM, TinyModel]) -> None:
+    """A request on its own, its prompt cut into chunks where it is longer than a step."""
+    for prompt in PROMPTS:
+        check(*small_cache, [prompt])
+
+
+def test_mixed_batches(small_cache: tuple[LLM, TinyModel]) -> None:
+    """Prompts of all lengths at once: chunks and decodes share steps."""
+    llm, model = small_cache
+    assert len({t for p in PROMPTS for t in model.greedy(p, NEW_TOKENS)}) > 20, "the reference's tokens are not diverse"
+    check(llm, model, PROMPTS)
+
+
+def test_prefix_hits(small_cache: tuple[LLM, TinyModel]) -> None:
+    """Prompts whose prefix is cached."""
+    llm, model = small_cache
+    check(llm, model, PROMPTS[4:6])
+    hits = metric(llm, "vllm:prefix_cache_hits")
+    check(llm, model, PROMPTS[4:6])
+    assert metric(llm, "vllm:prefix_cache_hits") > hits, "the prefix cache was not hit"
+
+
+def test_preemption(small_cache: tuple[LLM, TinyModel]) -> None:
+    """Requests that are preempted and resumed."""
+    llm, model = small_cache
+    preemptions = metric(llm, "vllm:num_preemptions")
+    check(llm, model, random_prompts(1, [60, 70, 80, 90]), 100)
+    assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
+
+
+def test_arrivals(small_cache: tuple[LLM, TinyModel]) -> None:
+    """Requests that arrive and finish at any step, among others that are aborted."""
+    llm, model = small_cache
+    rng = np.random.default_rng(2)
+    counts = rng.integers(1, NEW_TOKENS + 1, 2 * len(PROMPTS)).tolist()
+    check_equal(model, PROMPTS * 2, run_with_arrivals(llm, PROMPTS * 2, counts, rng), counts)
+
+
+def run_with_arrivals(llm: LLM, prompts: Prompts, counts: list[int], rng: np.random.Generator) -> list[list[int]]:
+    """The tokens of each prompt's request, which arrives at a random step; strangers come and are aborted."""
+    core = llm.llm_engine
+    waiting = list(enumerate(zip(prompts, counts, strict=True)))
+    tokens: dict[str, list[int]] = {}
+    strangers = 0
+    while waiting or core.has_unfinished_requests():
+        while waiting and rng.random() < 0.4:
+            index, (prompt, count) = waiting.pop(0)
+            core.add_request(str(index), {"prompt_token_ids": list(prompt)}, greedy(count))
+            if rng.random() < 0.3:
+                core.add_request(f"stranger-{strangers}", {"prompt_token_ids": list(prompt[::-1])}, greedy(50))
+                strangers += 1
+        if strangers and rng.random() < 0.1:
+            core.abort_request([f"stranger-{rng.integers(strangers)}"])
+        for output in core.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)  # type: ignore[union-attr, index]
+    return [tokens[str(i)] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({"async_scheduling": False}, [5, 40, 90, 200]),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 3}, [3, 9, 50, 75]),
+        (
+            {"max_num_seqs": None, "max_num_batched_tokens": None, "max_model_len": None},
+            [1, 30, 255, 256, 257, 490] * 4,
+        ),
+    ],
+    ids=["synchronous scheduling", "four tokens a step", "the platform's default limits"],
+)
+def test_however_it_runs(
+    options: dict[str, Any], lengths: list[int], engine: Start, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    """Other ways of scheduling: synchronous, tiny chunks, the platform's default limits."""
     model = tiny_model("llama")
-    prompt = tuple(range(3, 3 + length))
-    (tokens,) = tokens_of(generate(engine(model.path), [prompt], greedy(20)))
-    want = model.greedy(prompt, 20)
-    assert tokens == want, f"prompt {list(prompt)}: {tokens} is not {want}"
+    check(engine(model.path, **options), model, random_prompts(3, lengths))

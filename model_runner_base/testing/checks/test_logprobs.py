@@ -1,70 +1,42 @@
 """Log-probabilities of output and prompt tokens: values, order, ranks, texts."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, greedy, metric, sampled
-from model_runner_base.testing.logprobs import check_logprobs, check_prompt_logprobs
+from model_runner_base.testing.logprobs import RULES, check_all
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.testing.reference import Request, check_tokens
+from model_runner_base.testing.reference import Request
 
 Start = Callable[..., LLM]
-MODES = ["raw_logits", "processed_logprobs", "processed_logits"]
-
-PROCESSED: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0, "presence_penalty": 1.0, "repetition_penalty": 1.5},
-    {"temperature": 0, "logit_bias": {9: 5.0}, "min_tokens": 4, "stop_token_ids": list(range(50, 90))},
-    {"temperature": 0, "allowed_token_ids": list(range(40, 60))},
-    {"temperature": 0.5, "seed": 1},
-    {"temperature": 1.5, "seed": 2, "top_k": 4},
-    {"temperature": 1.5, "seed": 3, "top_p": 0.5, "min_p": 0.05, "frequency_penalty": 0.5},
-]
-
-
-def run(llm: LLM, model: TinyModel, requests: list[Request], mode: str = "raw_logprobs") -> None:
-    """Runs the requests in one batch and checks every log-probability that they ask for."""
-    outputs = generate(llm, [request.prompt for request in requests], [request.params for request in requests])
-    for request, output in zip(requests, outputs, strict=True):
-        for completion in output.outputs:
-            check_tokens(model, request, completion.token_ids)
-            if request.params.logprobs is None:
-                assert completion.logprobs is None, f"{request}: logprobs that nobody asked for"
-            else:
-                check_logprobs(model, request, completion, mode)
-        if request.params.prompt_logprobs is None:
-            assert output.prompt_logprobs is None, f"{request}: prompt logprobs that nobody asked for"
-        else:
-            check_prompt_logprobs(model, request, output)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
 def test_logprobs(count: int, text_engine: Start, text_model: TinyModel) -> None:
     """logprobs=k gives the token's and the k most likely, by default of the raw logits."""
     params = [greedy(6, logprobs=count, detokenize=True), sampled(6, logprobs=count, seed=1, top_k=30)]
-    run(text_engine(), text_model, [Request(random_prompts(1, [5])[0], p) for p in params])
+    check_all(text_engine(), text_model, [Request(random_prompts(1, [5])[0], p) for p in params])
 
 
 def test_all_logprobs(text_engine: Start, text_model: TinyModel) -> None:
     """logprobs=-1 gives the whole vocabulary's."""
-    run(text_engine(), text_model, [Request(random_prompts(2, [5])[0], sampled(3, logprobs=-1, seed=1))])
+    check_all(text_engine(), text_model, [Request(random_prompts(2, [5])[0], sampled(3, logprobs=-1, seed=1))])
 
 
 def test_different_counts_in_a_batch(text_engine: Start, text_model: TinyModel) -> None:
     """Requests with different counts, and with none, share a batch."""
     prompts = random_prompts(3, [4, 30, 70, 9, 12, 5])
     counts = [None, 0, 7, None, 2, 1]
-    run(text_engine(), text_model, [Request(p, sampled(8, logprobs=c, seed=4)) for p, c in zip(prompts, counts)])  # noqa: B905
+    check_all(text_engine(), text_model, [Request(p, sampled(8, logprobs=c, seed=4)) for p, c in zip(prompts, counts)])  # noqa: B905
 
 
 def test_raw_logprobs_are_before_the_rules(text_engine: Start, text_model: TinyModel) -> None:
     """By default logprobs are those before penalties, bias and temperature."""
     (prompt,) = random_prompts(4, [20])
-    run(text_engine(), text_model, [Request(prompt, sampled(6, logprobs=3, **options)) for options in PROCESSED])
+    check_all(text_engine(), text_model, [Request(prompt, sampled(6, logprobs=3, **options)) for options in RULES])
 
 
 @pytest.mark.parametrize("count", [0, 4, -1])
@@ -72,7 +44,7 @@ def test_raw_logprobs_are_before_the_rules(text_engine: Start, text_model: TinyM
 def test_prompt_logprobs(count: int, length: int, text_engine: Start, text_model: TinyModel) -> None:
     """prompt_logprobs=k gives those of every prompt token but the first."""
     (prompt,) = random_prompts(5, [length])
-    run(text_engine(), text_model, [Request(prompt, greedy(2, prompt_logprobs=count, detokenize=True))])
+    check_all(text_engine(), text_model, [Request(prompt, greedy(2, prompt_logprobs=count, detokenize=True))])
 
 
 @pytest.mark.parametrize("length", [65, 200])
@@ -84,7 +56,7 @@ def test_prompt_logprobs_of_chunks(length: int, text_engine: Start, text_model: 
         greedy(8),
         greedy(4, prompt_logprobs=0, detokenize=True),
     ]
-    run(text_engine(), text_model, [Request(p, q) for p, q in zip(prompts, params, strict=True)])
+    check_all(text_engine(), text_model, [Request(p, q) for p, q in zip(prompts, params, strict=True)])
 
 
 def test_prompt_logprobs_with_prefix_cache(text_engine: Start, text_model: TinyModel) -> None:
@@ -94,7 +66,7 @@ def test_prompt_logprobs_with_prefix_cache(text_engine: Start, text_model: TinyM
     llm = text_engine()
     generate(llm, [prompt], greedy(2))
     for _ in range(2):
-        run(llm, text_model, [request])
+        check_all(llm, text_model, [request])
 
 
 def test_logprobs_after_preemption(text_engine: Start, text_model: TinyModel) -> None:
@@ -102,7 +74,7 @@ def test_logprobs_after_preemption(text_engine: Start, text_model: TinyModel) ->
     llm = text_engine()
     before = metric(llm, "vllm:num_preemptions")
     params = greedy(80, logprobs=1, prompt_logprobs=0, detokenize=True)
-    run(llm, text_model, [Request(prompt, params) for prompt in random_prompts(8, [60, 70, 80, 90])])
+    check_all(llm, text_model, [Request(prompt, params) for prompt in random_prompts(8, [60, 70, 80, 90])])
     assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
 
 
@@ -110,15 +82,4 @@ def test_flat_logprobs(text_engine: Start, text_model: TinyModel) -> None:
     """flat_logprobs=True gives the same in vLLM's flat form."""
     (prompt,) = random_prompts(9, [10])
     params = sampled(6, logprobs=3, prompt_logprobs=2, flat_logprobs=True, seed=3)
-    run(text_engine(), text_model, [Request(prompt, params)])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_logprobs_mode(mode: str, text_engine: Start, text_model: TinyModel) -> None:
-    """logprobs_mode: raw or processed, logits or logprobs, with what the rules exclude at -inf."""
-    llm = text_engine(logprobs_mode=mode)
-    (prompt,) = random_prompts(10, [20])
-    requests = [Request(prompt, SamplingParams(max_tokens=6, logprobs=3, **options)) for options in PROCESSED]
-    for request in requests:
-        run(llm, text_model, [request], mode)
-    run(llm, text_model, requests, mode)
+    check_all(text_engine(), text_model, [Request(prompt, params)])

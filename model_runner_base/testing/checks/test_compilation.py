@@ -1,0 +1,129 @@
+"""Nothing is compiled after warm-up, caches are written in place, and the host does not wait for the device."""
+
+from collections.abc import Callable
+from threading import Event, get_ident
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from model_runner_base.testing.cases import FEATURES, random_prompts
+from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
+from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.table import refusal
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    **{feature.name: feature.example for feature in FEATURES},
+    "greedy": {},
+    "everything sorted": {"temperature": 0.8, "top_k": 9, "top_p": 0.8, "min_p": 0.05, "seed": 3},
+    "logprobs": {"logprobs": 3},
+    "many logprobs": {"logprobs": 100},
+    "prompt_logprobs": {"prompt_logprobs": 3},
+    "structured output": {"structured_outputs": StructuredOutputsParams(regex="[a-f]{3,9}")},
+}
+LENGTHS = [1, 3, 17, 40, 64, 65, 150]
+
+
+def test_no_compilation_after_warm_up(text_engine: Callable[..., LLM]) -> None:
+    """Nothing is compiled after warm-up, whatever single requests ask of sampling."""
+    llm = text_engine(max_num_seqs=3)
+    policy = runner_of(llm).graph_policy
+    warm = policy.num_compilations()
+    assert warm or not policy.sizes, "sizes were captured, but num_compilations() counts none"
+    rng = np.random.default_rng(0)
+    refused = []
+    for name, options in SAMPLING.items():
+        prompts = random_prompts(int(rng.integers(1000)), rng.choice(LENGTHS, 3).tolist())
+        others = [greedy(int(count)) for count in rng.integers(1, 12, 2)]
+        try:
+            generate(llm, prompts, [SamplingParams(**({"temperature": 0, "max_tokens": 8} | options)), *others])
+        except Exception as error:
+            if refusal(error) is None:
+                raise
+            refused.append(name)
+        count = policy.num_compilations() - warm
+        assert not count, f"{count} compilations for {name}, with prompts of {[len(p) for p in prompts]} tokens"
+    assert "greedy" not in refused
+
+
+def test_caches_are_written_in_place(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
+    """The KV caches stay where they are, so that no step's memory or time grows with them."""
+    llm = engine(tiny_model("llama").path)
+    runner = runner_of(llm)
+
+    def addresses() -> list[int]:
+        return [runner.device_ops.buffer_address(cache) for cache in runner.kv_caches]
+
+    before = addresses()
+    assert len(set(before)) == len(before)
+    for rows in (1, 4):
+        generate(llm, [(5, 6, 7)] * rows, greedy(9))
+        assert addresses() == before, f"after steps of {rows} requests"
+
+
+def test_host_does_not_wait(
+    engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is launched before the last one's tokens are read, and nothing is read while it is launched."""
+    model = tiny_model("llama")
+    llm = engine(model.path)
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling, "asynchronous scheduling is off by default"
+    runner, count = runner_of(llm), 6
+    launches = Launches(count)
+    for name in ("execute_model", "sample_tokens"):
+        monkeypatch.setattr(runner, name, launches.launching(getattr(runner, name), name == "sample_tokens"))
+    for name in ("to_host", "synchronize"):
+        monkeypatch.setattr(runner.device_ops, name, launches.waiting(getattr(runner.device_ops, name), name))
+    monkeypatch.setattr(runner, "_make_output", launches.holding(runner._make_output))
+    (tokens,) = tokens_of(generate(llm, [(5, 6, 7)], greedy(count)))
+    assert tokens == model.greedy((5, 6, 7), count)
+    assert not launches.waits, f"launching a step called {launches.waits}"
+
+
+class Launches:
+    """Holds each step's tokens back until the next step was launched: who waits for them to launch it gets stuck."""
+
+    def __init__(self, count: int) -> None:
+        self.waits: list[str] = []
+        self._launched = [Event() for _ in range(count)]
+        self._launched.append(Event())
+        self._launched[count].set()  # No step follows the last one.
+        self._num_launched = self._num_outputs = 0
+        self._launching_thread: int | None = None
+
+    def launching(self, function: Callable[[Any], Any], is_last: bool) -> Callable[[Any], Any]:
+        def call(argument: Any) -> Any:
+            self._launching_thread = get_ident()
+            result = function(argument)
+            self._launching_thread = None
+            if is_last:
+                self._launched[self._num_launched].set()
+                self._num_launched += 1
+            return result
+
+        return call
+
+    def waiting(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.waits += [name] if get_ident() == self._launching_thread else []
+            return function(*arguments)
+
+        return call
+
+    def holding(self, make_output: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            output = make_output(*arguments)
+            read = output.get_output
+            self._num_outputs += 1
+            number = self._num_outputs
+
+            def get_output() -> Any:
+                assert self._launched[number].wait(30), f"step {number + 1} waits for the tokens of step {number}"
+                return read()
+
+            output.get_output = get_output
+            return output
+
+        return call

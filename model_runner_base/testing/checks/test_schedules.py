@@ -1,0 +1,345 @@
+"""Random schedules, step by step, against a model that keeps no state: arrivals, chunks, aborts, preemptions, moves.
+
+The schedules go to the runner itself, past the engine's scheduler, so that any that vLLM's contract allows may come.
+Each example begins and ends with a runner that holds no request, hence a failing one is shrunk to its essence.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from vllm import LLM, SamplingParams
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from model_runner_base.testing import reference
+from model_runner_base.testing.brute_force import (
+    SeenStep,
+    check_arrays,
+    check_attention,
+    watched_steps,
+)
+from model_runner_base.testing.engine import core_of, generate, runner_of, sampled
+from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.reference import check_tokens
+from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Request, Share
+from model_runner_base.testing.table import refusal
+from model_runner_base.testing.tokenizer import EOS, make_tokenizer
+
+MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 4, 32, 320
+OPTIONS = {
+    "max_num_seqs": MAX_NUM_SEQS,
+    "max_num_batched_tokens": MAX_NUM_TOKENS,
+    "max_model_len": MAX_MODEL_LEN,
+    "block_size": 16,
+    # Four long requests do not fit: 63 blocks for 80.
+    "num_gpu_blocks_override": 64,
+    "async_scheduling": True,
+}
+LENGTHS = [1, 2, 15, 16, 17, 31, 33, 100, 240, 250, 256, 257]
+"""Around a block's end, and long enough to reach the next KV tile of 256 while they are decoded."""
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 0, "bad_words": ["an", "the", "e "]},
+    {"temperature": 0, "min_tokens": 1, "stop_token_ids": list(range(60, 160)), "logit_bias": {30: 4.0}},
+    {"temperature": 0.8, "top_k": 3},
+]
+"""What follows from the output so far must survive whatever happens to it."""
+CHUNKS = [1, 0, 2, 15, 16, 17, 32]
+
+
+class Arrival(NamedTuple):
+    family: int
+    length: int
+    new_tokens: int
+    kind: int
+    shares_prefix: bool
+
+
+class Steps(NamedTuple):
+    """Some steps alike: whose turn comes first, and the most tokens of each request."""
+
+    chunks: list[int]
+    turn: int
+    times: int
+
+
+ARRIVALS = st.builds(
+    Arrival, st.integers(0, 2), st.sampled_from(LENGTHS), st.integers(1, 40), st.integers(0, 9), st.booleans()
+)
+STEPS = st.builds(
+    Steps, st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 12)
+)
+
+
+class Bench:
+    """An engine's worker that is fed by hand, and everything about it that a step is compared with."""
+
+    def __init__(self, llm: LLM, model: TinyModel, seen: list[SeenStep]) -> None:
+        self.model = model
+        self.worker = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[union-attr]
+        self.runner = runner_of(llm)
+        config = core_of(llm).scheduler.kv_cache_config
+        self.groups = [
+            CacheGroup(group.layer_names, group.kv_cache_spec.block_size, _window(group.kv_cache_spec))
+            for group in config.kv_cache_groups
+        ]
+        self.num_blocks = config.num_blocks
+        self.seen = seen
+        self.kinds = [kind for kind in KINDS if _is_supported(llm, kind)]
+        # The engine tells of its last request's end in the next step, which is not its own any more.
+        self.worker.execute_model(core_of(llm).scheduler.schedule())
+
+    def params(self, kind: int, count: int) -> SamplingParams:
+        """``count`` tokens of some kind, the first kind for all beyond the last."""
+        return _as_runner_gets(self.kinds[kind if kind < len(self.kinds) else 0], count)
+
+    def scheduler(self, seed: int) -> HandScheduler:
+        return HandScheduler(self.groups, self.num_blocks, MAX_NUM_SEQS, MAX_NUM_TOKENS, Random(seed))
+
+
+def _as_runner_gets(options: dict[str, Any], count: int) -> SamplingParams:
+    """Exactly ``count`` tokens, with what vLLM's front end fills in."""
+    options = options | ({"min_tokens": count} if "min_tokens" in options else {})
+    params = sampled(count, seed=7, **options)
+    params.update_from_generation_config({}, EOS)
+    tokenizer: Any = make_tokenizer()
+    tokenizer.max_token_id = VOCAB_SIZE - 1  # vLLM's wrapper around a tokenizer has it.
+    params.update_from_tokenizer(tokenizer)
+    return params
+
+
+def _is_supported(llm: LLM, options: dict[str, Any]) -> bool:
+    """Whether the device accepts such requests; that it refuses them is said by the checks of sampling."""
+    try:
+        generate(llm, [[5, 6, 7]], _as_runner_gets(options, 1))
+    except Exception as error:
+        if refusal(error) is None:
+            raise
+        return False
+    return True
+
+
+def _window(spec: object) -> int | None:
+    return getattr(spec, "sliding_window", None)
+
+
+@contextmanager
+def bench_of(llm: LLM, model: TinyModel) -> Iterator[Bench]:
+    with watched_steps(runner_of(llm)) as seen:
+        yield Bench(llm, model, seen)
+
+
+class Run:
+    """Requests under way on a bench: launches steps, reads them at once or one step late, checks each."""
+
+    def __init__(self, bench: Bench, seed: int, is_async: bool) -> None:
+        self.bench = bench
+        self.scheduler = bench.scheduler(seed)
+        self.is_async = is_async
+        self._unread: list[tuple[list[Share], AsyncModelRunnerOutput | ModelRunnerOutput]] = []
+        self._fed_early: list[tuple[Share, int, int]] = []
+
+    @property
+    def requests(self) -> list[Request]:
+        return list(self.scheduler.requests.values())
+
+    def step(self, wanted: dict[str, int]) -> None:
+        """Runs up to so many tokens of each request named, in that order."""
+        output, shares = self.scheduler.step(wanted)
+        self.bench.seen.clear()
+        result = self.bench.worker.execute_model(output)
+        if not shares:
+            assert result is not None and not result.req_ids and not self.bench.seen
+            self.read_all()
+            return
+        assert result is None
+        (seen,) = self.bench.seen
+        fed = check_arrays(seen, shares, MAX_NUM_SEQS)
+        check_attention(seen, shares, self.bench.runner, self.bench.groups)
+        self._note_fed_early(shares, fed)
+        self._unread.append((shares, self.bench.worker.sample_tokens(None)))
+        while len(self._unread) > self.is_async:
+            self._read()
+
+    def go(self, steps: Steps) -> None:
+        """Requests in some order, some of them skipped, each with a chunk of its own."""
+        for _ in range(steps.times):
+            names = [request.name for request in self.requests if request.num_left]
+            turn = steps.turn % max(1, len(names))
+            names = names[turn:] + names[:turn]
+            self.step({name: steps.chunks[index % len(steps.chunks)] for index, name in enumerate(names)})
+
+    def decode(self, count: int) -> None:
+        """One token a step of every request that runs."""
+        for _ in range(count):
+            running = [request.name for request in self.requests if request.is_running and request.num_left]
+            if running:
+                self.step(dict.fromkeys(running, 1))
+
+    def finish(self, request: Request) -> None:
+        output = [token for token in request.tokens[len(request.prompt) :] if token is not None]
+        if output:
+            check_tokens(self.bench.model, reference.Request(request.prompt, request.params), output)
+        self.scheduler.finish(request)
+
+    def read_all(self) -> None:
+        while self._unread:
+            self._read()
+
+    def end(self) -> None:
+        """Finishes everything: the runner must hold nothing after."""
+        self.read_all()
+        for request in self.requests:
+            self.finish(request)
+        self.step({})
+        assert not self.bench.runner.requests.num_reqs, "the runner keeps requests that have finished"
+
+    def clean(self) -> None:
+        """After a failure: takes back what was launched, whatever state the runner is in."""
+        self.bench.worker.sample_tokens(None)
+        for request in self.requests:
+            self.scheduler.finish(request)
+        self.bench.worker.execute_model(self.scheduler.step({})[0])
+
+    def _read(self) -> None:
+        shares, output = self._unread.pop(0)
+        if isinstance(output, AsyncModelRunnerOutput):
+            output = output.get_output()
+        assert [output.req_id_to_index[name] for name in output.req_ids] == list(range(len(shares)))
+        assert set(output.req_ids) == {share.request.name for share in shares}
+        sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+        for share in shares:
+            count = len(sampled[share.request.name])
+            assert count == share.is_sampled, f"{share.request.name}: {count} tokens, sampled {share.is_sampled}"
+        self.scheduler.take_output(shares, sampled)
+        self._check_fed_early()
+        for request in self.requests:
+            if len(request.tokens) - len(request.prompt) == request.params.max_tokens and None not in request.tokens:
+                self.finish(request)
+
+    def _note_fed_early(self, shares: list[Share], fed: list[int]) -> None:
+        """Remembers tokens that were fed before the scheduler was told of them."""
+        token = 0
+        for share in shares:
+            for position in range(share.start, share.start + share.count):
+                if share.tokens[position] is None:
+                    self._fed_early.append((share, position, fed[token]))
+                token += 1
+
+    def _check_fed_early(self) -> None:
+        for share, position, fed in self._fed_early:
+            if share.generation == share.request.generation:
+                token = share.request.tokens[position]
+                assert fed == token, f"{share.request.name}: {fed} was fed at {position}, {token} was sampled"
+        self._fed_early.clear()
+
+
+def has_requests(machine: "Schedules") -> bool:
+    return bool(machine.run and machine.run.requests)
+
+
+class Schedules(RuleBasedStateMachine):
+    """What may happen between two steps; each rule goes on with steps, so that no example stands still."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__()
+        self.bench = bench
+        self.run: Run = None  # type: ignore[assignment]
+
+    @initialize(seed=st.integers(0, 99), is_async=st.booleans())
+    def start(self, seed: int, is_async: bool) -> None:
+        self.run = Run(self.bench, seed, is_async)
+
+    @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=3), steps=STEPS)
+    def arrive(self, arrivals: list[Arrival], steps: Steps) -> None:
+        """Prompts of a family begin alike; a name may be one that was used before, even in this very step."""
+        names = [name for name in "abcdef" if name not in self.run.scheduler.requests]
+        for name, arrival in zip(names, arrivals, strict=False):
+            prompt = np.random.default_rng(arrival.family).integers(3, VOCAB_SIZE, arrival.length).tolist()
+            params = self.bench.params(arrival.kind, arrival.new_tokens)
+            self.run.scheduler.add(name, prompt, params, arrival.shares_prefix)
+        self.run.go(steps)
+
+    @rule(steps=STEPS)
+    @precondition(has_requests)
+    def go(self, steps: Steps) -> None:
+        self.run.go(steps)
+
+    @rule(count=st.integers(1, 20))
+    @precondition(has_requests)
+    def decode(self, count: int) -> None:
+        self.run.decode(count)
+
+    @rule(count=st.integers(1, 6), silently=st.booleans(), rests=st.booleans(), steps=STEPS)
+    @precondition(has_requests)
+    def preempt(self, count: int, silently: bool, rests: bool, steps: Steps) -> None:
+        """The last so many requests lose their blocks; perhaps a step without tokens follows."""
+        for request in self.run.requests[-count:]:
+            self.run.scheduler.preempt(request, silently)
+        if rests:
+            self.run.step({})
+        self.run.go(steps)
+
+    @rule(index=st.integers(0, 5), steps=STEPS)
+    @precondition(has_requests)
+    def abort(self, index: int, steps: Steps) -> None:
+        self.run.finish(self.run.requests[index % len(self.run.requests)])
+        self.run.go(steps)
+
+    def teardown(self) -> None:
+        if self.run:
+            try:
+                self.run.end()
+            finally:
+                self.run.clean()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_random_schedules(
+    name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], pytestconfig: pytest.Config
+) -> None:
+    """Every array and token of random schedules is what a model without memory says."""
+    model = tiny_model(name)
+    with bench_of(engine(model.path, **OPTIONS), model) as bench:
+        run_state_machine_as_test(
+            partial(Schedules, bench),  # type: ignore[arg-type]
+            settings=settings(
+                max_examples=15 + pytestconfig.getoption("soak") // 20,
+                stateful_step_count=40,
+                deadline=None,
+                # A verdict on a device must come out the same twice, and leave no files behind.
+                derandomize=True,
+                database=None,
+                report_multiple_bugs=False,
+                phases=set(Phase) - ({Phase.shrink} if pytestconfig.getoption("no_shrinking") else set()),
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
+    """Requests that come back in other places, one token each, are not taken for those of the step before."""
+    model = tiny_model("llama")
+    with bench_of(engine(model.path, **OPTIONS), model) as bench:
+        for silently in (True, False):
+            run = Run(bench, seed=0, is_async=True)
+            for name in "ab":
+                run.scheduler.add(name, [5, 6, ord(name)], bench.params(0, 12))
+            run.step({"a": 3, "b": 3})
+            run.decode(2)
+            for request in run.requests:
+                run.scheduler.preempt(request, silently)
+            if not silently:
+                run.step({})  # A step without tokens leaves no trace of the batch before.
+            while run.requests:
+                run.step({request.name: 1 for request in run.requests})
+            run.end()

@@ -1,0 +1,309 @@
+"""A scheduler for tests: does what it is told, however odd, and keeps only what vLLM's contract speaks of.
+
+It builds the engine's SchedulerOutput by hand, so that a test may draw chunks, orders, preemptions and aborts that the
+engine's own scheduler would seldom choose: a block is handed out at random, requests are skipped, set aside with or
+without a word, and come back in other blocks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+NULL_BLOCK = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request as the scheduler knows it."""
+
+    name: str
+    prompt: list[int]
+    params: SamplingParams
+    shares_prefix: bool
+    """Whether it takes cached blocks when it is given its blocks."""
+    tokens: list[int | None] = field(default_factory=list)
+    """All tokens; None for one that was sampled by a step whose output was not read yet."""
+    num_computed: int = 0
+    blocks: list[list[int]] = field(default_factory=list)
+    """Blocks a KV-cache group; empty unless it runs."""
+    is_running: bool = False
+    is_set_aside: bool = False
+    """Whether it lost its blocks and the runner was not told."""
+    is_known_to_runner: bool = False
+    was_in_last_step: bool = False
+    generation: int = 0
+    """Rises whenever tokens in flight become void."""
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that could be scheduled now."""
+        assert self.params.max_tokens is not None
+        if len(self.tokens) - len(self.prompt) >= self.params.max_tokens:
+            return 0
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True)
+class Share:
+    """One request's share of a step, all that a model without memory needs to say what the step must be."""
+
+    request: Request
+    tokens: list[int | None]
+    """All tokens at that time."""
+    start: int
+    """Tokens computed before."""
+    count: int
+    blocks: list[list[int]]
+    generation: int
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.start + self.count == len(self.tokens)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """A KV-cache group: its layers, the tokens of a block, and how far the layers see."""
+
+    layer_names: list[str]
+    block_size: int
+    window: int | None
+
+
+class BlockPool:
+    """Blocks in random order, how many requests hold each, and which prefix a full block ends."""
+
+    def __init__(self, num_blocks: int, random: Random) -> None:
+        self._random = random
+        self._holders = [0] * num_blocks
+        self._block_of: dict[tuple, int] = {}
+        self._key_of: dict[int, tuple] = {}
+        self._free = [block for block in range(num_blocks) if block != NULL_BLOCK]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        blocks = [self._free.pop(self._random.randrange(len(self._free))) for _ in range(count)]
+        for block in blocks:
+            self._holders[block] = 1
+            self._block_of.pop(self._key_of.pop(block, ()), None)
+        return blocks
+
+    def hold(self, block: int) -> None:
+        """One more request uses a block, which may be free while what it holds is remembered."""
+        if block == NULL_BLOCK:
+            return
+        if not self._holders[block]:
+            self._free.remove(block)
+        self._holders[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block != NULL_BLOCK:
+                self._holders[block] -= 1
+                if not self._holders[block]:
+                    self._free.append(block)
+
+    def remember(self, key: tuple, block: int) -> None:
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key], self._key_of[block] = block, key
+
+    def find(self, key: tuple) -> int | None:
+        return self._block_of.get(key)
+
+
+class HandScheduler:
+    """Requests and their blocks; ``step`` makes a SchedulerOutput of what is asked."""
+
+    def __init__(
+        self, groups: list[CacheGroup], num_blocks: int, max_num_seqs: int, max_num_tokens: int, random: Random
+    ) -> None:
+        self.groups = groups
+        self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_tokens
+        self.pool = BlockPool(num_blocks, random)
+        self.requests: dict[str, Request] = {}
+        self._finished: set[str] = set()
+        self._preempted: set[str] = set()
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams, shares_prefix: bool = False) -> Request:
+        request = Request(name, prompt, params, shares_prefix, tokens=list(prompt))
+        self.requests[name] = request
+        return request
+
+    def finish(self, request: Request) -> None:
+        """Stops a request, by its end or an abort."""
+        self._release(request)
+        del self.requests[request.name]
+        self._finished.add(request.name)
+        request.generation += 1
+
+    def preempt(self, request: Request, silently: bool) -> None:
+        """Takes a request's blocks. Silently, as a reset of the prefix cache does, a token in flight is void too."""
+        if not request.is_running:
+            return
+        self._release(request)
+        if silently:
+            request.is_set_aside = True
+            request.generation += 1
+            if request.tokens[-1] is None:
+                request.tokens.pop()
+        else:
+            self._preempted.add(request.name)
+
+    def step(self, wanted: dict[str, int]) -> tuple[SchedulerOutput, list[Share]]:
+        """Schedules up to so many tokens of each request named, in that order, as far as blocks and limits go."""
+        shares: list[Share] = []
+        arrived: list[NewRequestData] = []
+        cached = CachedRequestData([], set(), [], {}, [], [], [])
+        budget = self.max_num_tokens
+        for name, most in wanted.items():
+            request = self.requests[name]
+            was_running = request.is_running
+            if name in self._preempted or not (was_running or self._admit(request, shares)):
+                continue
+            count = min(most, budget, request.num_left)
+            new_blocks = self._grow(request, request.num_computed + count) if count > 0 else None
+            if new_blocks is None:
+                if not was_running:
+                    self._release(request)
+                continue
+            budget -= count
+            blocks = [list(blocks) for blocks in request.blocks]
+            shares.append(Share(request, list(request.tokens), request.num_computed, count, blocks, request.generation))
+            if not request.is_known_to_runner:
+                arrived.append(self._as_new(request, blocks))
+            else:
+                self._append_cached(cached, request, was_running, new_blocks if was_running else blocks)
+        self._commit(shares)
+        scheduled = {share.request.name: share.count for share in shares}
+        output = SchedulerOutput(
+            scheduled_new_reqs=arrived,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=[0] * len(self.groups),
+            finished_req_ids=self._finished,
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=self._preempted,
+        )
+        self._finished, self._preempted = set(), set()
+        return output, shares
+
+    def _admit(self, request: Request, shares: list[Share]) -> bool:
+        """Lets a waiting request run if it can: all its tokens known, a place free.
+
+        Where requests were set aside silently, the runner must guess who still runs. As in vLLM, those that could go
+        on and do not are never passed over by another.
+        """
+        running = [other for other in self.requests.values() if other.is_running]
+        if None in request.tokens or len(running) == self.max_num_seqs:
+            return False
+        scheduled = [share.request for share in shares]
+        if any(other.is_set_aside for other in self.requests.values()) and any(
+            other.num_left and other not in scheduled for other in running
+        ):
+            return False
+        request.blocks = self._cached_prefix(request) if request.shares_prefix else [[] for _ in self.groups]
+        for blocks in request.blocks:
+            for block in blocks:
+                self.pool.hold(block)
+        request.num_computed = len(request.blocks[0]) * self.groups[0].block_size
+        request.is_running = True
+        return True
+
+    def _cached_prefix(self, request: Request) -> list[list[int]]:
+        """The longest cached prefix that leaves a token to compute; window groups need only what is seen of it."""
+        size = self.groups[0].block_size
+        for num_blocks in range((len(request.tokens) - 1) // size, 0, -1):
+            found = []
+            for index, group in enumerate(self.groups):
+                first = self._num_unseen_blocks(group, num_blocks * size)
+                keys = [(index, *request.tokens[: (block + 1) * size]) for block in range(first, num_blocks)]
+                blocks = [block for key in keys if (block := self.pool.find(key)) is not None]
+                if len(blocks) < len(keys):
+                    break
+                found.append([NULL_BLOCK] * first + blocks)
+            else:
+                return found
+        return [[] for _ in self.groups]
+
+    def _num_unseen_blocks(self, group: CacheGroup, num_computed: int) -> int:
+        if group.window is None:
+            return 0
+        return max(0, num_computed - group.window + 1) // group.block_size
+
+    def _grow(self, request: Request, num_tokens: int) -> list[list[int]] | None:
+        """Blocks for a request's first ``num_tokens`` tokens: the new ones a group, or None if there are too few."""
+        for group, blocks in zip(self.groups, request.blocks, strict=True):
+            unseen = self._num_unseen_blocks(group, request.num_computed)
+            self.pool.free(blocks[:unseen])
+            blocks[:unseen] = [NULL_BLOCK] * len(blocks[:unseen])
+        missing = [
+            max(0, -(-num_tokens // group.block_size) - len(blocks))
+            for group, blocks in zip(self.groups, request.blocks, strict=True)
+        ]
+        if sum(missing) > self.pool.num_free:
+            return None
+        new = [self.pool.take(count) for count in missing]
+        for blocks, more in zip(request.blocks, new, strict=True):
+            blocks += more
+        for index, (group, blocks) in enumerate(zip(self.groups, request.blocks, strict=True)):
+            for end in range(group.block_size, num_tokens + 1, group.block_size):
+                block = blocks[end // group.block_size - 1]
+                if block != NULL_BLOCK and None not in request.tokens[:end]:
+                    self.pool.remember((index, *request.tokens[:end]), block)
+        return new
+
+    def _release(self, request: Request) -> None:
+        for blocks in request.blocks:
+            self.pool.free(blocks)
+        request.blocks, request.num_computed, request.is_running = [], 0, False
+
+    def _as_new(self, request: Request, blocks: list[list[int]]) -> NewRequestData:
+        return NewRequestData(
+            req_id=request.name,
+            prompt_token_ids=list(request.prompt),
+            mm_features=[],
+            sampling_params=request.params,
+            pooling_params=None,
+            block_ids=tuple(blocks),
+            num_computed_tokens=request.num_computed,
+            lora_request=None,
+        )
+
+    def _append_cached(
+        self, cached: CachedRequestData, request: Request, was_running: bool, blocks: list[list[int]]
+    ) -> None:
+        cached.req_ids.append(request.name)
+        if not was_running:
+            cached.resumed_req_ids.add(request.name)
+        if not (was_running and request.was_in_last_step):
+            cached.all_token_ids[request.name] = [token for token in request.tokens if token is not None]
+        cached.new_block_ids.append(tuple(blocks) if any(blocks) else None)
+        cached.num_computed_tokens.append(request.num_computed)
+        cached.num_output_tokens.append(len(request.tokens) - len(request.prompt))
+
+    def _commit(self, shares: list[Share]) -> None:
+        for request in self.requests.values():
+            request.was_in_last_step = False
+        for share in shares:
+            request = share.request
+            request.num_computed += share.count
+            request.is_known_to_runner = request.was_in_last_step = True
+            request.is_set_aside = False
+            if share.is_sampled:
+                request.tokens.append(None)
+
+    def take_output(self, shares: list[Share], sampled: dict[str, list[int]]) -> None:
+        """Reads a step's tokens; those of requests that ended or were set aside silently since are void."""
+        for share in shares:
+            request = share.request
+            if share.is_sampled and share.generation == request.generation:
+                (request.tokens[len(share.tokens)],) = sampled[request.name]
