@@ -28,7 +28,9 @@ from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
 from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
+from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
+from model_runner_base.outputs import StepOutput
 from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
@@ -106,6 +108,11 @@ class ModelRunnerBase:
 
     def get_model(self) -> nn.Module:
         return self.model
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Overwrites the model's weights in place; arguments as ``loader.reload_checkpoint`` has them."""
+        reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
+        self.device_ops.synchronize()
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)

@@ -28,4 +28,5 @@ class XlaDeviceOps(DeviceOps):
         return tensor
 
     def synchronize(self) -> None:
+        torch_xla.sync()  # What was written in place may still lie on the host.
         xm.wait_device_ops()
