@@ -56,6 +56,8 @@ class ModelRunnerBase:
         self.scheduler_config = vllm_config.scheduler_config
         self.device = device
         self.max_model_len = self.model_config.max_model_len
+        self._reach: int | None = None
+        """Tokens of a request that tables and graphs are made for; None before they are."""
         self.tokenwise_graph_batch_sizes: list[int] = []
         """Token counts that steps are padded to; empty when eager."""
 
@@ -121,12 +123,21 @@ class ModelRunnerBase:
         return kv_cache.collect_specs(self.vllm_config)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """The engine fitted the model length to the memory that is left; called before the KV cache exists."""
+        """The engine fitted the model length to the memory that is left, before the KV cache exists.
+
+        Later it can only be lowered: block tables, plans and captured sizes reach as far as the caches were made for.
+        """
+        if self._reach is not None and max_model_len > self._reach:
+            raise ValueError(
+                f"max_model_len cannot grow to {max_model_len} once the KV cache is made for {self._reach}: "
+                "start the engine with the larger one"
+            )
         self.max_model_len = max_model_len
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates and binds the KV caches, and everything whose size depends on them."""
         max_num_reqs = self.scheduler_config.max_num_seqs
+        self._reach = self.max_model_len
         self.kv_caches, self._kv_cache_index = self._make_kv_caches(kv_cache_config)
         self._bind_kv_caches()
         self.last_tokens = [self.device_ops.zeros((max_num_reqs + 1,), torch.int32)]

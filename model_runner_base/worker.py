@@ -116,7 +116,9 @@ class ModelRunnerWorker(WorkerBase):
             self.model_runner.reload_weights(*args, **kwargs)
 
     def update_max_model_len(self, max_model_len: int) -> None:
+        """The engine fitted the model length to the memory that is left."""
         self.model_runner.update_max_model_len(max_model_len)
+        self.model_config.max_model_len = max_model_len
 
     def reset_encoder_cache(self) -> None:
         """There is none: text-only models keep no encoder outputs."""
