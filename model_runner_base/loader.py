@@ -1,5 +1,6 @@
-"""Loading a checkpoint by vLLM's own loaders, with one clear line where it does not fit."""
+"""Loading a checkpoint by vLLM's own loaders, and later another in its place; one clear line where it does not fit."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -7,7 +8,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, VllmConfig
-from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader import get_model, get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 
 class CheckpointError(ValueError):
@@ -28,15 +31,64 @@ def load_checkpoint(vllm_config: VllmConfig) -> nn.Module:
         ) from None
 
 
-def _misfit(model_config: ModelConfig) -> str | None:
+@torch.no_grad()
+def reload_checkpoint(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
+    weights_path: str | None = None,
+    is_checkpoint_format: bool = True,
+) -> None:
+    """Overwrites the weights of a loaded model where they lie, so that captured graphs see the new ones.
+
+    Args:
+        weights_iterator: names and tensors as the checkpoint has them; those that it leaves out stay as they are.
+        weights_path: else a checkpoint of the same config; without it, the model's own is read again.
+
+    Raises CheckpointError; what does not fit a checkpoint on disk is found before a weight is touched.
+    """
+    if not is_checkpoint_format:
+        raise CheckpointError(
+            "weights in a device's own layout cannot be loaded: hand them over as the checkpoint has them, and leave "
+            "out is_checkpoint_format"
+        )
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    old_path = model_config.model
+    path = weights_path or old_path
+    if weights_iterator is None:
+        loader = get_model_loader(load_config)
+        if not hasattr(loader, "get_all_weights"):
+            raise CheckpointError(f"a model of load_format={load_config.load_format} cannot be loaded again")
+        if reason := _misfit(model_config, path):
+            raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
+        model_config.model = path
+        weights_iterator = loader.get_all_weights(model_config, model)
+    assert load_config.device is not None
+    with torch.device(load_config.device):
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(weights_iterator)  # type: ignore[operator]
+        except Exception as error:
+            for module in model.modules():
+                get_layerwise_info(module).load_numel = 0  # A layer that got half of its weights keeps its own.
+            model_config.model = old_path
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"cannot load weights from {path}: {reason}; some layers may hold new weights, so load again"
+            ) from error
+        finally:
+            finalize_layerwise_reload(model, model_config)
+
+
+def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
     """The first tensor that is missing or of another shape than the config asks for, by transformers' own model."""
-    files = sorted(Path(model_config.model).glob("*.safetensors"))
+    files = sorted(Path(path or model_config.model).glob("*.safetensors"))
     try:
         with torch.device("meta"):
             wanted = AutoModelForCausalLM.from_config(model_config.hf_config).state_dict()
         found = {}
-        for path in files:
-            with safe_open(path, "pt") as tensors:
+        for file in files:
+            with safe_open(file, "pt") as tensors:
                 found.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
     except Exception:
         return None  # Not a model of transformers, or unreadable: the loader's own words must do.

@@ -28,7 +28,9 @@ from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
 from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
+from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
+from model_runner_base.outputs import StepOutput
 from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
@@ -54,6 +56,8 @@ class ModelRunnerBase:
         self.scheduler_config = vllm_config.scheduler_config
         self.device = device
         self.max_model_len = self.model_config.max_model_len
+        self._reach: int | None = None
+        """Tokens of a request that tables and graphs are made for; None before they are."""
         self.tokenwise_graph_batch_sizes: list[int] = []
         """Token counts that steps are padded to; empty when eager."""
 
@@ -107,6 +111,11 @@ class ModelRunnerBase:
     def get_model(self) -> nn.Module:
         return self.model
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Overwrites the model's weights in place; arguments as ``loader.reload_checkpoint`` has them."""
+        reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
+        self.device_ops.synchronize()
+
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
 
@@ -114,12 +123,21 @@ class ModelRunnerBase:
         return kv_cache.collect_specs(self.vllm_config)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """The engine fitted the model length to the memory that is left; called before the KV cache exists."""
+        """The engine fitted the model length to the memory that is left, before the KV cache exists.
+
+        Later it can only be lowered: block tables, plans and captured sizes reach as far as the caches were made for.
+        """
+        if self._reach is not None and max_model_len > self._reach:
+            raise ValueError(
+                f"max_model_len cannot grow to {max_model_len} once the KV cache is made for {self._reach}: "
+                "start the engine with the larger one"
+            )
         self.max_model_len = max_model_len
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates and binds the KV caches, and everything whose size depends on them."""
         max_num_reqs = self.scheduler_config.max_num_seqs
+        self._reach = self.max_model_len
         self.kv_caches, self._kv_cache_index = self._make_kv_caches(kv_cache_config)
         self._bind_kv_caches()
         self.last_tokens = [self.device_ops.zeros((max_num_reqs + 1,), torch.int32)]

@@ -1,5 +1,7 @@
 """The worker half that every device shares: a device names its runner class and its torch device, no more."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
@@ -108,8 +110,15 @@ class ModelRunnerWorker(WorkerBase):
     def get_model(self) -> nn.Module:
         return self.model_runner.get_model()
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Loads other weights in place; the user then resets the prefix cache, which holds keys of the old ones."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(*args, **kwargs)
+
     def update_max_model_len(self, max_model_len: int) -> None:
+        """The engine fitted the model length to the memory that is left."""
         self.model_runner.update_max_model_len(max_model_len)
+        self.model_config.max_model_len = max_model_len
 
     def reset_encoder_cache(self) -> None:
         """There is none: text-only models keep no encoder outputs."""

@@ -32,4 +32,5 @@ class XlaDeviceOps(DeviceOps):
         return torch_xla._XLAC._unsafe_buffer_pointer(tensor)
 
     def synchronize(self) -> None:
+        torch_xla.sync()  # What was written in place may still lie on the host.
         xm.wait_device_ops()

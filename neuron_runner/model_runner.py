@@ -25,10 +25,10 @@ class NeuronModelRunner(ModelRunnerBase):
         """Loads on the host, lays the weights out for the device there, then moves them."""
         self.model = load_checkpoint(self.vllm_config)
         if not self.model_config.enforce_eager:
-            from neuron_runner.weights import transpose_linear_weights
+            from neuron_runner.weights import move, transpose_linear_weights
 
             transpose_linear_weights(self.model)
-            self.model.to(self.device)
+            move(self.model, self.device)
 
     def profile_run(self) -> int:
         """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -19,6 +20,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 class TransposedLinearMethod(UnquantizedLinearMethod):
     """Applies a weight that is stored as [in, out]."""
 
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.weight = _transposed(layer.weight)
+
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.matmul(x, layer.weight)
         return out if bias is None else out + bias
@@ -27,20 +31,48 @@ class TransposedLinearMethod(UnquantizedLinearMethod):
 class TransposedLogitsMethod(UnquantizedEmbeddingMethod):
     """Looks up in ``weight`` [vocabulary, hidden], computes logits with its transpose."""
 
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.weight_transposed = _transposed(layer.weight)
+
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.matmul(x, layer.weight_transposed)
         return out if bias is None else out + bias
 
 
 def transpose_linear_weights(model: nn.Module) -> None:
-    """Re-lays every unquantised linear weight of a loaded model."""
+    """Re-lays every unquantised linear weight of a loaded model; a later reload does the same to the new weights."""
     for module in model.modules():
         if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod:
-            module.weight = _transposed(module.weight)
             module.quant_method = TransposedLinearMethod()
+            module.quant_method.process_weights_after_loading(module)
     for head in _logits_heads(model):
-        head.weight_transposed = _transposed(head.weight)
         head.quant_method = TransposedLogitsMethod()
+        head.quant_method.process_weights_after_loading(head)
+        # Whoever shares the head's weight shares the copy: it is renewed with the one that a checkpoint names.
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding) and module.weight is head.weight:
+                module.quant_method = head.quant_method
+                module.weight_transposed = head.weight_transposed
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Moves a model; parameters that modules share stay shared, which nn.Module.to forgets where it makes new ones.
+
+    The scales of quantised KV caches stay behind: none is read here, and vLLM sets them, one small graph each, whenever
+    weights are loaded.
+    """
+    scales = [(module, dict(module.named_buffers())) for module in model.modules() if isinstance(module, Attention)]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    model.to(device)
+    for first, *others in names.values():
+        for other in others:
+            parent, _, leaf = other.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, model.get_parameter(first))
+    for module, buffers in scales:
+        for name, buffer in buffers.items():
+            setattr(module, name, buffer)
 
 
 def _transposed(weight: Any) -> nn.Parameter:

@@ -1,0 +1,113 @@
+"""New weights in a running engine: the next tokens are the new checkpoint's, and nothing is compiled again."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import engine
+from safetensors.torch import load_file, save_file
+from test_greedy_equality import expected, generate, random_prompts
+from tiny_models import TinyModel
+from vllm import SamplingParams
+
+from model_runner_base.loader import CheckpointError
+from neuron_runner.metrics import CompilationCount
+
+PROMPTS = random_prompts(20, [5, 30, 70])
+FEW_BUCKETS = {
+    "num_batched_tokens_buckets": [64],
+    "num_seqs_buckets": [4],
+    "context_length_buckets": [128],
+}
+
+
+def other_weights(model: TinyModel, directory: Path) -> TinyModel:
+    """The same checkpoint with every weight drawn anew."""
+    weights = load_file(model.path / "model.safetensors")
+    torch.manual_seed(99)
+    for tensor in weights.values():
+        torch.nn.init.normal_(tensor, std=0.25 if tensor.ndim > 1 else 0.1)
+    directory.mkdir()
+    for file in model.path.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return TinyModel(directory)
+
+
+def small_engine(model: TinyModel, **options: Any) -> Any:
+    return engine(model.path, max_model_len=128, additional_config={"neuron_config": FEW_BUCKETS}, **options)
+
+
+def reload_weights(llm: Any, **kwargs: Any) -> None:
+    llm.collective_rpc("reload_weights", kwargs=kwargs)
+    llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_compiled_graphs_see_new_weights(name: str, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    old = tiny_model(name)
+    new = other_weights(old, tmp_path / "new")
+    assert expected(new, PROMPTS) != expected(old, PROMPTS)
+    with small_engine(old) as llm:
+        before = CompilationCount.now()
+        assert generate(llm, PROMPTS) == expected(old, PROMPTS)
+        reload_weights(llm, weights_path=str(new.path))
+        assert generate(llm, PROMPTS) == expected(new, PROMPTS)
+        reload_weights(llm, weights_iterator=list(load_file(old.path / "model.safetensors").items()))
+        assert generate(llm, PROMPTS) == expected(old, PROMPTS)
+        assert CompilationCount.now() == before
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "opt"])
+def test_eager(name: str, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    old = tiny_model(name)
+    new = other_weights(old, tmp_path / "new")
+    with small_engine(old, enforce_eager=True) as llm:
+        assert generate(llm, PROMPTS) == expected(old, PROMPTS)
+        reload_weights(llm, weights_path=str(new.path))
+        assert generate(llm, PROMPTS) == expected(new, PROMPTS)
+
+
+def test_what_does_not_fit_leaves_the_weights(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    missing = other_weights(model, tmp_path / "missing")
+    weights = load_file(missing.path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, missing.path / "model.safetensors", metadata={"format": "pt"})
+    truncated = other_weights(model, tmp_path / "truncated")
+    content = (truncated.path / "model.safetensors").read_bytes()
+    (truncated.path / "model.safetensors").write_bytes(content[:-100])
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"weights_path": str(missing.path)}, r"layers\.1\.mlp\.up_proj\.weight is missing; the model keeps"),
+        ({"weights_path": str(tmp_path / "nowhere")}, "nowhere"),
+        ({"weights_path": str(truncated.path)}, "truncated"),
+        ({"weights_iterator": [], "is_checkpoint_format": False}, "as the checkpoint has them"),
+        ({"weights_iterator": [("model.norm.weight", torch.ones(3))]}, "load again"),
+    ]
+    with small_engine(model, enforce_eager=True) as llm:
+        for kwargs, message in cases:
+            with pytest.raises(CheckpointError, match=message):
+                reload_weights(llm, **kwargs)
+            assert generate(llm, PROMPTS) == expected(model, PROMPTS), message
+        reload_weights(llm)  # The model's own checkpoint, not one that failed.
+        assert generate(llm, PROMPTS) == expected(model, PROMPTS)
+
+
+def test_running_requests_go_on_with_new_weights(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """As in vLLM: what is in the cache stays, the next tokens come from the new weights."""
+    old = tiny_model("llama")
+    with small_engine(old, enforce_eager=True) as llm:
+        core, tokens = llm.llm_engine, []
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+        core.add_request("a", {"prompt_token_ids": list(PROMPTS[0])}, params)
+        while len(tokens) < 10:
+            tokens = [token for output in core.step() for token in output.outputs[0].token_ids]
+        zeros = [(name, torch.zeros_like(t)) for name, t in load_file(old.path / "model.safetensors").items()]
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": zeros})
+        while core.has_unfinished_requests():
+            for output in core.step():
+                tokens = list(output.outputs[0].token_ids)
+        assert tokens[:10] == old.greedy(PROMPTS[0], 10)
+        assert tokens[12:] == [0] * 8
