@@ -30,7 +30,6 @@ from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction,
 from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
 from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
-from model_runner_base.outputs import StepOutput
 from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
