@@ -19,12 +19,22 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     return get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
 
 
+def shared_caches(vllm_config: VllmConfig) -> dict[str, str]:
+    """Layers that read another layer's cache instead of keeping one, with that layer's name."""
+    targets = {
+        name: getattr(layer, "kv_sharing_target_layer_name", None)
+        for name, layer in attention_layers(vllm_config).items()
+    }
+    return {name: target for name, target in targets.items() if target is not None}
+
+
 def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     """The KV-cache spec of every layer that keeps a cache, by layer name."""
     specs: dict[str, KVCacheSpec] = {}
+    sharing = shared_caches(vllm_config)
     for name, layer in attention_layers(vllm_config).items():
         spec = layer.get_kv_cache_spec(vllm_config)
-        if spec is None:
+        if spec is None or name in sharing:
             continue
         if not isinstance(spec, AttentionSpec):
             raise UnsupportedConfigError(
@@ -56,6 +66,7 @@ def allocate(
         shape = backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
         index_of.update(dict.fromkeys(tensor.shared_by, len(caches)))
         caches.append(device_ops.zeros(shape, spec.dtype))
+    index_of.update({name: index_of[target] for name, target in shared_caches(vllm_config).items()})
     return caches, index_of
 
 
@@ -71,6 +82,7 @@ def attention_groups(
 ) -> tuple[list[BlockTable], list[AttentionGroup]]:
     """One block table a KV-cache group, and one attention group for each window among the group's layers."""
     layers = attention_layers(vllm_config)
+    sharing = shared_caches(vllm_config)
     tables, groups = [], []
     for group in kv_cache_config.kv_cache_groups:
         block_size = group.kv_cache_spec.block_size
@@ -78,7 +90,8 @@ def attention_groups(
         table = BlockTable(max_num_reqs, max_model_len, block_size, kv_tile // block_size)
         tables.append(table)
         by_window: dict[int | None, list[str]] = {}
-        for name in group.layer_names:
+        readers = [name for name, target in sharing.items() if target in group.layer_names]
+        for name in (*group.layer_names, *readers):
             by_window.setdefault(getattr(layers[name], "sliding_window", None), []).append(name)
         for window, names in by_window.items():
             geometry = PlanGeometry(block_size, kv_tile, -(-max_model_len // kv_tile), window)

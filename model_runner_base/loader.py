@@ -12,6 +12,8 @@ from vllm.model_executor.model_loader import get_model, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from model_runner_base.layers.fused_moe import use_plain_experts
+
 
 class CheckpointError(ValueError):
     """The checkpoint cannot be loaded into the model that its config describes."""
@@ -20,7 +22,9 @@ class CheckpointError(ValueError):
 def load_checkpoint(vllm_config: VllmConfig) -> nn.Module:
     """The model with its weights, on the device of ``load_config``; raises CheckpointError naming the first misfit."""
     try:
-        return get_model(vllm_config=vllm_config)
+        model = get_model(vllm_config=vllm_config)
+        use_plain_experts(model)
+        return model
     except NotImplementedError:
         raise  # A layer said what it does not support: no fault of the checkpoint.
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:

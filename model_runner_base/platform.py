@@ -49,6 +49,11 @@ class PagedPlatform(Platform):
         return list(self.dtypes)
 
     @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        """The runner keeps a block table for each KV-cache group, so windows free what lies behind them."""
+        return True
+
+    @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         if dtype not in cls.dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in cls.dtypes)

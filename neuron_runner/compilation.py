@@ -15,15 +15,15 @@ consumes it.
 import math
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import CodeType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import nn
 from torch.fx.experimental import _config as symbolic_shape_config
+from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
 from torch_xla._dynamo import config as bridge_config
 from torch_xla._dynamo.dynamo_bridge import extract_internal
@@ -242,7 +242,7 @@ def _trace(
     with (
         # Without duck shaping, sizes that happen to be equal at this call stay apart.
         symbolic_shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        mock.patch.object(nn.LayerNorm, "forward", _layer_norm),
+        mock.patch.object(functional, "layer_norm", _layer_norm),
         suppress(_Captured),
     ):
         torch.compile(traced, backend=keep, dynamic=True, fullgraph=True)(ints, tensors)
@@ -250,15 +250,21 @@ def _trace(
     return graphs[0], inputs
 
 
-def _layer_norm(module: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
-    """nn.LayerNorm in elementary operations: the lazy device's own kernel cannot be traced with symbolic sizes."""
-    dims = tuple(range(-len(module.normalized_shape), 0))
+def _layer_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """F.layer_norm in elementary operations: the lazy device's own kernel cannot be traced with symbolic sizes."""
+    dims = tuple(range(-len(normalized_shape), 0))
     centred = x.float() - x.float().mean(dims, keepdim=True)
-    out = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + module.eps)
-    if module.weight is not None:
-        out = out * module.weight
-    if module.bias is not None:
-        out = out + module.bias
+    out = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    if weight is not None:
+        out = out * weight
+    if bias is not None:
+        out = out + bias
     return out.to(x.dtype)
 
 

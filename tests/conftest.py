@@ -12,10 +12,14 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import pytest
+import vllm.model_executor.models.registry
 from vllm import LLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from model_runner_base.testing.models import CONFIGS, TinyModel, make_checkpoint
+
+# Elsewhere vLLM looks at a model's class in a process of its own, which costs seconds for each architecture.
+vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 

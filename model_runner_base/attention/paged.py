@@ -58,13 +58,18 @@ class PagedAttentionBackend(AttentionBackend):
     def get_name() -> str:
         return "CUSTOM"
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
     @staticmethod
     def get_impl_cls() -> type["PagedAttentionImpl"]:
         return PagedAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        raise NotImplementedError("the base plans attention itself (model_runner_base.attention_metadata)")
+        # The base plans attention itself (model_runner_base.attention_metadata).
+        raise NotImplementedError("layers with metadata of their own (chunked local attention) are not supported yet")
 
     @staticmethod
     def get_kv_cache_shape(
@@ -87,6 +92,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **unsupported: Any,
     ) -> None:
         refused = [name for name, value in unsupported.items() if value is not None]
@@ -94,10 +100,6 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             refused.append(f"{attn_type} attention")
         if kv_cache_dtype != "auto":
             refused.append(f"kv_cache_dtype={kv_cache_dtype}")
-        if alibi_slopes is not None:
-            refused.append("ALiBi")
-        if kv_sharing_target_layer_name is not None:
-            refused.append("KV sharing between layers")
         if refused:
             raise NotImplementedError(f"paged attention in plain torch does not support: {', '.join(refused)}")
         self.num_heads = num_heads
@@ -106,6 +108,9 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def forward(
         self,
@@ -119,10 +124,14 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes keys and values to the cache, then attends. ``query`` [T, H * D]; returns [T, H * D]."""
-        key = key.view(-1, self.num_kv_heads, self.head_size)
-        value = value.view(-1, self.num_kv_heads, self.head_size)
-        kv_cache.index_put_((attn_metadata.slot_blocks, attn_metadata.slot_offsets), torch.cat((key, value), dim=1))
+        """Writes keys and values to the cache, then attends. ``query`` [T, H * D]; returns [T, H * D].
+
+        A layer that shares the cache of another finds it written.
+        """
+        if self.kv_sharing_target_layer_name is None:
+            key = key.view(-1, self.num_kv_heads, self.head_size)
+            value = value.view(-1, self.num_kv_heads, self.head_size)
+            kv_cache.index_put_((attn_metadata.slot_blocks, attn_metadata.slot_offsets), torch.cat((key, value), dim=1))
 
         partial = self._attend_pairs(query, kv_cache, attn_metadata)
         for tree in attn_metadata.merge_tree:
@@ -158,11 +167,13 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
         index = torch.arange(tile, dtype=torch.int32, device=query.device)
         distance = meta.pair_offset.view(-1, 1, 1) + index.view(1, -1, 1) - position.view(1, 1, -1)
+        distance = distance.view(-1, 1, tile, 1, kv_tile).expand(-1, 1, tile, group, kv_tile)
+        distance = distance.reshape(-1, 1, tile * group, kv_tile)
         visible = distance >= 0
         if self.sliding_window is not None:
             visible = visible & (distance < self.sliding_window)
-        visible = visible.view(-1, 1, tile, 1, kv_tile).expand(-1, 1, tile, group, kv_tile)
-        visible = visible.reshape(-1, 1, tile * group, kv_tile)
+        if self.alibi_slopes is not None:
+            scores = scores - self._by_row(scores.new_tensor(self.alibi_slopes), tile) * distance
 
         scores = torch.where(visible, scores, MASK_VALUE)
         # Behind the tile's last token lies whatever other requests left: a weight of 0 would not silence a NaN there.
@@ -183,6 +194,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         num_tokens: int,
     ) -> torch.Tensor:
         """Normalises and puts the tiles back into token order: [NT, K, Q * G, D] -> [T, H * D]."""
+        if self.sinks is not None:
+            out, total = self._sink(out, maximum, total)
         # A padded tile saw nothing: its sum is 0, and its output must stay finite.
         out = out / total.clamp(min=1e-30)
         if meta.token_slots is None:
@@ -190,6 +203,20 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         group = self.num_heads // self.num_kv_heads
         out = out.view(out.shape[0], self.num_kv_heads, -1, group, self.head_size).transpose(1, 2)
         return out.reshape(-1, self.num_heads * self.head_size)[meta.token_slots]
+
+    def _sink(self, out: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds each head's sink: a score that takes its share of the softmax and gives nothing."""
+        assert self.sinks is not None
+        tile = out.shape[2] * self.num_kv_heads // self.num_heads
+        sinks = self._by_row(self.sinks.float(), tile)
+        new_max = torch.maximum(maximum, sinks)
+        scale = torch.exp(maximum - new_max)
+        return out * scale, total * scale + torch.exp(sinks - new_max)
+
+    def _by_row(self, values: torch.Tensor, tile: int) -> torch.Tensor:
+        """One value a head, [H], to the rows of a tile, [1, K, Q * G, 1]."""
+        values = values.view(1, self.num_kv_heads, 1, -1).expand(1, self.num_kv_heads, tile, -1)
+        return values.reshape(1, self.num_kv_heads, -1, 1)
 
 
 def _merge(

@@ -1,69 +1,15 @@
 """Tiny models with random weights, one an architecture, and greedy decoding of them by HF transformers."""
 
-from collections.abc import Callable
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GemmaConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
-VOCAB_SIZE = 512
-MAX_LENGTH = 512
-
-_SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LENGTH,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=False),
-    "mistral": lambda: MistralConfig(**_SHAPE, head_dim=16, sliding_window=None, tie_word_embeddings=False),
-    "mistral-window": lambda: MistralConfig(**_SHAPE, head_dim=16, sliding_window=40, tie_word_embeddings=False),
-    "gemma": lambda: GemmaConfig(**(_SHAPE | {"num_key_value_heads": 1}), head_dim=32),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=MAX_LENGTH,
-        bos_token_id=0,
-        eos_token_id=1,
-    ),
-    "opt": lambda: OPTConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        ffn_dim=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=MAX_LENGTH,
-        word_embed_proj_dim=64,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    ),
-}
+from model_runner_base.testing.architectures import CONFIGS, IGNORED_BY_VLLM, REFUSED, VLLM_NAMES, VOCAB_SIZE
 
 
 @dataclass(frozen=True)
@@ -97,11 +43,31 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     path = directory / name
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = AutoModelForCausalLM.from_config(CONFIGS[name]())
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.25)
-            elif parameter_name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.1)
+        model = AutoModelForCausalLM.from_config((CONFIGS | REFUSED)[name]())
+        for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor_name == IGNORED_BY_VLLM.get(name):
+                torch.nn.init.zeros_(tensor)
+            elif tensor_name.endswith("correction_bias"):
+                torch.nn.init.normal_(tensor, std=0.1)
+            elif isinstance(tensor, torch.nn.Parameter):
+                _vary(tensor_name, tensor)
+        # Names of today: vLLM reads those, not the ones a family's older checkpoints have.
+        model._checkpoint_conversion_mapping = {}
         model.save_pretrained(path)
+        if name in VLLM_NAMES:
+            config = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(config | {"architectures": [VLLM_NAMES[name]]}))
     return TinyModel(path)
+
+
+@torch.no_grad()
+def _vary(name: str, parameter: torch.nn.Parameter) -> None:
+    if parameter.ndim > 1:
+        torch.nn.init.normal_(parameter, std=0.25)
+    elif name.endswith("bias"):
+        torch.nn.init.normal_(parameter, std=0.1)
+    else:
+        parameter.add_(torch.randn_like(parameter), alpha=0.2)
+
+
+__all__ = ["CONFIGS", "REFUSED", "VOCAB_SIZE", "TinyModel", "make_checkpoint"]

@@ -1,0 +1,1 @@
+"""Layers of vLLM models in plain torch, for devices without kernels of their own."""

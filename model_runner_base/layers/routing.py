@@ -1,0 +1,59 @@
+"""Which experts a token goes to: vLLM's routers in plain torch.
+
+The routers themselves call kernels that not every device has; here their settings are read and the choice is computed.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+
+SCORES = {"softmax": lambda logits: logits.softmax(dim=-1), "sigmoid": torch.sigmoid}
+
+
+def check_router(layer: Any) -> None:
+    """Raises NotImplementedError for a router that ``select_experts`` would get wrong."""
+    router = layer.router
+    if type(router) is CustomRoutingRouter:
+        return
+    if type(router) not in (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter):
+        raise NotImplementedError(f"{layer.layer_name}: {type(router).__name__} is not supported in plain torch")
+    if router.scoring_func not in SCORES:
+        raise NotImplementedError(f"{layer.layer_name}: expert scores by {router.scoring_func} are not supported")
+    groups = getattr(router, "num_expert_group", 1)
+    if layer.global_num_experts % groups or layer.global_num_experts <= groups:
+        raise NotImplementedError(f"{layer.layer_name}: {layer.global_num_experts} experts do not make {groups} groups")
+
+
+def select_experts(layer: Any, hidden_states: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (float32) and ids of each token's experts, both [T, top-k], from ``logits`` [T, experts]."""
+    router = layer.router
+    if isinstance(router, CustomRoutingRouter):
+        weights, ids = router.custom_routing_function(
+            hidden_states=hidden_states, gating_output=logits, topk=router.top_k, renormalize=router.renormalize
+        )
+        return weights.float(), ids
+    # A bias steers the choice alone. The layer's own is read: it moved to the device with the layer.
+    bias = layer.e_score_correction_bias
+    scores = SCORES[router.scoring_func](logits.float())
+    choice = scores if bias is None else scores + bias
+    if isinstance(router, GroupedTopKRouter):
+        choice = _within_best_groups(choice, router.num_expert_group, router.topk_group, 1 if bias is None else 2)
+    ids = choice.topk(router.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if router.renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights * getattr(router, "routed_scaling_factor", 1.0), ids
+
+
+def _within_best_groups(choice: torch.Tensor, num_groups: int, top_groups: int, best: int) -> torch.Tensor:
+    """Drops all experts outside each token's best groups; a group is worth the sum of its ``best`` highest scores."""
+    grouped = choice.view(choice.shape[0], num_groups, -1)
+    worth = grouped.topk(best, dim=-1).values.sum(dim=-1)
+    chosen = worth.topk(top_groups, dim=-1).indices
+    groups = torch.arange(num_groups, device=choice.device)
+    is_chosen = (chosen.unsqueeze(-1) == groups).any(dim=1)
+    return torch.where(is_chosen.unsqueeze(-1), grouped, -torch.inf).view(choice.shape)

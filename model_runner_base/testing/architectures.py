@@ -1,0 +1,259 @@
+"""Tiny configurations of every decoder architecture of vLLM that transformers builds from classes of its own.
+
+Sizes are the smallest at which a feature still shows: several layers where layers take turns, a sliding window shorter
+than the prompts, more experts than a token chooses, fewer KV heads than heads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig
+
+# Typed loosely: transformers loads its classes on demand, and many a signature says less than the class takes.
+hf: Any = transformers
+
+VOCAB_SIZE = 512
+MAX_LENGTH = 512
+WINDOW = 40
+
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LENGTH,
+    **_TOKENS,
+}
+_UNTIED = {**_SHAPE, "tie_word_embeddings": False}
+_NO_GROUPS = {**_UNTIED, "num_key_value_heads": 4}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH, **_TOKENS}
+_BLOOM = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4, **_TOKENS}
+_FALCON = {**_UNTIED, "ffn_hidden_size": 256}
+_MLA = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+_MAMBA = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, **_TOKENS}
+
+Configs = dict[str, Callable[[], PretrainedConfig]]
+
+LLAMAS: Configs = {
+    "llama": lambda: hf.LlamaConfig(**_UNTIED),
+    "qwen2": lambda: hf.Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: hf.Qwen3Config(**_UNTIED, head_dim=32),
+    "mistral": lambda: hf.MistralConfig(**_UNTIED, head_dim=16, sliding_window=None),
+    "mistral-window": lambda: hf.MistralConfig(**_UNTIED, head_dim=16, sliding_window=WINDOW),
+    "gemma": lambda: hf.GemmaConfig(**(_SHAPE | {"num_key_value_heads": 1}), head_dim=32),
+    "apertus": lambda: hf.ApertusConfig(**_UNTIED),
+    "arcee": lambda: hf.ArceeConfig(**_UNTIED),
+    "ernie4_5": lambda: hf.Ernie4_5Config(**_UNTIED, head_dim=16),
+    "exaone4": lambda: hf.Exaone4Config(
+        **_UNTIED | {"num_hidden_layers": 4}, sliding_window=WINDOW, sliding_window_pattern=2
+    ),
+    "glm": lambda: hf.GlmConfig(**_UNTIED, head_dim=16),
+    "glm4": lambda: hf.Glm4Config(**_UNTIED, head_dim=16),
+    "granite": lambda: hf.GraniteConfig(
+        **_SHAPE, embedding_multiplier=6.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.1
+    ),
+    "helium": lambda: hf.HeliumConfig(**_UNTIED, head_dim=16),
+    "hunyuan-dense": lambda: hf.HunYuanDenseV1Config(**_UNTIED, head_dim=16, use_qk_norm=True),
+    "nemotron": lambda: hf.NemotronConfig(**_UNTIED, partial_rotary_factor=0.5),
+    "olmo": lambda: hf.OlmoConfig(**_NO_GROUPS, clip_qkv=2.0),
+    "olmo2": lambda: hf.Olmo2Config(**_UNTIED),
+    "persimmon": lambda: hf.PersimmonConfig(**_NO_GROUPS, partial_rotary_factor=0.5),
+    "phi": lambda: hf.PhiConfig(**_NO_GROUPS | {"intermediate_size": 256}, partial_rotary_factor=0.5),
+    "phi3": lambda: hf.Phi3Config(**_UNTIED),
+    "seed-oss": lambda: hf.SeedOssConfig(**_UNTIED, head_dim=16),
+    "smollm3": lambda: hf.SmolLM3Config(**_SHAPE | {"num_hidden_layers": 4}, no_rope_layer_interval=2),
+    "stablelm": lambda: hf.StableLmConfig(**_UNTIED, partial_rotary_factor=0.25, use_qkv_bias=True),
+    "starcoder2": lambda: hf.Starcoder2Config(**_SHAPE, sliding_window=WINDOW),
+}
+
+GPTS: Configs = {
+    "gpt2": lambda: hf.GPT2Config(**_GPT2),
+    "gpt-bigcode": lambda: hf.GPTBigCodeConfig(**_GPT2, multi_query=True),
+    "gpt-j": lambda: hf.GPTJConfig(**_GPT2, rotary_dim=8, tie_word_embeddings=False),
+    "gpt-neox": lambda: hf.GPTNeoXConfig(**_NO_GROUPS, rotary_pct=0.25),
+    "opt": lambda: hf.OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        ffn_dim=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_LENGTH,
+        word_embed_proj_dim=64,
+        **_TOKENS,
+    ),
+    "bloom": lambda: hf.BloomConfig(**_BLOOM),
+    "mpt": lambda: hf.MptConfig(
+        vocab_size=VOCAB_SIZE, d_model=64, n_heads=4, n_layers=2, max_seq_len=MAX_LENGTH, expansion_ratio=4, **_TOKENS
+    ),
+    "falcon": lambda: hf.FalconConfig(**_FALCON, multi_query=True, parallel_attn=True, alibi=False),
+    "falcon-new": lambda: hf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True, alibi=False),
+    "falcon-alibi": lambda: hf.FalconConfig(**_FALCON, multi_query=False, parallel_attn=False, alibi=True),
+}
+
+SEVERAL_GROUPS: Configs = {
+    "gemma2": lambda: hf.Gemma2Config(
+        **_SHAPE | {"num_hidden_layers": 4},
+        head_dim=32,
+        sliding_window=WINDOW,
+        hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=20.0,
+        final_logit_softcapping=15.0,
+    ),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **_UNTIED | {"num_hidden_layers": 6},
+        head_dim=32,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    ),
+    "gemma3n": lambda: hf.Gemma3nTextConfig(
+        **_SHAPE | {"num_hidden_layers": 4, "intermediate_size": [128] * 4},
+        head_dim=32,
+        sliding_window=WINDOW,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        num_kv_shared_layers=2,
+        layer_types=_ALTERNATING * 2,
+        activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0],
+    ),
+    "cohere": lambda: hf.CohereConfig(**_SHAPE, logit_scale=0.25, use_qk_norm=True),
+    "cohere2": lambda: hf.Cohere2Config(
+        **_SHAPE | {"num_hidden_layers": 4}, logit_scale=0.25, sliding_window=WINDOW, layer_types=_ALTERNATING * 2
+    ),
+    "olmo3": lambda: hf.Olmo3Config(
+        **_UNTIED | {"num_hidden_layers": 4}, sliding_window=WINDOW, layer_types=_ALTERNATING * 2
+    ),
+    "gpt-oss": lambda: hf.GptOssConfig(
+        **_UNTIED | {"intermediate_size": 64},
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    ),
+}
+
+MIXTURES: Configs = {
+    "mixtral": lambda: hf.MixtralConfig(**_UNTIED, num_local_experts=8, num_experts_per_tok=2),
+    "qwen2-moe": lambda: hf.Qwen2MoeConfig(**_UNTIED, **_EXPERTS, shared_expert_intermediate_size=64),
+    "qwen3-moe": lambda: hf.Qwen3MoeConfig(**_UNTIED, **_EXPERTS, head_dim=32, norm_topk_prob=True),
+    "olmoe": lambda: hf.OlmoeConfig(**_UNTIED, num_experts=8, num_experts_per_tok=2),
+    "flex-olmo": lambda: hf.FlexOlmoConfig(**_UNTIED, num_experts=8, num_experts_per_tok=2),
+    "granite-moe": lambda: hf.GraniteMoeConfig(
+        **_SHAPE, num_local_experts=8, num_experts_per_tok=2, embedding_multiplier=6.0, attention_multiplier=0.2
+    ),
+    "granite-moe-shared": lambda: hf.GraniteMoeSharedConfig(
+        **_SHAPE, num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64, attention_multiplier=0.2
+    ),
+    "granite-moe-hybrid": lambda: hf.GraniteMoeHybridConfig(
+        **_SHAPE,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+        attention_multiplier=0.2,
+        layer_types=["attention", "attention"],
+        position_embedding_type="rope",
+    ),
+    "phimoe": lambda: hf.PhimoeConfig(
+        **_UNTIED, attention_bias=True, lm_head_bias=True, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "dbrx": lambda: hf.DbrxConfig(
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=MAX_LENGTH,
+        vocab_size=VOCAB_SIZE,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2, "moe_jitter_eps": 0.0},
+        **_TOKENS,
+    ),
+    "dots1": lambda: hf.Dots1Config(
+        **_UNTIED,
+        **_DEEPSEEK,
+        moe_intermediate_size=32,
+        head_dim=16,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        moe_layer_freq=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    ),
+    "glm4-moe": lambda: hf.Glm4MoeConfig(
+        **_UNTIED, **_DEEPSEEK, moe_intermediate_size=32, head_dim=16, first_k_dense_replace=1, use_qk_norm=True
+    ),
+    "ernie4_5-moe": lambda: hf.Ernie4_5_MoeConfig(
+        **_UNTIED,
+        moe_num_experts=8,
+        moe_k=2,
+        moe_intermediate_size=32,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+    ),
+    "hunyuan-moe": lambda: hf.HunYuanMoEV1Config(
+        **_UNTIED,
+        num_experts=8,
+        moe_topk=2,
+        head_dim=16,
+        use_qk_norm=True,
+        moe_intermediate_size=128,
+        use_mixed_mlp_moe=True,
+        num_shared_expert=1,
+    ),
+}
+
+REFUSED: Configs = {
+    "llama4": lambda: hf.Llama4TextConfig(
+        **_UNTIED | {"num_hidden_layers": 4},
+        head_dim=16,
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 1, 1, 0],
+        attention_chunk_size=64,
+        use_qk_norm=True,
+    ),
+    "deepseek-v2": lambda: hf.DeepseekV2Config(**_UNTIED, **_MLA, **_DEEPSEEK, moe_intermediate_size=32),
+    "deepseek-v3": lambda: hf.DeepseekV3Config(**_UNTIED, **_MLA, **_DEEPSEEK, moe_intermediate_size=32),
+    "longcat-flash": lambda: hf.LongcatFlashConfig(
+        **{**_UNTIED, **_MLA, "q_lora_rank": 16}, num_layers=2, n_routed_experts=8, moe_topk=2, ffn_hidden_size=128
+    ),
+    "mamba": lambda: hf.MambaConfig(**_MAMBA),
+    "falcon-mamba": lambda: hf.FalconMambaConfig(**_MAMBA),
+    "mamba2": lambda: hf.Mamba2Config(**_MAMBA, num_heads=8, head_dim=16, n_groups=1),
+    "jamba": lambda: hf.JambaConfig(**_SHAPE, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
+    "bamba": lambda: hf.BambaConfig(**_SHAPE, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16),
+    "zamba2": lambda: hf.Zamba2Config(**_SHAPE),
+    "falcon-h1": lambda: hf.FalconH1Config(**_SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16),
+    "lfm2": lambda: hf.Lfm2Config(**_SHAPE, full_attn_idxs=[1]),
+    "minimax": lambda: hf.MiniMaxConfig(**_UNTIED, num_local_experts=8, num_experts_per_tok=2),
+    "qwen3-next": lambda: hf.Qwen3NextConfig(
+        **_UNTIED, **_EXPERTS, head_dim=32, layer_types=["linear_attention", "full_attention"]
+    ),
+}
+
+CONFIGS: Configs = {**LLAMAS, **GPTS, **SEVERAL_GROUPS, **MIXTURES}
+"""The architectures that run."""
+
+IGNORED_BY_VLLM = {"phimoe": "lm_head.bias", "gemma3n": "model.embed_tokens_per_layer.weight"}
+"""Tensors that vLLM's model loads and leaves out; zero here, so that the reference leaves them out too."""
+
+VLLM_NAMES = {"phimoe": "PhiMoEForCausalLM"}
+"""What vLLM's registry calls an architecture whose class in transformers has another name."""
