@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from model_runner_base.testing import reference
@@ -25,7 +26,7 @@ from model_runner_base.testing.brute_force import (
     check_attention,
     watched_steps,
 )
-from model_runner_base.testing.engine import core_of, generate, runner_of, sampled
+from model_runner_base.testing.engine import core_of, greedy, runner_of, sampled
 from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
 from model_runner_base.testing.reference import check_tokens
 from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Request, Share
@@ -120,11 +121,12 @@ def _as_runner_gets(options: dict[str, Any], count: int) -> SamplingParams:
 def _is_supported(llm: LLM, options: dict[str, Any]) -> bool:
     """Whether the device accepts such requests; that it refuses them is said by the checks of sampling."""
     try:
-        generate(llm, [[5, 6, 7]], _as_runner_gets(options, 1))
+        llm.llm_engine.add_request("probe", TokensPrompt(prompt_token_ids=[5, 6, 7]), _as_runner_gets(options, 1))
     except Exception as error:
         if refusal(error) is None:
             raise
         return False
+    llm.llm_engine.abort_request(["probe"])
     return True
 
 
@@ -343,3 +345,21 @@ def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Ca
             while run.requests:
                 run.step({request.name: 1 for request in run.requests})
             run.end()
+
+
+def test_requests_set_aside_by_the_engine(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
+    """Where the engine sets requests aside without a word, a newcomer finds room, and they come back."""
+    model = tiny_model("llama")
+    llm = engine(model.path, max_num_seqs=2, scheduling_policy="priority")
+    prompts = {"a": (5, 6, 97), "b": (5, 6, 98), "first": (7, 8)}
+    tokens: dict[str, list[int]] = {}
+    core = llm.llm_engine
+    for name in ("a", "b"):
+        core.add_request(name, TokensPrompt(prompt_token_ids=list(prompts[name])), greedy(12), priority=1)
+    for _ in range(4):
+        core.step()
+    core.engine_core.reset_prefix_cache(reset_running_requests=True)
+    core.add_request("first", TokensPrompt(prompt_token_ids=list(prompts["first"])), greedy(12), priority=0)
+    for _ in range(200):
+        tokens.update((out.request_id, list(out.outputs[0].token_ids)) for out in core.step() if out.finished)  # type: ignore
+    assert tokens == {name: model.greedy(prompt, 12) for name, prompt in prompts.items()}

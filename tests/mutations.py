@@ -1,0 +1,224 @@
+"""Deliberate faults, each of which the conformance kit must catch: one replacement in one file."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    """Under model_runner_base."""
+    old: str
+    """Occurs exactly once in the file."""
+    new: str
+    selection: str
+    """Pytest's -k expression for the checks that should catch it."""
+
+
+STEPS = "test_random_schedules and llama"
+WINDOW = "test_random_schedules and window"
+STEADY = "test_steady_decode_is_interrupted"
+
+MUTATIONS = [
+    # Request states and block tables
+    Mutation(
+        "a finished request keeps its row",
+        "request_states.py",
+        "        self.release_row(req_id)\n        self.infos.pop(req_id, None)",
+        "        self.infos.pop(req_id, None)",
+        STEADY,
+    ),
+    Mutation(
+        "a resumed request has computed nothing, although it found a prefix",
+        "request_states.py",
+        "self.num_computed[row] = num_computed",
+        "self.num_computed[row] = num_computed if len(token_ids) == info.num_prompt_tokens else 0",
+        STEPS,
+    ),
+    Mutation(
+        "what counts as sampled is one token late",
+        "batch_builder.py",
+        "is_sampled=seq_lens >= num_known",
+        "is_sampled=seq_lens > num_known",
+        STEADY,
+    ),
+    Mutation(
+        "resumed requests append their blocks to the old ones",
+        "block_tables.py",
+        "        self.table[row, : len(block_ids)] = block_ids\n        self.num_blocks[row] = len(block_ids)",
+        "        self.append(row, block_ids)",
+        STEADY,
+    ),
+    Mutation(
+        "new blocks overwrite the last one",
+        "block_tables.py",
+        "start = self.num_blocks[row]",
+        "start = max(0, self.num_blocks[row] - 1)",
+        STEPS,
+    ),
+    # Steady decode
+    Mutation(
+        "steady decode does not look for resumed requests",
+        "batch_builder.py",
+        "        and not scheduler_output.scheduled_cached_reqs.resumed_req_ids\n",
+        "",
+        STEADY,
+    ),
+    Mutation(
+        "steady decode does not look at the order of requests",
+        "batch_builder.py",
+        "list(scheduler_output.num_scheduled_tokens) == last.req_ids",
+        "set(scheduler_output.num_scheduled_tokens) == set(last.req_ids)",
+        STEPS,
+    ),
+    Mutation(
+        "steady decode does not look up a block that it enters",
+        "attention/plan.py",
+        "np.flatnonzero(positions % geometry.block_size == 0)",
+        "np.flatnonzero(positions % geometry.kv_tile == 0)",
+        STEPS,
+    ),
+    Mutation(
+        "a window that leaves a KV tile goes unnoticed",
+        "attention/plan.py",
+        "return window is None or bool(((positions - window + 1) % geometry.kv_tile).all())",
+        "return True",
+        WINDOW,
+    ),
+    # Plan, masks, merge tree, cache slots
+    Mutation(
+        "the window is one token too wide",
+        "attention/paged.py",
+        "visible & (distance < self.sliding_window)",
+        "visible & (distance <= self.sliding_window)",
+        WINDOW,
+    ),
+    Mutation(
+        "a token does not see itself",
+        "attention/paged.py",
+        "visible = distance >= 0",
+        "visible = distance > 0",
+        STEADY,
+    ),
+    Mutation(
+        "the last KV tile of a context is left out",
+        "attention/plan.py",
+        "kv_end = (tile_position + tile_len - 1) // kv_tile + 1",
+        "kv_end = np.maximum(1, (tile_position + tile_len - 1) // kv_tile)",
+        STEPS,
+    ),
+    Mutation(
+        "the merge tree takes the first pair of a tile for all",
+        "attention/plan.py",
+        "first[node_tile, None] + child, neutral",
+        "first[node_tile, None] + 0 * child, neutral",
+        STEPS,
+    ),
+    Mutation(
+        "partial results are merged without a common maximum",
+        "attention/paged.py",
+        "scale = torch.exp(child_max - new_max.unsqueeze(1))",
+        "scale = torch.ones_like(child_max)",
+        STEPS,
+    ),
+    Mutation(
+        "keys are written one slot further",
+        "attention_metadata.py",
+        'pad_into(views[f"slot_offsets.{index}"], offsets, 0)',
+        'pad_into(views[f"slot_offsets.{index}"], (offsets + 1) % table.block_size, 0)',
+        STEADY,
+    ),
+    # Output
+    Mutation(
+        "results are handed out in sorted order",
+        "outputs.py",
+        "req_ids=self._req_ids,",
+        "req_ids=sorted(self._req_ids),",
+        STEPS,
+    ),
+    Mutation(
+        "the tokens of unfinished prompts are handed out",
+        "outputs.py",
+        "            tokens[index] = []",
+        "            pass",
+        STEPS,
+    ),
+    Mutation(
+        "the host waits for each step",
+        "model_runner.py",
+        "        output = self._make_output(inputs.batch, sampled)\n",
+        "        output = self._make_output(inputs.batch, sampled)\n        output.get_output()\n",
+        "test_host_does_not_wait",
+    ),
+    # Sampling
+    Mutation(
+        "top-k keeps one token more",
+        "sample/sampler.py",
+        "ordered.gather(-1, (top_k - 1).long())",
+        "ordered.gather(-1, top_k.clamp(max=logits.shape[-1] - 1).long())",
+        "test_kept_tokens",
+    ),
+    Mutation(
+        "top-p leaves out the token that crosses it",
+        "sample/sampler.py",
+        "before = probabilities.cumsum(dim=-1) - probabilities",
+        "before = probabilities.cumsum(dim=-1)",
+        "test_distribution",
+    ),
+    Mutation(
+        "min-p is relative to the sum and not to the likeliest",
+        "sample/sampler.py",
+        "floor = scaled.amax(dim=-1, keepdim=True) + torch.log(min_p)",
+        "floor = scaled.logsumexp(dim=-1, keepdim=True) + torch.log(min_p)",
+        "test_distribution",
+    ),
+    Mutation(
+        "presence and frequency penalties count the prompt",
+        "sample/penalties.py",
+        "in_output = count & (IN_PROMPT - 1)",
+        "in_output = (count & (IN_PROMPT - 1)) + (count >= IN_PROMPT).to(torch.int32)",
+        "test_presence_penalty",
+    ),
+    Mutation(
+        "repetition penalty comes last",
+        "sample/penalties.py",
+        "    return logits - frequency * in_output - presence * (in_output > 0)",
+        "    return logits - repetition * (frequency * in_output + presence * (in_output > 0))",
+        "test_penalties_together",
+    ),
+    Mutation(
+        "a resumed request's penalties forget its output",
+        "sample/penalties.py",
+        "counts = np.bincount(token_ids[info.num_prompt_tokens :], minlength",
+        "counts = np.bincount([], minlength",
+        STEPS,
+    ),
+    Mutation(
+        "noise ignores the position",
+        "sample/random.py",
+        "stream = _mix(stream ^ (position * _GOLDEN))",
+        "stream = _mix(stream)",
+        "test_positions_are_independent",
+    ),
+    Mutation(
+        "the upper half of a seed is ignored",
+        "sample/random.py",
+        "stream = _mix(_mix(seed_low) ^ seed_high)",
+        "stream = _mix(_mix(seed_low))",
+        "test_seeds_that_differ_in_high_bits",
+    ),
+    Mutation(
+        "ranks count only the likelier tokens",
+        "sample/logprobs.py",
+        "ranks = (values >= chosen_value).sum(dim=-1)",
+        "ranks = (values > chosen_value).sum(dim=-1)",
+        "test_logprobs",
+    ),
+    Mutation(
+        "min_tokens ends one token early",
+        "sample/token_edits.py",
+        "if num_outputs < params.min_tokens:",
+        "if num_outputs < params.min_tokens - 1:",
+        "test_min_tokens",
+    ),
+]
