@@ -41,8 +41,7 @@ def alternating(prompts: list[tuple[int, ...]], embeds: list[torch.Tensor], firs
     ]
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("name", "is_async"), [("llama", True), ("llama", False), ("gpt2", True)])
 def test_equals_ids(name: str, is_async: bool, tiny_model: Callable[[str], TinyModel]) -> None:
     """Mixed in a batch with ids, in chunks, hit in the prefix cache, preempted and resumed."""
     model = tiny_model(name)
