@@ -26,7 +26,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         "multimodal models are not supported yet: serve a text-only model": model and model.is_multimodal_model,
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
-        "prompt embeddings are not supported yet: leave out enable_prompt_embeds": model and model.enable_prompt_embeds,
         "sleep mode is not supported yet: leave out enable_sleep_mode": model and model.enable_sleep_mode,
     }
     for message, is_asked in refusals.items():

@@ -30,6 +30,7 @@ from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction,
 from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
 from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
+from model_runner_base.prompt_embeds import NoPromptEmbeds, PromptEmbeds
 from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
@@ -148,6 +149,7 @@ class ModelRunnerBase:
         step_limits = self._step_limits()
         self.attention = self._make_attention_adapter(groups, step_limits)
         self.batch_builder = BatchBuilder(self.requests)
+        self.prompt_embeds = self._make_prompt_embeds()
         self.graph_policy.configure(step_limits)
         self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
 
@@ -169,6 +171,12 @@ class ModelRunnerBase:
         """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
         kv_cache.bind(self.kv_caches, self._kv_cache_index, self.vllm_config)
 
+    def _make_prompt_embeds(self) -> NoPromptEmbeds:
+        if not self.model_config.enable_prompt_embeds:
+            return NoPromptEmbeds()
+        hidden_size = self.model_config.get_inputs_embeds_size()
+        return PromptEmbeds(self.scheduler_config.max_num_seqs, hidden_size, self.device_ops)
+
     def _step_limits(self) -> StepLimits:
         return StepLimits(
             max_num_tokens=self.scheduler_config.max_num_batched_tokens,
@@ -186,9 +194,9 @@ class ModelRunnerBase:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self._execute_encoder(scheduler_output)
-        batch, size, packed = self._prepare_inputs(scheduler_output)
+        batch, size, packed, *embeds = self._prepare_inputs(scheduler_output)
         with set_forward_context(None, self.vllm_config):
-            outputs = self._forward(size, packed, self.last_tokens[0])
+            outputs = self._forward(size, packed, self.last_tokens[0], *embeds)
         self._sample_inputs = SampleInputs(batch, *outputs)
         return None
 
@@ -214,15 +222,20 @@ class ModelRunnerBase:
         arriving = len(scheduler_output.scheduled_new_reqs) + len(cached.resumed_req_ids)
         self.requests.make_room(arriving, scheduler_output.num_scheduled_tokens)
         for new in scheduler_output.scheduled_new_reqs:
-            assert new.prompt_token_ids is not None and new.sampling_params is not None
+            assert new.sampling_params is not None
             seed = new.sampling_params.seed
+            prompt_token_ids = new.prompt_token_ids
+            if prompt_token_ids is None:
+                assert new.prompt_embeds is not None
+                prompt_token_ids = [0] * len(new.prompt_embeds)
             info = RequestInfo(
                 sampling_params=new.sampling_params,
                 seed=self.sampling.draw_seed() if seed is None else seed,
-                prompt_token_ids=new.prompt_token_ids,
+                prompt_token_ids=prompt_token_ids,
+                prompt_embeds=new.prompt_embeds,
             )
             self.sampling.prompt_logprobs.add(new.req_id, info)
-            self._place(new.req_id, info, new.prompt_token_ids, new.num_computed_tokens, new.block_ids)
+            self._place(new.req_id, info, prompt_token_ids, new.num_computed_tokens, new.block_ids)
 
         # In steady decode most have no new blocks; those are passed over without a turn of the loop.
         for index in compress(range(cached.num_reqs), cached.new_block_ids):
@@ -248,11 +261,14 @@ class ModelRunnerBase:
         """Gives a new or resumed request its row."""
         row = self.requests.add(req_id, info, token_ids, num_computed)
         self.sampling.set(row, info, token_ids)
+        self.prompt_embeds.set(row, info.prompt_embeds)
         for table, ids in zip(self.block_tables, block_ids, strict=True):
             table.assign(row, ids)
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, GraphSize, torch.Tensor]:
-        """The batch, the size it runs at, and its arrays, padded to that size, in one buffer on the device."""
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[InputBatch, GraphSize, torch.Tensor, *tuple[torch.Tensor, ...]]:
+        """The batch, the size it runs at, its arrays in one padded buffer on the device, and prompt embeddings."""
         batch = self.batch_builder.build(scheduler_output)
         plans, moved_on = self.attention.plan(batch)
         size = self.graph_policy.dispatch(self.attention.needed_size(batch, plans))
@@ -260,18 +276,19 @@ class ModelRunnerBase:
         is_repeat = moved_on and size == self._last_size
         self.batch_builder.pack(batch, views, is_repeat)
         self.attention.pack(batch, plans, size, views, is_repeat)
+        embeds = self.prompt_embeds.pack(batch, size, views)
         self._last_size = size
-        return batch, size, self.device_ops.to_device(buffer)
+        return batch, size, self.device_ops.to_device(buffer), *embeds
 
     def _sections(self, size: GraphSize) -> tuple[Section, ...]:
-        return (*token_sections(size), *self.attention.sections(size))
+        return (*token_sections(size), *self.attention.sections(size), *self.prompt_embeds.sections(size))
 
     def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
         """Which rules, sampler and log probabilities the batch's requests ask for."""
         return self.sampling.prepare(batch)
 
     def _run_model(
-        self, size: GraphSize, packed: torch.Tensor, last_tokens: torch.Tensor
+        self, size: GraphSize, packed: torch.Tensor, last_tokens: torch.Tensor, *embeds: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The function that becomes a graph: packed inputs to logits, sample slots and hidden states."""
         arrays = unpack(packed, self._sections(size))
@@ -279,9 +296,8 @@ class ModelRunnerBase:
         token_ids = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], arrays["token_ids"])
         context = get_forward_context()
         context.attn_metadata = self.attention.build(size, arrays)  # type: ignore[assignment]
-        hidden_states = self.model(
-            input_ids=token_ids, positions=arrays["positions"], intermediate_tensors=None, inputs_embeds=None
-        )
+        inputs = self.prompt_embeds.model_inputs(self.model, token_ids, arrays, embeds)
+        hidden_states = self.model(positions=arrays["positions"], intermediate_tensors=None, **inputs)
         context.attn_metadata = None  # type: ignore[assignment]
         logits = self.model.compute_logits(hidden_states[arrays["logits_indices"]])
         return logits, arrays["sample_slots"].clone(), hidden_states
@@ -319,7 +335,8 @@ class ModelRunnerBase:
             if name.startswith(("pair_offset", "pair_last")):
                 view[:] = MASKED
         with set_forward_context(None, self.vllm_config):
-            return self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0])
+            padding = self.prompt_embeds.padding(size)
+            return self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0], *padding)
 
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, dearest first, under a progress bar."""

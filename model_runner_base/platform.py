@@ -36,8 +36,9 @@ class PagedPlatform(Platform):
     default_max_num_seqs = 64
     default_kv_cache_gib = 1.0
 
-    # Requests are checked here, where no model config is at hand: the newest engine's vocabulary stands for all.
+    # Requests are checked here, where no model config is at hand: the newest engine's sizes stand for all.
     _vocab_size: int
+    _hidden_size: int
 
     @classmethod
     def shares_host_memory(cls) -> bool:
@@ -127,6 +128,7 @@ class PagedPlatform(Platform):
             gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or cls.default_kv_cache_gib)
             cache.kv_cache_memory_bytes = int(gib * GIB)
         cls._vocab_size = model.get_vocab_size()
+        cls._hidden_size = model.get_inputs_embeds_size()
         assert isinstance(model.dtype, torch.dtype)
         cls.check_if_supports_dtype(model.dtype)
 
@@ -135,3 +137,8 @@ class PagedPlatform(Platform):
         from model_runner_base.limits import check_request
 
         check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)
+        embeds = processed_inputs.get("prompt_embeds")
+        if embeds is not None:
+            from model_runner_base.prompt_embeds import check_embeds
+
+            check_embeds(embeds, cls._hidden_size, getattr(params, "prompt_logprobs", None) is not None)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from vllm.sampling_params import SamplingParams
 
 
@@ -19,6 +20,9 @@ class RequestInfo:
     seed: int
     """The request's own seed, or one drawn for it."""
     prompt_token_ids: list[int]
+    """Zeros for a prompt of embeddings."""
+    prompt_embeds: torch.Tensor | None = None
+    """[prompt, hidden] on the host, in place of ids."""
     output_token_ids: list[int] = field(default_factory=list)
     """Kept up to date only where a rule looks back on it (see ``sample.history``); the list stays the same object."""
 

@@ -39,7 +39,6 @@ def start(model: Path, **options: Any) -> None:
         ({"additional_config": {"neuron_config": {"seqs": [1]}}}, "neuron_config.seqs: Extra inputs"),
         ({"tensor_parallel_size": 2}, "parallelism"),
         ({"enable_lora": True}, "LoRA adapters are not supported yet"),
-        ({"enable_prompt_embeds": True}, "prompt embeddings are not supported yet"),
         ({"kv_cache_dtype": "fp8"}, "^paged attention in plain torch does not support: kv_cache_dtype=fp8"),
         ({"logits_processors": ["no_such_module:Processor"]}, "Failed to load 0th LogitsProcessor plugin"),
         ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN does not run here"),

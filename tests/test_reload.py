@@ -9,10 +9,10 @@ import torch
 from conftest import engine
 from safetensors.torch import load_file, save_file
 from test_greedy_equality import expected, generate, random_prompts
-from tiny_models import TinyModel
 from vllm import SamplingParams
 
 from model_runner_base.loader import CheckpointError
+from model_runner_base.testing.models import TinyModel
 from neuron_runner.metrics import CompilationCount
 
 PROMPTS = random_prompts(20, [5, 30, 70])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from conftest import engine
 from test_greedy_equality import expected, generate, metric, random_prompts
-from tiny_models import TinyModel
 from vllm import SamplingParams
+
+from model_runner_base.testing.models import TinyModel
 
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4]}
 

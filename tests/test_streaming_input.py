@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from conftest import engine
 from test_greedy_equality import random_prompts
-from tiny_models import TinyModel
 from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
+
+from model_runner_base.testing.models import TinyModel
 
 OUTPUTS = 7
 

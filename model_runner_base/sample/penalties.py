@@ -85,7 +85,8 @@ class Penalties(LogitsStage):
         params = info.sampling_params
         self._penalties[row] = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         counts = np.bincount(token_ids[info.num_prompt_tokens :], minlength=self._vocab_size)[None].astype(np.int32)
-        counts[0, info.prompt_token_ids] += IN_PROMPT
+        if info.prompt_embeds is None:
+            counts[0, info.prompt_token_ids] += IN_PROMPT
         to_device = self._device_ops.to_device
         self._set_row(self._counts[0], to_device(np.array([row], np.int32)), to_device(counts))
         self._num_counted[row] = len(token_ids)

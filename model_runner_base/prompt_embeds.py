@@ -1,0 +1,105 @@
+"""Prompts given as embeddings: what an engine with ``enable_prompt_embeds`` adds to a step.
+
+Every step's graph then takes one more tensor, the embeddings [T, H], and one more section of the packed buffer, which
+says for each token whether its embedding is taken from there or looked up by its id. Without the setting the defaults
+of ``NoPromptEmbeds`` stand, and the step is as it would be without this file.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import GraphSize
+from model_runner_base.input_batch import InputBatch, Section
+
+SECTION = "embeds_used"
+
+
+class NoPromptEmbeds:
+    """Token ids are all there is."""
+
+    def set(self, row: int, embeds: torch.Tensor | None) -> None:
+        """A request took a row; ``embeds`` [P, H] on the host stand for its whole prompt if given."""
+
+    def sections(self, size: GraphSize) -> list[Section]:
+        return []
+
+    def pack(self, batch: InputBatch, size: GraphSize, views: dict[str, np.ndarray]) -> Sequence[torch.Tensor]:
+        """Fills this room's section; returns what the graph takes beside the packed buffer."""
+        return ()
+
+    def padding(self, size: GraphSize) -> Sequence[torch.Tensor]:
+        """What the graph takes on a run of nothing but padding."""
+        return ()
+
+    def model_inputs(
+        self, model: Any, token_ids: torch.Tensor, arrays: dict[str, torch.Tensor], embeds: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor | None]:
+        """Part of the graph: what the model is called with for its tokens."""
+        return {"input_ids": token_ids, "inputs_embeds": None}
+
+
+class PromptEmbeds(NoPromptEmbeds):
+    """Embeddings by row, kept on the host; a step without any sends zeros that lie on the device already."""
+
+    def __init__(self, max_num_reqs: int, hidden_size: int, device_ops: DeviceOps) -> None:
+        self._hidden_size = hidden_size
+        self._device_ops = device_ops
+        self._embeds: dict[int, np.ndarray] = {}
+        self._num_embeds = np.zeros(max_num_reqs, np.int64)
+        self._zeros = lru_cache(maxsize=64)(self._make_zeros)
+
+    def set(self, row: int, embeds: torch.Tensor | None) -> None:
+        self._embeds.pop(row, None)
+        self._num_embeds[row] = 0
+        if embeds is not None:
+            self._embeds[row] = embeds.float().numpy()
+            self._num_embeds[row] = len(embeds)
+
+    def sections(self, size: GraphSize) -> list[Section]:
+        return [Section(SECTION, (size[1],))]
+
+    def pack(self, batch: InputBatch, size: GraphSize, views: dict[str, np.ndarray]) -> Sequence[torch.Tensor]:
+        used = views[SECTION]
+        used[:] = 0
+        # Behind a prompt come output tokens, which have ids.
+        with_embeds = np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed)
+        if not len(with_embeds):
+            return self._zeros(size.num_tokens)
+        embeds = np.zeros((size.num_tokens, self._hidden_size), np.float32)
+        for index in with_embeds:
+            row, begin, start = batch.rows[index], batch.num_computed[index], batch.query_start[index]
+            chunk = self._embeds[row][begin : begin + batch.query_len[index]]
+            embeds[start : start + len(chunk)] = chunk
+            used[start : start + len(chunk)] = 1
+        return (self._device_ops.to_device(embeds),)
+
+    def padding(self, size: GraphSize) -> Sequence[torch.Tensor]:
+        return self._zeros(size.num_tokens)
+
+    def _make_zeros(self, num_tokens: int) -> Sequence[torch.Tensor]:
+        return (self._device_ops.to_device(np.zeros((num_tokens, self._hidden_size), np.float32)),)
+
+    def model_inputs(
+        self, model: Any, token_ids: torch.Tensor, arrays: dict[str, torch.Tensor], embeds: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor | None]:
+        looked_up = model.embed_input_ids(token_ids)
+        (given,) = embeds
+        used = arrays[SECTION].unsqueeze(1) != 0
+        return {"input_ids": None, "inputs_embeds": torch.where(used, given.to(looked_up.dtype), looked_up)}
+
+
+def check_embeds(embeds: torch.Tensor, hidden_size: int, wants_prompt_logprobs: bool) -> None:
+    """Raises ValueError for embeddings [P, H] that the model cannot take; [1, P, H] was made [P, H] by vLLM."""
+    if not embeds.is_floating_point():
+        raise ValueError(f"prompt_embeds must be floating-point numbers, got {embeds.dtype}")
+    if not len(embeds) or embeds.shape[1] != hidden_size:
+        raise ValueError(f"prompt_embeds must be [tokens, {hidden_size}] with a token at least, got {[*embeds.shape]}")
+    if not embeds.isfinite().all():
+        raise ValueError("prompt_embeds must be finite")
+    if wants_prompt_logprobs:
+        raise ValueError("prompt_logprobs need token ids, which prompt_embeds do not have: leave one of them out")

@@ -1,0 +1,109 @@
+"""Prompts as embeddings: the tokens are those of the same prompt by ids, or of HF transformers given the embeddings."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import engine
+from test_greedy_equality import expected, metric, random_prompts
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+
+from model_runner_base.testing.models import TinyModel
+from neuron_runner.metrics import CompilationCount
+
+NEW_TOKENS = 20
+FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [2, 4], "context_length_buckets": [256]}
+
+
+def reference(model: TinyModel) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def embeddings(model: TinyModel, prompts: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    embed = reference(model).get_input_embeddings()
+    return [embed(torch.tensor(prompt)) for prompt in prompts]
+
+
+def run(llm: LLM, prompts: list[dict[str, Any]], count: int = NEW_TOKENS, **options: Any) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, **options)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def alternating(prompts: list[tuple[int, ...]], embeds: list[torch.Tensor], first: int) -> list[dict[str, Any]]:
+    """Every second prompt by its embeddings."""
+    return [
+        {"prompt_embeds": embeds[i]} if i % 2 == first else {"prompt_token_ids": list(prompt)}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(("name", "is_async"), [("llama", True), ("llama", False), ("gpt2", True)])
+def test_equals_ids(name: str, is_async: bool, tiny_model: Callable[[str], TinyModel]) -> None:
+    """Mixed in a batch with ids, in chunks, hit in the prefix cache, preempted and resumed."""
+    model = tiny_model(name)
+    prompts = random_prompts(70, [1, 7, 33, 64, 90, 130])
+    embeds = embeddings(model, prompts)
+    options = {"enable_prompt_embeds": True, "async_scheduling": is_async, "num_gpu_blocks_override": 14}
+    with engine(model.path, max_model_len=256, enforce_eager=True, **options) as llm:
+        for first in (0, 1):
+            assert run(llm, alternating(prompts, embeds, first)) == expected(model, prompts)
+        hits = metric(llm, "vllm:prefix_cache_hits")
+        assert run(llm, [{"prompt_embeds": embeds[5]}]) == expected(model, prompts[5:])
+        assert run(llm, [{"prompt_embeds": embeds[5]}]) == expected(model, prompts[5:])
+        assert metric(llm, "vllm:prefix_cache_hits") > hits, "the prefix cache was not hit"
+        long = random_prompts(71, [60, 70, 80, 90])
+        preemptions = metric(llm, "vllm:num_preemptions")
+        assert run(llm, alternating(long, embeddings(model, long), 1), 100) == expected(model, long, 100)
+        assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
+
+
+def test_embeddings_of_no_token(tiny_model: Callable[[str], TinyModel]) -> None:
+    """Prompts of one length that no ids spell, one after another, so that a cache by ids would mix them up."""
+    model = tiny_model("llama")
+    hf = reference(model)
+    torch.manual_seed(3)
+    prompts = torch.randn(3, 70, 64)
+    with torch.no_grad():
+        wanted = [
+            hf.generate(inputs_embeds=one[None], max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
+                0
+            ].tolist()
+            for one in prompts
+        ]
+    assert len({tuple(tokens) for tokens in wanted}) == 3
+    with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
+        assert [run(llm, [{"prompt_embeds": one}])[0] for one in prompts] == wanted
+        assert run(llm, [{"prompt_embeds": one[None]} for one in prompts]) == wanted
+
+
+def test_compiled_graphs_serve_both(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    prompts = random_prompts(72, [1, 7, 33, 64, 90])
+    embeds = embeddings(model, prompts)
+    options = {"enable_prompt_embeds": True, "additional_config": {"neuron_config": FEW_BUCKETS}}
+    with engine(model.path, max_model_len=256, **options) as llm:
+        warm = CompilationCount.now()
+        for first in (0, 1):
+            assert run(llm, alternating(prompts, embeds, first)) == expected(model, prompts)
+        assert CompilationCount.now() == warm
+
+
+def test_what_the_model_cannot_take_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    cases: list[tuple[torch.Tensor, dict[str, Any], str]] = [
+        (torch.zeros(5, 32), {}, r"must be \[tokens, 64\] .* got \[5, 32\]"),
+        (torch.zeros(0, 64), {}, r"with a token at least, got \[0, 64\]"),
+        (torch.zeros(5, 64, dtype=torch.int64), {}, "floating-point"),
+        (torch.full((5, 64), float("nan")), {}, "finite"),
+        (torch.zeros(5, 64), {"prompt_logprobs": 1}, "leave one of them out"),
+    ]
+    (prompt,) = random_prompts(73, [9])
+    with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
+        for embeds, options, message in cases:
+            with pytest.raises(ValueError, match=message):
+                run(llm, [{"prompt_embeds": embeds}], **options)
+        assert run(llm, [{"prompt_token_ids": list(prompt)}]) == expected(model, [prompt])
