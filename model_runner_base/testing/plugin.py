@@ -30,8 +30,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # Operators on tiny tensors: threads of torch's cost more than they save, fifty times so on a busy machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # The models are so small that threads cost more than they compute: seconds a check on a busy machine.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.platform is not None:
         from model_runner_base.testing.platform_choice import choose_platform
 
@@ -46,6 +44,5 @@ def pytest_configure(config: pytest.Config) -> None:
     from model_runner_base.testing import fixtures
     from model_runner_base.testing.table import PromiseTable
 
-    config.addinivalue_line("markers", "promise(text): what the table calls a check, if not its docstring's first line")
     config.pluginmanager.register(fixtures, "model_runner_base.testing.fixtures")
     config.pluginmanager.register(PromiseTable(config), "model_runner_base.testing.table")

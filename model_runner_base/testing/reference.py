@@ -135,6 +135,14 @@ def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> i
     return changed
 
 
+def best_tokens(model: TinyModel, request: Request, count: int) -> list[int]:
+    """The reference's own greedy tokens under the rules."""
+    output: list[int] = []
+    for _ in range(count):
+        output.append(int(request.processed(logits_after(model, [*request.prompt, *output])[-1], output).argmax()))
+    return output
+
+
 def distribution(model: TinyModel, request: Request, output: Sequence[int] = ()) -> np.ndarray:
     """Probabilities [V] of the token after ``output``."""
     logits = logits_after(model, [*request.prompt, *output])[-1]

@@ -9,7 +9,7 @@ from model_runner_base.testing.cases import prompt_followed_by, random_prompts
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.engine import generate, greedy, metric, sampled, tokens_of
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.testing.reference import Request, check_tokens
+from model_runner_base.testing.reference import Request, best_tokens, check_tokens, logits_after
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
 
 Start = Callable[..., LLM]
@@ -48,15 +48,18 @@ def test_penalty_of_a_chunked_prompt(length: int, check: Callable[..., int]) -> 
     assert check(greedy(20, repetition_penalty=2.0), [length]), "the penalty changed nothing"
 
 
-def test_penalties_together(check: Callable[..., int]) -> None:
+@pytest.mark.parametrize(("presence", "frequency", "repetition"), [(2.0, 1.0, 0.6), (-1.0, 1.5, 1.8), (0.7, -0.4, 1.3)])
+def test_penalties_together(presence: float, frequency: float, repetition: float, check: Callable[..., int]) -> None:
     """All three penalties at once, in vLLM's order."""
-    params = greedy(30, presence_penalty=0.7, frequency_penalty=-0.4, repetition_penalty=1.3)
+    params = greedy(40, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition)
     assert check(params), "the penalties changed nothing"
 
 
 def test_rules_after_preemption(text_engine: Start, text_model: TinyModel) -> None:
     """Penalties, bad words and min_tokens count all output after preemption and resume."""
-    params = greedy(80, presence_penalty=-0.5, repetition_penalty=1.2, bad_words=["an", "ing"], min_tokens=70)
+    params = greedy(
+        80, presence_penalty=-0.5, frequency_penalty=0.7, repetition_penalty=1.2, bad_words=["an", "ing"], min_tokens=70
+    )
     llm = text_engine()
     before = metric(llm, "vllm:num_preemptions")
     requests = [Request(prompt, params) for prompt in random_prompts(3, [60, 70, 80, 90])]
@@ -66,17 +69,24 @@ def test_rules_after_preemption(text_engine: Start, text_model: TinyModel) -> No
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 20])
 def test_min_tokens_and_stop_token_ids(num_tokens: int, text_engine: Start, text_model: TinyModel) -> None:
-    """min_tokens keeps stop_token_ids out of the first tokens, and they end the request after."""
+    """min_tokens keeps stop_token_ids out of exactly the first tokens, and they end the request after."""
     (prompt,) = random_prompts(5, [9])
-    stops = model_stops(text_model, prompt)
+    stops = stops_around(text_model, prompt, num_tokens)
     request = Request(prompt, SamplingParams(temperature=0, max_tokens=40, min_tokens=num_tokens, stop_token_ids=stops))
     assert check_completions(text_engine(), text_model, [request])
 
 
-def model_stops(model: TinyModel, prompt: tuple[int, ...]) -> list[int]:
-    """Tokens that the model would begin with, and some that it comes to later."""
-    tokens = model.greedy(prompt, 30)
-    return [tokens[0], tokens[1], tokens[2], *range(100, 140)]
+def stops_around(model: TinyModel, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    """Stop tokens of which one would come just before ``num_tokens``, and one comes just after."""
+    stops: list[int] = []
+    while True:
+        request = Request(prompt, greedy(num_tokens + 1, min_tokens=num_tokens, stop_token_ids=list(stops)))
+        output = best_tokens(model, request, num_tokens + 1)
+        before = int(logits_after(model, [*prompt, *output])[len(prompt) + num_tokens - 2].argmax())
+        missing = {before, output[-1]} - set(stops)
+        if not missing:
+            return stops
+        stops.extend(missing)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
