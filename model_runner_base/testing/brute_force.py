@@ -37,7 +37,7 @@ def watched_steps(runner: ModelRunnerBase) -> Iterator[list[SeenStep]]:
 
     def watched(scheduler_output: Any) -> Any:
         prepared = prepare(scheduler_output)
-        _, size, packed = prepared
+        _, size, packed, *_ = prepared
         to_host = runner.device_ops.to_host
         arrays = unpack(torch.from_numpy(to_host(packed).copy()), runner._sections(size))
         last_tokens = to_host(runner.last_tokens[0]).copy()
