@@ -194,7 +194,8 @@ class ModelRunnerBase:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self._execute_encoder(scheduler_output)
-        batch, size, packed, *embeds = self._prepare_inputs(scheduler_output)
+        batch, size, packed = self._prepare_inputs(scheduler_output)
+        embeds = self.prompt_embeds.tensors(batch, size)
         with set_forward_context(None, self.vllm_config):
             outputs = self._forward(size, packed, self.last_tokens[0], *embeds)
         self._sample_inputs = SampleInputs(batch, *outputs)
@@ -265,10 +266,8 @@ class ModelRunnerBase:
         for table, ids in zip(self.block_tables, block_ids, strict=True):
             table.assign(row, ids)
 
-    def _prepare_inputs(
-        self, scheduler_output: SchedulerOutput
-    ) -> tuple[InputBatch, GraphSize, torch.Tensor, *tuple[torch.Tensor, ...]]:
-        """The batch, the size it runs at, its arrays in one padded buffer on the device, and prompt embeddings."""
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, GraphSize, torch.Tensor]:
+        """The batch, the size it runs at, and its arrays, padded to that size, in one buffer on the device."""
         batch = self.batch_builder.build(scheduler_output)
         plans, moved_on = self.attention.plan(batch)
         size = self.graph_policy.dispatch(self.attention.needed_size(batch, plans))
@@ -276,9 +275,9 @@ class ModelRunnerBase:
         is_repeat = moved_on and size == self._last_size
         self.batch_builder.pack(batch, views, is_repeat)
         self.attention.pack(batch, plans, size, views, is_repeat)
-        embeds = self.prompt_embeds.pack(batch, size, views)
+        self.prompt_embeds.pack(batch, views)
         self._last_size = size
-        return batch, size, self.device_ops.to_device(buffer), *embeds
+        return batch, size, self.device_ops.to_device(buffer)
 
     def _sections(self, size: GraphSize) -> tuple[Section, ...]:
         return (*token_sections(size), *self.attention.sections(size), *self.prompt_embeds.sections(size))

@@ -28,8 +28,11 @@ class NoPromptEmbeds:
     def sections(self, size: GraphSize) -> list[Section]:
         return []
 
-    def pack(self, batch: InputBatch, size: GraphSize, views: dict[str, np.ndarray]) -> Sequence[torch.Tensor]:
-        """Fills this room's section; returns what the graph takes beside the packed buffer."""
+    def pack(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
+        """Fills this room's section."""
+
+    def tensors(self, batch: InputBatch, size: GraphSize) -> Sequence[torch.Tensor]:
+        """What the graph takes beside the packed buffer."""
         return ()
 
     def padding(self, size: GraphSize) -> Sequence[torch.Tensor]:
@@ -63,20 +66,30 @@ class PromptEmbeds(NoPromptEmbeds):
     def sections(self, size: GraphSize) -> list[Section]:
         return [Section(SECTION, (size[1],))]
 
-    def pack(self, batch: InputBatch, size: GraphSize, views: dict[str, np.ndarray]) -> Sequence[torch.Tensor]:
+    def pack(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
         used = views[SECTION]
         used[:] = 0
-        # Behind a prompt come output tokens, which have ids.
-        with_embeds = np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed)
-        if not len(with_embeds):
+        for start, chunk in self._chunks(batch):
+            used[start : start + len(chunk)] = 1
+
+    def tensors(self, batch: InputBatch, size: GraphSize) -> Sequence[torch.Tensor]:
+        chunks = self._chunks(batch)
+        if not chunks:
             return self._zeros(size.num_tokens)
         embeds = np.zeros((size.num_tokens, self._hidden_size), np.float32)
-        for index in with_embeds:
-            row, begin, start = batch.rows[index], batch.num_computed[index], batch.query_start[index]
-            chunk = self._embeds[row][begin : begin + batch.query_len[index]]
+        for start, chunk in chunks:
             embeds[start : start + len(chunk)] = chunk
-            used[start : start + len(chunk)] = 1
         return (self._device_ops.to_device(embeds),)
+
+    def _chunks(self, batch: InputBatch) -> list[tuple[int, np.ndarray]]:
+        """The scheduled parts of prompts of embeddings, and where in the batch each begins."""
+        chunks = []
+        # Behind a prompt come output tokens, which have ids.
+        for index in np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed):
+            begin = batch.num_computed[index]
+            chunk = self._embeds[batch.rows[index]][begin : begin + batch.query_len[index]]
+            chunks.append((batch.query_start[index], chunk))
+        return chunks
 
     def padding(self, size: GraphSize) -> Sequence[torch.Tensor]:
         return self._zeros(size.num_tokens)

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import engine
-from test_greedy_equality import expected, metric, random_prompts
+from greedy import expected
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import metric
 from model_runner_base.testing.models import TinyModel
 from neuron_runner.metrics import CompilationCount
 

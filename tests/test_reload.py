@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import engine
+from greedy import expected, generate
 from safetensors.torch import load_file, save_file
-from test_greedy_equality import expected, generate, random_prompts
 from vllm import SamplingParams
 
 from model_runner_base.loader import CheckpointError
+from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
 from neuron_runner.metrics import CompilationCount
 

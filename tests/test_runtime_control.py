@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import engine
-from test_greedy_equality import expected, generate, metric, random_prompts
+from greedy import expected, generate
 from vllm import SamplingParams
 
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import metric
 from model_runner_base.testing.models import TinyModel
 
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4]}

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from conftest import engine
-from test_greedy_equality import random_prompts
 from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
 
 OUTPUTS = 7
