@@ -33,7 +33,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if options.platform is not None:
         from model_runner_base.testing.platform_choice import choose_platform
 
-        choose_platform(options.platform)
+        try:
+            choose_platform(options.platform)
+        except RuntimeError as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 def pytest_configure(config: pytest.Config) -> None:
