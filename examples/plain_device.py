@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     class PlainWorker(ModelRunnerWorker):
         """Which runner, on which torch device."""
 
-        model_runner_cls = PlainModelRunner
+        model_runner_cls = PlainModelRunner  # type: ignore[name-defined]
 
         def make_device(self) -> torch.device:
             return torch.device("cpu")

@@ -223,20 +223,9 @@ class ModelRunnerBase:
         arriving = len(scheduler_output.scheduled_new_reqs) + len(cached.resumed_req_ids)
         self.requests.make_room(arriving, scheduler_output.num_scheduled_tokens)
         for new in scheduler_output.scheduled_new_reqs:
-            assert new.sampling_params is not None
-            seed = new.sampling_params.seed
-            prompt_token_ids = new.prompt_token_ids
-            if prompt_token_ids is None:
-                assert new.prompt_embeds is not None
-                prompt_token_ids = [0] * len(new.prompt_embeds)
-            info = RequestInfo(
-                sampling_params=new.sampling_params,
-                seed=self.sampling.draw_seed() if seed is None else seed,
-                prompt_token_ids=prompt_token_ids,
-                prompt_embeds=new.prompt_embeds,
-            )
+            info = RequestInfo.of(new, self.sampling.draw_seed)
             self.sampling.prompt_logprobs.add(new.req_id, info)
-            self._place(new.req_id, info, prompt_token_ids, new.num_computed_tokens, new.block_ids)
+            self._place(new.req_id, info, info.prompt_token_ids, new.num_computed_tokens, new.block_ids)
 
         # In steady decode most have no new blocks; those are passed over without a turn of the loop.
         for index in compress(range(cached.num_reqs), cached.new_block_ids):

@@ -4,12 +4,13 @@ A row lives from the step that first schedules a request until it finishes or is
 needs to come back is kept apart, so that ``max_num_reqs`` rows serve any number of preempted requests.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
 
 
 @dataclass
@@ -25,6 +26,16 @@ class RequestInfo:
     """[prompt, hidden] on the host, in place of ids."""
     output_token_ids: list[int] = field(default_factory=list)
     """Kept up to date only where a rule looks back on it (see ``sample.history``); the list stays the same object."""
+
+    @classmethod
+    def of(cls, new: NewRequestData, draw_seed: Callable[[], int]) -> "RequestInfo":
+        """What the scheduler sends of a request once."""
+        assert new.sampling_params is not None
+        token_ids, seed = new.prompt_token_ids, new.sampling_params.seed
+        if token_ids is None:
+            assert new.prompt_embeds is not None
+            token_ids = [0] * len(new.prompt_embeds)
+        return cls(new.sampling_params, draw_seed() if seed is None else seed, token_ids, new.prompt_embeds)
 
     @property
     def num_prompt_tokens(self) -> int:
