@@ -22,7 +22,8 @@ NUM_ON_DEVICE = 20
 
 def _values(takes_logits: bool, logits: torch.Tensor) -> torch.Tensor:
     logits = logits.float()
-    return logits if takes_logits else logits.log_softmax(dim=-1)
+    # A copy: a graph that computes nothing cannot be compiled.
+    return logits.clone() if takes_logits else logits.log_softmax(dim=-1)
 
 
 def _top(
