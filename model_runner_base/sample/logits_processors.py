@@ -15,6 +15,7 @@ from vllm.v1.sample.logits_processor import (
     AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessor,
+    MinPLogitsProcessor,
     MoveDirectionality,
     build_logitsprocs,
 )
@@ -28,17 +29,23 @@ from model_runner_base.sample.stage import LogitsStage, SampleInputs
 
 
 def load_processors(vllm_config: VllmConfig, device: torch.device) -> list[LogitsProcessor]:
-    """Those of ``logits_processors`` and of installed plugins; raises what vLLM raises if one cannot be loaded."""
+    """Those of ``logits_processors`` and of installed plugins; raises what vLLM raises if one cannot be loaded.
+
+    Where one of them acts between temperature and top-k, vLLM's min-p, which comes before it, is among them too.
+    """
     custom = vllm_config.model_config.logits_processors or ()
-    every = build_logitsprocs(vllm_config, device, False, False, custom).all
-    return [processor for processor in every if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
+    every = list(build_logitsprocs(vllm_config, device, False, False, custom).all)
+    own = [processor for processor in every if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
+    if any(processor.is_argmax_invariant() for processor in own):
+        own = [*(processor for processor in every if isinstance(processor, MinPLogitsProcessor)), *own]
+    return own
 
 
 class LogitsProcessors(LogitsStage):
     """Every request asks for it where there are processors: only they know whom they serve.
 
-    Processors that keep the most likely token act between temperature and top-k in vLLM; here they see logits
-    divided by the temperature too, and min-p, which the sampler applies, comes after them and not before.
+    Processors that keep the most likely token act on logits divided by the temperature; the sampler divides again, so
+    they are multiplied back.
     """
 
     def __init__(self, processors: list[LogitsProcessor], history: OutputHistory, device_ops: DeviceOps) -> None:
@@ -46,6 +53,7 @@ class LogitsProcessors(LogitsStage):
         self._history = history
         self._device_ops = device_ops
         self._infos: dict[int, RequestInfo] = {}
+        self.applies_min_p = any(isinstance(processor, MinPLogitsProcessor) for processor in processors)
         self._batch: list[RequestInfo] = []
         """The requests as the processors know them, by index in the batch."""
 

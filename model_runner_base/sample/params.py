@@ -26,11 +26,15 @@ class SamplingStates:
     """Two tables with a row for each request row and one more, greedy, for padding.
 
     Floats [rows, 3]: temperature, top-p, min-p. Ints [rows, 3]: top-k (the vocabulary's size if off), low and high half
-    of the seed. Requests without a seed get a random one from ``seed``'s stream.
+    of the seed. Requests without a seed get a random one from ``seed``'s stream. Without ``applies_min_p`` min-p stays
+    off: it is applied elsewhere.
     """
 
-    def __init__(self, max_num_reqs: int, vocab_size: int, seed: int, device_ops: DeviceOps) -> None:
+    def __init__(
+        self, max_num_reqs: int, vocab_size: int, seed: int, device_ops: DeviceOps, applies_min_p: bool = True
+    ) -> None:
         self.vocab_size = vocab_size
+        self.applies_min_p = applies_min_p
         self.device_ops = device_ops
         self.floats = np.zeros((max_num_reqs + 1, 3), np.float32)
         self.ints = np.zeros((max_num_reqs + 1, 3), np.int32)
@@ -49,7 +53,8 @@ class SamplingStates:
         self.modes[row] = mode
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         halves = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
-        floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)
+        min_p = params.min_p if self.applies_min_p else 0.0
+        floats = np.array([params.temperature, params.top_p, min_p], np.float32)
         ints = np.array([top_k, *halves], np.int32)
         if not (np.array_equal(self.floats[row], floats) and np.array_equal(self.ints[row], ints)):
             self.floats[row], self.ints[row] = floats, ints

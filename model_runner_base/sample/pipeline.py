@@ -64,13 +64,14 @@ class SamplingPipeline:
         self._vocab_size = vocab_size = model_config.get_vocab_size()
         self._samplers = samplers
         self._last_tokens = last_tokens
-        self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops)
         self._history = history = OutputHistory(device_ops)
         self._masks = TokenMasks(vocab_size, wrap, device_ops)
+        custom = LogitsProcessors(processors, history, device_ops)
+        self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, not custom.applies_min_p)
         self._stages: list[LogitsStage] = [
             AllowedTokens(self._masks),
             TokenEdits(history, vocab_size, wrap, device_ops),
-            LogitsProcessors(processors, history, device_ops),
+            custom,
             Penalties(max_num_reqs, vocab_size, last_tokens, wrap, device_ops),
         ]
         mode = model_config.logprobs_mode

@@ -56,6 +56,20 @@ class KeepTop(_ByRow):
         return logits
 
 
+class Flatten(_ByRow):
+    """Scales what is left of the logits."""
+
+    name = "flatten"
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, factor in self.arguments.items():
+            logits[row] *= factor
+        return logits
+
+
 class NeverAgain(AdapterLogitsProcessor):
     """Forbids tokens of the prompt and of the last few output tokens, by a function a request."""
 
@@ -85,6 +99,10 @@ def keep_top(count: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda logits: np.where(logits >= np.sort(logits)[-count], logits, -np.inf)
 
 
+def flatten(factor: float) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda logits: logits * factor
+
+
 def never_again(count: int) -> Callable[[np.ndarray, list[int], list[int]], np.ndarray]:
     def process(logits: np.ndarray, prompt: list[int], output: list[int]) -> np.ndarray:
         logits = logits.copy()
@@ -94,5 +112,5 @@ def never_again(count: int) -> Callable[[np.ndarray, list[int], list[int]], np.n
     return process
 
 
-PROCESSORS: list[str | type[LogitsProcessor]] = [Favour, KeepTop, f"{__name__}:NeverAgain"]
+PROCESSORS: list[str | type[LogitsProcessor]] = [Favour, KeepTop, Flatten, f"{__name__}:NeverAgain"]
 """For the engine option ``logits_processors``: classes, and a name that vLLM is to import."""

@@ -9,7 +9,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.engine import greedy, metric, sampled
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.testing.processors import PROCESSORS, favour, keep_top, never_again
+from model_runner_base.testing.processors import PROCESSORS, favour, flatten, keep_top, never_again
 from model_runner_base.testing.reference import Request
 
 
@@ -35,6 +35,15 @@ def test_processor_that_leaves_the_maximum(check: Callable[[list[Request]], int]
     requests = [
         Request(prompt, sampled(30, seed=i, temperature=2.0, extra_args={"keep_top": i + 1}), late_processors=[keep])
         for i, (prompt, keep) in enumerate(zip(random_prompts(61, [5, 70]), map(keep_top, [1, 2]), strict=True))
+    ]
+    check(requests)
+
+
+def test_processor_comes_after_min_p(check: Callable[[list[Request]], int]) -> None:
+    """What min-p leaves is decided before an argmax-invariant processor, which may flatten it."""
+    requests = [
+        Request(prompt, sampled(40, seed=i, min_p=0.3, extra_args={"flatten": 0.1}), late_processors=[flatten(0.1)])
+        for i, prompt in enumerate(random_prompts(64, [5, 20]))
     ]
     check(requests)
 
