@@ -38,7 +38,7 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
             continue
         if not isinstance(spec, AttentionSpec):
             raise UnsupportedConfigError(
-                f"layer {name} keeps a {type(spec).__name__}; only attention caches are supported yet"
+                f"layer {name} keeps a {type(spec).__name__}; such layers are not supported yet"
             )
         specs[name] = spec
     if len({(spec.page_size_bytes, spec.block_size) for spec in specs.values()}) > 1:

@@ -4,7 +4,7 @@ A configuration or request that would come out wrong is refused here with one li
 is built takes its line away.
 """
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
@@ -26,11 +26,20 @@ def check_config(vllm_config: VllmConfig) -> None:
         "multimodal models are not supported yet: serve a text-only model": model and model.is_multimodal_model,
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
+        "layers with a recurrent state (Mamba, linear attention, convolution) are not supported yet: serve a model of"
+        " attention layers": model and _has_recurrent_layers(model),
         "sleep mode is not supported yet: leave out enable_sleep_mode": model and model.enable_sleep_mode,
     }
     for message, is_asked in refusals.items():
         if is_asked:
             raise UnsupportedConfigError(message)
+
+
+def _has_recurrent_layers(model: ModelConfig) -> bool:
+    """Told by the config where it lists its layers; what it does not say, the layers' cache specs do (kv_cache.py)."""
+    config = model.hf_text_config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    return model.is_attention_free or any(kind in ("mamba", "linear_attention", "conv") for kind in kinds)
 
 
 def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:

@@ -56,20 +56,18 @@ def transpose_linear_weights(model: nn.Module) -> None:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Moves a model; parameters that modules share stay shared, which nn.Module.to forgets where it makes new ones.
+    """Moves a model. Parameters stay the objects that they are, for whoever else holds them: modules that share one,
+    attention with its sinks.
 
     The scales of quantised KV caches stay behind: none is read here, and vLLM sets them, one small graph each, whenever
     weights are loaded.
     """
     scales = [(module, dict(module.named_buffers())) for module in model.modules() if isinstance(module, Attention)]
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    model.to(device)
-    for first, *others in names.values():
-        for other in others:
-            parent, _, leaf = other.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, model.get_parameter(first))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
     for module, buffers in scales:
         for name, buffer in buffers.items():
             setattr(module, name, buffer)

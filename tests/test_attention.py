@@ -105,23 +105,45 @@ def test_merge_tree_reaches_each_pair_of_a_tile_once(counts: list[int], spare_pa
 
 
 def dense_attention(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, window: int | None, cap: float | None
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    position: int,
+    window: int | None,
+    cap: float | None,
+    slopes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """One token's attention in float64: query [H, D], keys and values [length, K, D]."""
+    """One token's attention in float64: query [H, D], keys and values [length, K, D], slopes and sinks [H]."""
     group = query.shape[0] // keys.shape[1]
     keys, values = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys, values))
     scores = np.einsum("hd,thd->ht", query.astype(np.float64), keys) / np.sqrt(query.shape[1])
     if cap:
         scores = cap * np.tanh(scores / cap)
     index = np.arange(len(keys))
+    if slopes is not None:
+        scores = scores + slopes[:, None] * (index - position)
+    if sinks is not None:
+        scores = np.concatenate([scores, sinks[:, None]], axis=1)
+        values = np.concatenate([values, np.zeros_like(values[:1])])
+        index = np.append(index, position)
     hidden = (index > position) | (index <= position - window if window else False)
     weights = np.exp(np.where(hidden, -np.inf, scores - scores.max()))
     return np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), values)
 
 
-@given(batches(), st.sampled_from([(4, 4), (4, 2), (6, 1)]), st.sampled_from([None, 5.0]), st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
-def test_paged_attention_equals_dense(case: tuple, heads: tuple[int, int], cap: float | None, padding: int) -> None:
+@given(
+    batches(),
+    st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    st.sampled_from([None, 5.0]),
+    st.booleans(),
+    st.sampled_from([None, -3.0, 3.0, 200.0]),
+    st.integers(0, 40),
+)
+@settings(max_examples=80, deadline=None)
+def test_paged_attention_equals_dense(
+    case: tuple, heads: tuple[int, int], cap: float | None, has_slopes: bool, sink: float | None, padding: int
+) -> None:
     """With padding tokens, tiles and pairs, NaN in unused cache entries, and blocks scattered over the cache."""
     batch, geometry, table, query_tile = case
     num_heads, num_kv_heads = heads
@@ -157,6 +179,8 @@ def test_paged_attention_equals_dense(case: tuple, heads: tuple[int, int], cap: 
     query = rng.normal(size=(num_tokens, num_heads, head_size)).astype(np.float32)
     key_value = np.zeros((num_tokens, 2 * num_kv_heads, head_size), np.float32)
     key_value[: len(new)] = new
+    slopes = 0.3 ** np.arange(num_heads) if has_slopes else None
+    sinks = None if sink is None else sink * np.linspace(0.5, 1, num_heads)
     impl = PagedAttentionImpl(
         num_heads,
         head_size,
@@ -164,6 +188,8 @@ def test_paged_attention_equals_dense(case: tuple, heads: tuple[int, int], cap: 
         num_kv_heads,
         sliding_window=geometry.window,
         logits_soft_cap=cap,
+        alibi_slopes=None if slopes is None else slopes.tolist(),
+        sinks=None if sinks is None else torch.from_numpy(sinks.astype(np.float32)),
     )
     flat = torch.from_numpy(query.reshape(num_tokens, -1))
     key = torch.from_numpy(key_value[:, :num_kv_heads].reshape(num_tokens, -1))
@@ -172,7 +198,7 @@ def test_paged_attention_equals_dense(case: tuple, heads: tuple[int, int], cap: 
     assert torch.isfinite(out).all()
     for token, (row, position) in enumerate(zip(batch.token_rows, batch.positions, strict=True)):
         keys, values = history[row][:, :num_kv_heads], history[row][:, num_kv_heads:]
-        want = dense_attention(query[token], keys, values, position, geometry.window, cap)
+        want = dense_attention(query[token], keys, values, position, geometry.window, cap, slopes, sinks)
         np.testing.assert_allclose(out[token].reshape(num_heads, head_size), want, atol=2e-5)
 
 

@@ -148,17 +148,25 @@ def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 # ---- vLLM's layer ----
 
 
+class PlainExpertsMethod(UnquantizedFusedMoEMethod):
+    """Keeps the weights as ``Experts`` has them, also when they are loaded again."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.w13_weight = _transposed(layer.w13_weight)
+        layer.w2_weight = _transposed(layer.w2_weight)
+
+
 def use_plain_experts(model: nn.Module) -> None:
     """Makes every mixture-of-experts layer of a loaded model run in plain torch.
 
-    Raises NotImplementedError for what would come out wrong. The layers' weights are laid out anew.
+    Raises NotImplementedError for what would come out wrong.
     """
     layer: Any
     for layer in model.modules():
         if isinstance(layer, FusedMoE):
             _check(layer)
-            layer.w13_weight = _transposed(layer.w13_weight)
-            layer.w2_weight = _transposed(layer.w2_weight)
+            layer.quant_method = PlainExpertsMethod(layer.moe_config)
+            layer.quant_method.process_weights_after_loading(layer)
             # What vLLM's own dispatch by platform sets.
             layer._forward_method = partial(forward, layer)
 

@@ -237,13 +237,9 @@ REFUSED: Configs = {
     ),
     "mamba": lambda: hf.MambaConfig(**_MAMBA),
     "falcon-mamba": lambda: hf.FalconMambaConfig(**_MAMBA),
-    "mamba2": lambda: hf.Mamba2Config(**_MAMBA, num_heads=8, head_dim=16, n_groups=1),
     "jamba": lambda: hf.JambaConfig(**_SHAPE, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
     "bamba": lambda: hf.BambaConfig(**_SHAPE, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16),
-    "zamba2": lambda: hf.Zamba2Config(**_SHAPE),
     "falcon-h1": lambda: hf.FalconH1Config(**_SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16),
-    "lfm2": lambda: hf.Lfm2Config(**_SHAPE, full_attn_idxs=[1]),
-    "minimax": lambda: hf.MiniMaxConfig(**_UNTIED, num_local_experts=8, num_experts_per_tok=2),
     "qwen3-next": lambda: hf.Qwen3NextConfig(
         **_UNTIED, **_EXPERTS, head_dim=32, layer_types=["linear_attention", "full_attention"]
     ),

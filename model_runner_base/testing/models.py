@@ -25,7 +25,8 @@ class TinyModel:
 
 @cache
 def _reference(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    # "sdpa", the default, leaves soft caps out.
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @cache
@@ -51,6 +52,9 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
                 torch.nn.init.normal_(tensor, std=0.1)
             elif isinstance(tensor, torch.nn.Parameter):
                 _vary(tensor_name, tensor)
+        if model.config.tie_word_embeddings:
+            # A residual that is mostly the last token's embedding would make that token its own successor.
+            torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.05)
         # Names of today: vLLM reads those, not the ones a family's older checkpoints have.
         model._checkpoint_conversion_mapping = {}
         model.save_pretrained(path)

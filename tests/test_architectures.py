@@ -1,0 +1,82 @@
+"""Every architecture of the tiny configurations: greedy tokens equal HF transformers in float32."""
+
+from collections.abc import Callable
+
+import pytest
+from conftest import engine
+
+from model_runner_base.testing.architectures import CONFIGS, REFUSED, WINDOW
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
+from model_runner_base.testing.models import TinyModel
+
+PROMPTS = random_prompts(0, [5, 33, 90, 150])
+NEW_TOKENS = 12
+FEW_BUCKETS = {
+    "neuron_config": {
+        "num_batched_tokens_buckets": [64],
+        "num_seqs_buckets": [4],
+        "context_length_buckets": [256],
+    }
+}
+COMPILED = ["mixtral", "qwen2-moe", "gemma3", "bloom", "phi", "cohere2", "gpt-oss"]
+"""Experts of two kinds, several cache groups, ALiBi, parallel blocks, a shifted layer norm, sinks."""
+
+Tiny = Callable[[str], TinyModel]
+
+
+def expected(model: TinyModel) -> list[list[int]]:
+    tokens = [model.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert len({token for row in tokens for token in row}) > 10, "the reference's tokens are not diverse"
+    return tokens
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_transformers(name: str, tiny_model: Tiny) -> None:
+    """Prompts in chunks and mixed batches, longer than the sliding window where there is one."""
+    model = tiny_model(name)
+    with engine(model.path, max_model_len=256, enforce_eager=True) as llm:
+        assert tokens_of(generate(llm, PROMPTS, greedy(NEW_TOKENS))) == expected(model)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_transformers(name: str, tiny_model: Tiny) -> None:
+    model = tiny_model(name)
+    with engine(model.path, max_model_len=256, additional_config=FEW_BUCKETS) as llm:
+        assert tokens_of(generate(llm, PROMPTS, greedy(NEW_TOKENS))) == expected(model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_the_first_request(name: str, tiny_model: Tiny) -> None:
+    """By the config where that tells, else by the first layer that cannot be served."""
+    model = tiny_model(name)
+    reason = r"not supported yet|(?s:.*)MLA"
+    with pytest.raises((ValueError, NotImplementedError), match=reason), engine(model.path, enforce_eager=True):
+        pass
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "cohere2", "gpt-oss"])
+def test_layers_with_a_window_have_block_tables_of_their_own(name: str, tiny_model: Tiny) -> None:
+    """And give back what lies behind the window: 190 tokens fit where full attention alone would take every block."""
+    model = tiny_model(name)
+    prompt, count = random_prompts(1, [150])[0], 40
+    with engine(model.path, max_model_len=256, enforce_eager=True, block_size=16, async_scheduling=False) as llm:
+        runner, core = runner_of(llm), llm.llm_engine
+        manager = core.engine_core.engine_core.scheduler.kv_cache_manager
+        windows = [group.geometry.window for group in runner.attention.groups]
+        assert None in windows and WINDOW in windows
+        assert len(runner.block_tables) == len(windows) > 1
+        core.add_request("0", {"prompt_token_ids": list(prompt)}, greedy(count))
+        tokens: list[int] = []
+        held = []
+        while core.has_unfinished_requests():
+            for output in core.step():
+                tokens = output.outputs[0].token_ids
+            if core.has_unfinished_requests():
+                (internal,) = runner.requests.rows
+                blocks = manager.get_blocks(internal).blocks
+                held.append([sum(not block.is_null for block in group) for group in blocks])
+        assert list(tokens) == model.greedy(prompt, count)
+    for window, counts in zip(windows, held[-1], strict=True):
+        # 189 tokens in the cache at the end; a window of 40 spans at most 4 blocks of 16, and one is being filled.
+        assert counts == 12 if window is None else counts <= 4

@@ -1,0 +1,184 @@
+"""Mixture-of-experts layers in plain torch against NumPy, one token and one expert at a time."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
+
+from model_runner_base.layers import fused_moe
+from model_runner_base.layers.fused_moe import Experts, run_experts, tile_places
+from model_runner_base.layers.routing import check_router, select_experts
+
+HIDDEN, INNER = 6, 5
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x * torch.special.ndtr(torch.from_numpy(x)).numpy()
+
+
+def clamped_swiglu(inner: np.ndarray) -> np.ndarray:
+    gate, up = np.minimum(inner[0::2], 7), np.clip(inner[1::2], -7, 7)
+    return gate * sigmoid(1.702 * gate) * (up + 1)
+
+
+ACTIVATIONS = {
+    "silu": lambda inner: inner[:INNER] * sigmoid(inner[:INNER]) * inner[INNER:],
+    "gelu": lambda inner: gelu(inner[:INNER]) * inner[INNER:],
+    "swigluoai": clamped_swiglu,
+}
+
+
+def one_by_one(experts: Experts, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    arrays = {name: value.double().numpy() for name, value in experts._asdict().items() if torch.is_tensor(value)}
+    out = np.zeros(hidden.shape)
+    for token, row in enumerate(hidden.astype(np.float64)):
+        for expert, weight in zip(ids[token], weights[token], strict=True):
+            inner = row @ arrays["gate_up"][expert]
+            if "gate_up_bias" in arrays:
+                inner = inner + arrays["gate_up_bias"][expert]
+            result = ACTIVATIONS[experts.activation](inner) @ arrays["down"][expert]
+            if "down_bias" in arrays:
+                result = result + arrays["down_bias"][expert]
+            out[token] += weight * result
+    return out
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> tuple[int, np.ndarray]:
+    """A number of experts, and each token's: distinct ones, of which some are popular."""
+    num_experts = draw(st.integers(1, 40))
+    top_k = draw(st.integers(1, min(4, num_experts)))
+    num_tokens = draw(st.sampled_from([1, 2, 3, 16, 64, 65, 100]))
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    popularity = rng.dirichlet(np.full(num_experts, draw(st.sampled_from([0.05, 1.0, 100.0])))) + 1e-9
+    popularity /= popularity.sum()
+    ids = [rng.choice(num_experts, top_k, replace=False, p=popularity) for _ in range(num_tokens)]
+    return num_experts, np.array(ids)
+
+
+@given(choices(), st.sampled_from(list(ACTIVATIONS)), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_experts_equal_one_by_one(case: tuple[int, np.ndarray], activation: str, has_bias: bool) -> None:
+    num_experts, ids = case
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+
+    biases = (random(num_experts, 2 * INNER), random(num_experts, HIDDEN)) if has_bias else ()
+    experts = Experts(random(num_experts, HIDDEN, 2 * INNER), random(num_experts, INNER, HIDDEN), activation, *biases)
+    hidden, weights = random(len(ids), HIDDEN), random(*ids.shape)
+    want = one_by_one(experts, hidden.numpy(), ids, weights.numpy())
+    ways = [run_experts, fused_moe._each_choice, fused_moe._every_expert, fused_moe._in_tiles]
+    for way in ways:
+        got = way(experts, hidden, torch.from_numpy(ids), weights)
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4, err_msg=way.__name__)
+
+
+@given(choices(), st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_every_choice_gets_a_row_of_its_own_expert(case: tuple[int, np.ndarray], tile: int) -> None:
+    num_experts, ids = case
+    flat = ids.ravel()
+    num_tiles = (len(flat) + num_experts * (tile - 1)) // tile
+    place, tile_expert = (x.numpy() for x in tile_places(torch.from_numpy(flat), num_experts, tile, num_tiles))
+    assert len(set(place)) == len(flat) and place.max() < num_tiles * tile
+    assert (tile_expert[place // tile] == flat).all()
+
+
+def test_no_weights_of_unchosen_experts_reach_the_result() -> None:
+    """What an unchosen expert makes of a token may be no number."""
+    gate_up, down = torch.ones(4, HIDDEN, 2 * INNER), torch.ones(4, INNER, HIDDEN)
+    gate_up[3] = torch.nan
+    ids = torch.tensor([[0, 1]] * 70)
+    for num_tokens in (1, 10, 70):
+        out = run_experts(
+            Experts(gate_up, down, "silu"), torch.ones(num_tokens, HIDDEN), ids[:num_tokens], torch.ones(num_tokens, 2)
+        )
+        assert torch.isfinite(out).all(), num_tokens
+
+
+def layer_with(**router_options: Any) -> Any:
+    bias = router_options.get("e_score_correction_bias")
+    router = create_fused_moe_router(**router_options)
+    return SimpleNamespace(
+        router=router,
+        e_score_correction_bias=bias,
+        layer_name="experts",
+        global_num_experts=router_options["global_num_experts"],
+    )
+
+
+@given(
+    scoring=st.sampled_from(["softmax", "sigmoid"]),
+    renormalize=st.booleans(),
+    has_bias=st.booleans(),
+    groups=st.sampled_from([None, (4, 2), (2, 1), (1, 1)]),
+    scale=st.sampled_from([1.0, 2.5]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_routing_equals_brute_force(
+    scoring: str, renormalize: bool, has_bias: bool, groups: tuple[int, int] | None, scale: float, seed: int
+) -> None:
+    num_experts, top_k = 12, 3
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(5, num_experts)).astype(np.float32)
+    bias = rng.normal(size=num_experts).astype(np.float32) if has_bias else None
+    grouping = {"use_grouped_topk": True, "num_expert_group": groups[0], "topk_group": groups[1]} if groups else {}
+    layer = layer_with(
+        top_k=top_k,
+        global_num_experts=num_experts,
+        renormalize=renormalize,
+        scoring_func=scoring,
+        routed_scaling_factor=scale,
+        e_score_correction_bias=None if bias is None else torch.from_numpy(bias),
+        **grouping,
+    )
+    check_router(layer)
+    weights, ids = select_experts(layer, torch.zeros(5, 1), torch.from_numpy(logits))
+    # vLLM's plain router knows no scaling: models that want it there scale the sum themselves.
+    is_scaled = has_bias or (groups and (groups[0] > 1 or scoring == "sigmoid"))
+    for token in range(5):
+        row = logits[token].astype(np.float64)
+        scores = sigmoid(row) if scoring == "sigmoid" else np.exp(row) / np.exp(row).sum()
+        choice = scores if bias is None else scores + bias
+        allowed = range(num_experts)
+        if groups:
+            by_group = [sorted(part, reverse=True) for part in np.split(choice, groups[0])]
+            worth = [sum(part[: 1 if bias is None else 2]) for part in by_group]
+            best = sorted(range(groups[0]), key=lambda group: -worth[group])[: groups[1]]
+            allowed = [expert for expert in allowed if expert // (num_experts // groups[0]) in best]
+        want = sorted(allowed, key=lambda expert: -choice[expert])[:top_k]
+        assert set(ids[token].tolist()) == set(want)
+        total = sum(scores[expert] for expert in want) if renormalize else 1.0
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            assert weight == pytest.approx(scores[expert] / total * (scale if is_scaled else 1.0), rel=1e-4)
+
+
+def test_custom_routing_function_is_called() -> None:
+    def first_two(hidden_states: Any, gating_output: torch.Tensor, topk: int, renormalize: bool) -> Any:
+        return gating_output[:, :topk].half(), torch.arange(topk).expand(len(gating_output), topk)
+
+    layer = layer_with(top_k=2, global_num_experts=4, custom_routing_function=first_two)
+    weights, ids = select_experts(layer, torch.zeros(3, 1), torch.ones(3, 4))
+    assert weights.dtype == torch.float32 and ids.tolist() == [[0, 1]] * 3
+
+
+def test_refused_routers_say_why() -> None:
+    uneven = layer_with(
+        top_k=1, global_num_experts=6, use_grouped_topk=True, num_expert_group=4, topk_group=2, scoring_func="sigmoid"
+    )
+    with pytest.raises(NotImplementedError, match="6 experts do not make 4 groups"):
+        check_router(uneven)
+    with pytest.raises(NotImplementedError, match="scores by tanh"):
+        check_router(layer_with(top_k=1, global_num_experts=6, scoring_func="tanh"))
