@@ -78,19 +78,19 @@ MUTATIONS = [
         "np.flatnonzero(positions % geometry.kv_tile == 0)",
         STEPS,
     ),
-    Mutation(
-        "a window that leaves a KV tile goes unnoticed",
-        "attention/plan.py",
-        "return window is None or bool(((positions - window + 1) % geometry.kv_tile).all())",
-        "return True",
-        WINDOW,
-    ),
     # Plan, masks, merge tree, cache slots
     Mutation(
         "the window is one token too wide",
         "attention/paged.py",
         "visible & (distance < self.sliding_window)",
         "visible & (distance <= self.sliding_window)",
+        WINDOW,
+    ),
+    Mutation(
+        "the window of a query tile is that of its last token",
+        "attention/plan.py",
+        "np.maximum(0, tile_position - geometry.window + 1) // kv_tile",
+        "np.maximum(0, tile_position + tile_len - geometry.window) // kv_tile",
         WINDOW,
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""Compiled graphs: none after warm-up, whatever comes; caches written in place; sizes that Dynamo fixes are noticed."""
+"""Compiled graphs: none after warm-up, whatever comes; sizes that Dynamo fixes are noticed."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -16,7 +16,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--eager", action="store_true", help="start every engine with enforce_eager=True")
     group.addoption("--all-architectures", action="store_true", help="every architecture, not only the main ones")
     group.addoption("--no-shrinking", action="store_true", help="report failing schedules as found, not the smallest")
-    group.addoption("--soak", type=int, default=0, metavar="N", help="random schedules to run beyond the usual ones")
+    group.addoption(
+        "--soak", type=int, default=0, metavar="N", help="requests of the soak, and a twentieth as many schedules"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -27,8 +29,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         return
     # One process, so that checks can look into the engine.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Operators on tiny tensors: threads of torch's cost more than they save, fifty times so on a busy machine.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.platform is not None:
         from model_runner_base.testing.platform_choice import choose_platform

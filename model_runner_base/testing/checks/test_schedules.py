@@ -33,18 +33,18 @@ from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Reque
 from model_runner_base.testing.table import refusal
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
 
-MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 4, 32, 320
+MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 4, 32, 352
 OPTIONS = {
     "max_num_seqs": MAX_NUM_SEQS,
     "max_num_batched_tokens": MAX_NUM_TOKENS,
     "max_model_len": MAX_MODEL_LEN,
     "block_size": 16,
-    # Four long requests do not fit: 63 blocks for 80.
+    # Four long requests do not fit: 63 blocks for 88.
     "num_gpu_blocks_override": 64,
     "async_scheduling": True,
 }
-LENGTHS = [1, 2, 15, 16, 17, 31, 33, 100, 240, 250, 256, 257]
-"""Around a block's end, and long enough to reach the next KV tile of 256 while they are decoded."""
+LENGTHS = [1, 2, 15, 16, 17, 31, 33, 100, 240, 250, 257, 310]
+"""Around a block's end; near the end of a KV tile of 256, to pass it in decode; and past it by more than a window."""
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0, "repetition_penalty": 1.3},
