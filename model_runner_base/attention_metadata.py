@@ -133,6 +133,12 @@ class PagedAttentionAdapter:
             # Tiles are in batch order, so their tokens, read in order, are all tokens.
             pad_into(views["token_slots"], np.flatnonzero(is_token), 0)
 
+    def pack_padding(self, views: dict[str, np.ndarray]) -> None:
+        """What of these sections is not zero in a step of nothing but padding."""
+        for name, view in views.items():
+            if name.startswith(("pair_offset.", "pair_last.")):
+                view[:] = MASKED
+
     def build(self, size: GraphSize, arrays: dict[str, torch.Tensor]) -> dict[str, PagedAttentionMetadata]:
         """Metadata by layer name, from the unpacked sections."""
         metadata = {}

@@ -74,6 +74,11 @@ class BatchBuilder:
             token_sources=token_sources,
         )
 
+    def pack_padding(self, views: dict[str, np.ndarray]) -> None:
+        """What of these sections is not zero in a step of nothing but padding."""
+        views["token_sources"][:] = -1
+        views["sample_slots"][0] = self.requests.max_num_reqs
+
     def pack(self, batch: InputBatch, views: dict[str, np.ndarray], is_repeat: bool) -> None:
         """Fills the sections that every step has; what attention needs, its adapter fills.
 

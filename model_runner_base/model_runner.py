@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from model_runner_base import kv_cache, limits
-from model_runner_base.attention.plan import MASKED, kv_tile_for
+from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
 from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
@@ -30,7 +30,7 @@ from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction,
 from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
 from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
-from model_runner_base.prompt_embeds import NoPromptEmbeds, PromptEmbeds
+from model_runner_base.prompt_embeds import EmbedInputs, TokenInputs
 from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
@@ -160,6 +160,7 @@ class ModelRunnerBase:
         self.sampling = SamplingPipeline(
             self.vllm_config,
             self._logits_processors,
+            self.requests,
             samplers,
             compute_logits,
             self.last_tokens,
@@ -171,11 +172,11 @@ class ModelRunnerBase:
         """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
         kv_cache.bind(self.kv_caches, self._kv_cache_index, self.vllm_config)
 
-    def _make_prompt_embeds(self) -> NoPromptEmbeds:
+    def _make_prompt_embeds(self) -> TokenInputs:
         if not self.model_config.enable_prompt_embeds:
-            return NoPromptEmbeds()
+            return TokenInputs()
         hidden_size = self.model_config.get_inputs_embeds_size()
-        return PromptEmbeds(self.scheduler_config.max_num_seqs, hidden_size, self.device_ops)
+        return EmbedInputs(self.requests, hidden_size, self.device_ops)
 
     def _step_limits(self) -> StepLimits:
         return StepLimits(
@@ -224,7 +225,8 @@ class ModelRunnerBase:
         self.requests.make_room(arriving, scheduler_output.num_scheduled_tokens)
         for new in scheduler_output.scheduled_new_reqs:
             info = RequestInfo.of(new, self.sampling.draw_seed)
-            self.sampling.prompt_logprobs.add(new.req_id, info)
+            if new.req_id not in self.requests.infos:  # Else a session goes on; its first prompt has had them.
+                self.sampling.prompt_logprobs.add(new.req_id, info)
             self._place(new.req_id, info, info.prompt_token_ids, new.num_computed_tokens, new.block_ids)
 
         # In steady decode most have no new blocks; those are passed over without a turn of the loop.
@@ -251,7 +253,7 @@ class ModelRunnerBase:
         """Gives a new or resumed request its row."""
         row = self.requests.add(req_id, info, token_ids, num_computed)
         self.sampling.set(row, info, token_ids)
-        self.prompt_embeds.set(row, info.prompt_embeds)
+        self.prompt_embeds.set(row, info)
         for table, ids in zip(self.block_tables, block_ids, strict=True):
             table.assign(row, ids)
 
@@ -287,12 +289,12 @@ class ModelRunnerBase:
         inputs = self.prompt_embeds.model_inputs(self.model, token_ids, arrays, embeds)
         hidden_states = self.model(positions=arrays["positions"], intermediate_tensors=None, **inputs)
         context.attn_metadata = None  # type: ignore[assignment]
-        logits = self.model.compute_logits(hidden_states[arrays["logits_indices"]])
+        logits = self._compute_logits(hidden_states, arrays["logits_indices"])
         return logits, arrays["sample_slots"].clone(), hidden_states
 
     def _compute_logits(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Logits [len(indices), V] of some rows of the hidden states [T, hidden]."""
-        return self.model.compute_logits(hidden_states[indices])
+        """Logits [len(indices), V] float32 of some rows of the hidden states [T, hidden]."""
+        return self.model.compute_logits(hidden_states[indices]).float()
 
     # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
 
@@ -317,11 +319,8 @@ class ModelRunnerBase:
         self._bind_kv_caches()
         buffer, views = self._inputs.views(size)
         buffer[:] = 0
-        views["token_sources"][:] = -1
-        views["sample_slots"][0] = self.requests.max_num_reqs
-        for name, view in views.items():
-            if name.startswith(("pair_offset", "pair_last")):
-                view[:] = MASKED
+        self.batch_builder.pack_padding(views)
+        self.attention.pack_padding(views)
         with set_forward_context(None, self.vllm_config):
             padding = self.prompt_embeds.padding(size)
             return self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0], *padding)

@@ -2,7 +2,7 @@
 
 Every step's graph then takes one more tensor, the embeddings [T, H], and one more section of the packed buffer, which
 says for each token whether its embedding is taken from there or looked up by its id. Without the setting the defaults
-of ``NoPromptEmbeds`` stand, and the step is as it would be without this file.
+of ``TokenInputs`` stand, and the step is as it would be without this file.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ import torch
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphSize
 from model_runner_base.input_batch import InputBatch, Section
+from model_runner_base.request_states import RequestInfo, RequestStates
 
 SECTION = "embeds_used"
 
 
-class NoPromptEmbeds:
+class TokenInputs:
     """Token ids are all there is."""
 
-    def set(self, row: int, embeds: torch.Tensor | None) -> None:
-        """A request took a row; ``embeds`` [P, H] on the host stand for its whole prompt if given."""
+    def set(self, row: int, info: RequestInfo) -> None:
+        """A request took a row."""
 
     def sections(self, size: GraphSize) -> list[Section]:
         return []
@@ -46,22 +47,18 @@ class NoPromptEmbeds:
         return {"input_ids": token_ids, "inputs_embeds": None}
 
 
-class PromptEmbeds(NoPromptEmbeds):
-    """Embeddings by row, kept on the host; a step without any sends zeros that lie on the device already."""
+class EmbedInputs(TokenInputs):
+    """Embeddings wait on the host; a step without any sends zeros that lie on the device already."""
 
-    def __init__(self, max_num_reqs: int, hidden_size: int, device_ops: DeviceOps) -> None:
+    def __init__(self, requests: RequestStates, hidden_size: int, device_ops: DeviceOps) -> None:
+        self._requests = requests
         self._hidden_size = hidden_size
         self._device_ops = device_ops
-        self._embeds: dict[int, np.ndarray] = {}
-        self._num_embeds = np.zeros(max_num_reqs, np.int64)
+        self._num_embeds = np.zeros(requests.max_num_reqs, np.int64)
         self._zeros = lru_cache(maxsize=64)(self._make_zeros)
 
-    def set(self, row: int, embeds: torch.Tensor | None) -> None:
-        self._embeds.pop(row, None)
-        self._num_embeds[row] = 0
-        if embeds is not None:
-            self._embeds[row] = embeds.float().numpy()
-            self._num_embeds[row] = len(embeds)
+    def set(self, row: int, info: RequestInfo) -> None:
+        self._num_embeds[row] = 0 if info.prompt_embeds is None else len(info.prompt_embeds)
 
     def sections(self, size: GraphSize) -> list[Section]:
         return [Section(SECTION, (size[1],))]
@@ -85,9 +82,11 @@ class PromptEmbeds(NoPromptEmbeds):
         """The scheduled parts of prompts of embeddings, and where in the batch each begins."""
         chunks = []
         # Behind a prompt come output tokens, which have ids.
-        for index in np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed):
+        indices = np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed)
+        for index, info in zip(indices, self._requests.infos_of(batch.rows[indices]), strict=True):
+            assert info.prompt_embeds is not None
             begin = batch.num_computed[index]
-            chunk = self._embeds[batch.rows[index]][begin : begin + batch.query_len[index]]
+            chunk = info.prompt_embeds[begin : begin + batch.query_len[index]].float().numpy()
             chunks.append((batch.query_start[index], chunk))
         return chunks
 

@@ -10,34 +10,31 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import StepFunction
 from model_runner_base.input_batch import InputBatch, pad_into
 from model_runner_base.request_states import RequestInfo
-from model_runner_base.sample.logprobs import DeviceLogprobs, LogprobsGatherer
+from model_runner_base.sample.logprobs import NO_LOGPROBS, DeviceLogprobs, LogprobsGatherer, resolve_count
 
 
 @dataclass
 class PromptChunk:
-    """Some consecutive prompt tokens of one request."""
+    """What a step computed of one request's prompt."""
 
     req_id: str
     whole: LogprobsTensors
-    """All of the request's prompt, in host memory; this chunk is its rows from ``start`` on."""
-    start: int
-    pieces: list[DeviceLogprobs]
-    """Each of ``num_rows`` rows but the last, which may have fewer."""
-    num_rows: int
-    count: int
-    """Tokens in the chunk."""
+    """All of the request's prompt, in host memory."""
+    pieces: list[tuple[slice, DeviceLogprobs]]
+    """Rows of ``whole``, and what belongs there."""
     is_last: bool
 
     def store(self, device_ops: DeviceOps) -> None:
-        """Waits for the chunk and writes it to its place in ``whole``."""
-        start, left = self.start, self.count
-        for piece in self.pieces:
-            count = min(left, self.num_rows)
-            rows = slice(start, start + count)
-            for target, values in zip(self.whole[:3], piece.to_host(count, device_ops)[:3], strict=True):
-                # Through NumPy: it may be an inference tensor, and this may run outside of inference mode.
-                target.numpy()[rows] = values  # type: ignore[union-attr]
-            start, left = start + count, left - count
+        """Waits for the pieces and writes them to their places."""
+        for rows, values in self.pieces:
+            _store(self.whole, rows, values, device_ops)
+
+
+def _store(whole: LogprobsTensors, rows: slice, piece: DeviceLogprobs, device_ops: DeviceOps) -> None:
+    found = piece.to_host(rows.stop - rows.start, device_ops)
+    for target, values in zip(whole[:3], found[:3], strict=True):
+        # Through NumPy: it may be an inference tensor, and this may run outside of inference mode.
+        target.numpy()[rows] = values  # type: ignore[union-attr]
 
 
 class PromptLogprobs:
@@ -64,10 +61,9 @@ class PromptLogprobs:
 
     def add(self, req_id: str, info: RequestInfo) -> None:
         """A request was scheduled for the first time."""
-        count = info.sampling_params.prompt_logprobs
-        if count is not None:
-            columns = (self._vocab_size if count == -1 else count) + 1
-            self._waiting[req_id] = info, LogprobsTensors.empty_cpu(len(info.prompt_token_ids) - 1, columns)
+        count = resolve_count(info.sampling_params.prompt_logprobs, self._vocab_size)
+        if count != NO_LOGPROBS:
+            self._waiting[req_id] = info, LogprobsTensors.empty_cpu(info.num_prompt_tokens - 1, count + 1)
 
     def remove(self, req_id: str) -> None:
         self._waiting.pop(req_id, None)
@@ -84,22 +80,30 @@ class PromptLogprobs:
         info, whole = self._waiting[req_id]
         start = int(batch.num_computed[index])
         # The last prompt token has no successor in the prompt.
-        count = max(0, min(int(batch.query_len[index]), len(info.prompt_token_ids) - 1 - start))
-        first = int(batch.query_start[index])
+        stop = min(int(batch.seq_lens[index]), info.num_prompt_tokens - 1)
         pieces = []
-        for done in range(0, count, self._num_rows):
-            piece = min(self._num_rows, count - done)
-            rows, targets = np.zeros((2, self._num_rows), np.int32)
-            pad_into(rows, np.arange(first + done, first + done + piece), 0)
-            next_tokens = info.prompt_token_ids[start + done + 1 : start + done + piece + 1]
-            pad_into(targets, np.array(next_tokens), 0)
-            logits = self._compute_logits(hidden_states, self._device_ops.to_device(rows))
-            tokens = self._device_ops.to_device(targets)
-            pieces.append(self._gatherer.gather(whole.logprobs.shape[1] - 1, logits, tokens))
+        for begin in range(start, stop, self._num_rows):
+            rows = slice(begin, min(begin + self._num_rows, stop))
+            offset = int(batch.query_start[index]) - start
+            piece = self._gather(info, rows, offset, whole.logprobs.shape[1] - 1, hidden_states)
+            if piece.full is None:
+                pieces.append((rows, piece))
+            else:  # A vocabulary a token: too much to keep on the device until the step is read.
+                _store(whole, rows, piece, self._device_ops)
         is_last = bool(batch.is_sampled[index])
         if is_last:
             del self._waiting[req_id]
-        return PromptChunk(req_id, whole, start, pieces, self._num_rows, count, is_last)
+        return PromptChunk(req_id, whole, pieces, is_last)
+
+    def _gather(
+        self, info: RequestInfo, rows: slice, offset: int, count: int, hidden_states: torch.Tensor
+    ) -> DeviceLogprobs:
+        """For the prompt's tokens at ``rows``, whose hidden states are at ``rows`` + ``offset``."""
+        indices, targets = np.zeros((2, self._num_rows), np.int32)
+        pad_into(indices, np.arange(rows.start, rows.stop) + offset, 0)
+        pad_into(targets, np.array(info.prompt_token_ids[rows.start + 1 : rows.stop + 1]), 0)
+        logits = self._compute_logits(hidden_states, self._device_ops.to_device(indices))
+        return self._gatherer.gather(count, logits, self._device_ops.to_device(targets))
 
     def warm_up(self, hidden_states: torch.Tensor) -> None:
         """Runs what it has on the device once; ``hidden_states`` [T, hidden] of a size that steps have."""

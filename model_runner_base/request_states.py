@@ -58,7 +58,12 @@ class RequestStates:
         self.num_computed = np.zeros(max_num_reqs, np.int32)
         self.rows: dict[str, int] = {}
         self.infos: dict[str, RequestInfo] = {}
+        self.by_row: list[RequestInfo | None] = [None] * max_num_reqs
         self._free = list(range(max_num_reqs - 1, -1, -1))
+
+    def infos_of(self, rows: np.ndarray) -> list[RequestInfo]:
+        """Those of the requests in ``rows``, each of which holds one."""
+        return [info for row in rows.tolist() if (info := self.by_row[row]) is not None]
 
     def add(self, req_id: str, info: RequestInfo, token_ids: list[int], num_computed: int) -> int:
         """Gives a request a row, or refills the one it has, and returns it."""
@@ -66,6 +71,7 @@ class RequestStates:
         row = self.rows.get(req_id)
         if row is None:
             row = self.rows[req_id] = self._free.pop()
+        self.by_row[row] = info
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_known[row] = len(token_ids)
         self.num_computed[row] = num_computed
@@ -87,6 +93,7 @@ class RequestStates:
         """Frees the row of a preempted request; nothing happens if it holds none."""
         row = self.rows.pop(req_id, None)
         if row is not None:
+            self.by_row[row] = None
             self._free.append(row)
 
     def remove(self, req_id: str) -> None:

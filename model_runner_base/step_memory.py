@@ -15,15 +15,15 @@ def estimate_step_memory(
     """An upper estimate in bytes of one layer's temporaries and the logits, over all sizes; 0 if there are none.
 
     Counted in float32: the gathered KV tiles and a transposed copy of them, attention scores and their exponentials,
-    the pairs' partial outputs, a few hidden states and an MLP's two inner activations, logits and three copies, and the
-    token counts that penalties keep.
+    the pairs' partial outputs, a few hidden states and an MLP's two inner activations; logits, eight more arrays of
+    their shape that a sampler with top-p makes, and the token counts that penalties keep.
     """
     hidden = model_config.get_hidden_size()
     inner = getattr(model_config.hf_text_config, "intermediate_size", None) or 4 * hidden
     vocabulary = model_config.get_vocab_size()
     worst = 0
     for size in sizes:
-        step = size.num_tokens * (6 * hidden + 2 * inner) + 5 * size.num_reqs * vocabulary
+        step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_reqs * vocabulary
         for spec in specs.values():
             if isinstance(spec, AttentionSpec):
                 kv_tile = kv_tile_for(spec.block_size)

@@ -61,7 +61,7 @@ class Capture:
         sources = _find_sources(placeholders, inputs, tensors, state)
         self._guards = _SizeGuards(placeholders, sources, ints)
         self._shapes = {
-            source.place: node.meta["example_value"].shape
+            source.place: (node.meta["example_value"].shape, node.meta["example_value"].dtype)
             for node, source in zip(placeholders, sources, strict=True)
             if source.kind == "tensor"
         }
@@ -75,12 +75,13 @@ class Capture:
 
     def fits(self, ints: list[int], tensors: list[torch.Tensor]) -> bool:
         """Whether the graph is right for these sizes too."""
+        dtypes_fit = all(tensors[index].dtype == dtype for index, (_, dtype) in self._shapes.items())
         shapes_fit = all(
             isinstance(traced, torch.SymInt) or traced == size
-            for index, shape in self._shapes.items()
+            for index, (shape, _) in self._shapes.items()
             for traced, size in zip(shape, tensors[index].shape, strict=True)
         )
-        return shapes_fit and self._guards.hold(ints, tensors)
+        return dtypes_fit and shapes_fit and self._guards.hold(ints, tensors)
 
     def run(self, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs at the given sizes, compiling if they are new; replaces the elements of ``state``."""
@@ -185,7 +186,7 @@ class CompiledFunction:
         sizes = tuple(arg for arg in args if isinstance(arg, tuple))
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         ints = [value for size in sizes for value in size[1:]]
-        key = (sizes, *(tensor.shape for tensor in tensors))
+        key = (sizes, *((tensor.shape, tensor.dtype) for tensor in tensors))
         capture = self._chosen.get(key)
         if capture is None:
             capture = self._chosen[key] = self._capture_for(args, sizes, ints, tensors)

@@ -33,7 +33,8 @@ class NeuronModelRunner(ModelRunnerBase):
     def profile_run(self) -> int:
         """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""
         self.graph_policy.configure(self._step_limits())
-        return estimate_step_memory(self.graph_policy.sizes, self.get_kv_cache_spec(), self.model_config)
+        sizes = self.graph_policy.sizes or self._step_limits().largest_sizes
+        return estimate_step_memory(sizes, self.get_kv_cache_spec(), self.model_config)
 
     def capture_model(self) -> None:
-        self._warm_up(self.graph_policy.sizes)
+        self._warm_up(self.graph_policy.sizes or self._step_limits().largest_sizes)

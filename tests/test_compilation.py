@@ -156,3 +156,26 @@ def test_branches_on_sizes_are_not_served_to_other_sizes() -> None:
     assert [compiled(OneSize("kind", n), ones).item() for n in (5, 1, 2, 6)] == [50, 1, 2, 60]
     compiled = CompiledFunction(by_shape, state)
     assert [compiled(torch.ones(n).to(device)).item() for n in (5, 2, 1, 6)] == [50, 2, 1, 60]
+
+
+def test_features_in_bfloat16(tiny_model: Callable[[str], TinyModel]) -> None:
+    """Logits are float32 for every stage, whatever the model runs in: no stage meets a graph of another type."""
+    few = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [128]}
+    shared = {"max_tokens": 5, "ignore_eos": True, "detokenize": False}
+    with engine(
+        tiny_model("llama").path,
+        dtype="bfloat16",
+        max_model_len=128,
+        logprobs_mode="processed_logprobs",
+        additional_config={"neuron_config": few},
+    ) as llm:
+        warm = CompilationCount.now()
+        for options in (
+            {"logit_bias": {5: 1.0}, "presence_penalty": 1.0},
+            {"temperature": 0.8, "top_p": 0.9, "seed": 1, "repetition_penalty": 1.1, "logprobs": 2},
+            {"allowed_token_ids": list(range(3, 90)), "temperature": 0, "prompt_logprobs": 3},
+        ):
+            params = SamplingParams(**shared, **options)
+            (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 5
+        assert CompilationCount.now() == warm

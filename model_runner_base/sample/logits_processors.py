@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import (
 from vllm.v1.sample.logits_processor.interface import AddedRequest, MovedRequest
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.request_states import RequestInfo
+from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.history import OutputHistory
 from model_runner_base.sample.params import GREEDY_TEMPERATURE
 from model_runner_base.sample.stage import LogitsStage, SampleInputs
@@ -42,18 +42,26 @@ def load_processors(vllm_config: VllmConfig, device: torch.device) -> list[Logit
 
 
 class LogitsProcessors(LogitsStage):
-    """Every request asks for it where there are processors: only they know whom they serve.
+    """Those that may change which token is likeliest.
 
-    Processors that keep the most likely token act on logits divided by the temperature; the sampler divides again, so
-    they are multiplied back.
+    Every request asks for the stage where there are processors: only they know whom they serve.
     """
 
-    def __init__(self, processors: list[LogitsProcessor], history: OutputHistory, device_ops: DeviceOps) -> None:
+    def __init__(
+        self,
+        processors: list[LogitsProcessor],
+        requests: RequestStates,
+        history: OutputHistory,
+        device_ops: DeviceOps,
+    ) -> None:
         self._processors = processors
+        self._requests = requests
         self._history = history
         self._device_ops = device_ops
-        self._infos: dict[int, RequestInfo] = {}
-        self.applies_min_p = any(isinstance(processor, MinPLogitsProcessor) for processor in processors)
+        # vLLM's adapters and min-p read no output before they are applied.
+        self._update_looks_back = not all(
+            isinstance(p, AdapterLogitsProcessor | MinPLogitsProcessor) for p in processors
+        )
         self._batch: list[RequestInfo] = []
         """The requests as the processors know them, by index in the batch."""
 
@@ -63,40 +71,48 @@ class LogitsProcessors(LogitsStage):
     def looks_back(self, params: SamplingParams) -> bool:
         return True
 
-    def set(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        self._infos[row] = info
-
     def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        self._history.catch_up()
-        infos = [self._infos[row] for row in inputs.batch.rows.tolist()]
+        if self._update_looks_back:
+            self._history.catch_up()
+        infos = self._requests.infos_of(inputs.batch.rows)
         update = batch_update(self._batch, infos)
         self._batch = infos
         for processor in self._processors:
             processor.update_state(update)
-        # An adapter knows the requests it serves: without any, the logits need not move.
-        serving = [p for p in self._processors if not isinstance(p, AdapterLogitsProcessor) or p.req_info]
+        serving = [processor for processor in self._processors if _serves(processor)]
         if not serving:
             return logits
-        batch_logits = logits.to(self._device_ops.eager_device, copy=True).float()[: len(infos)]
-        batch_logits = self._run(serving, batch_logits, infos)
+        self._history.catch_up()
         padded = np.zeros(tuple(logits.shape), np.float32)
-        padded[: len(infos)] = batch_logits.cpu().numpy()
+        batch_logits = logits.to(self._device_ops.eager_device, copy=True)[: len(infos)]
+        padded[: len(infos)] = self._run(serving, batch_logits, infos).cpu().numpy()
         return self._device_ops.to_device(padded)
 
     def _run(self, serving: list[LogitsProcessor], logits: torch.Tensor, infos: list[RequestInfo]) -> torch.Tensor:
         for processor in serving:
-            if not processor.is_argmax_invariant():
-                logits = processor.apply(logits)
-        invariant = [processor for processor in serving if processor.is_argmax_invariant()]
-        temperatures = torch.tensor([info.sampling_params.temperature for info in infos], device=logits.device)
-        is_greedy = temperatures < GREEDY_TEMPERATURE
-        if invariant and not is_greedy.all():
-            temperatures = torch.where(is_greedy, 1.0, temperatures).unsqueeze(1)
-            logits = logits / temperatures
-            for processor in invariant:
-                logits = processor.apply(logits)
-            logits = logits * temperatures
+            logits = processor.apply(logits)
         return logits
+
+
+class InvariantLogitsProcessors(LogitsProcessors):
+    """Those that keep the likeliest token.
+
+    They act on logits divided by the temperature, and not on greedy requests; the sampler divides again, so what they
+    return is multiplied back.
+    """
+
+    def _run(self, serving: list[LogitsProcessor], logits: torch.Tensor, infos: list[RequestInfo]) -> torch.Tensor:
+        temperatures = torch.tensor([[info.sampling_params.temperature] for info in infos], device=logits.device)
+        is_greedy = temperatures < GREEDY_TEMPERATURE
+        temperatures = torch.where(is_greedy, 1.0, temperatures)
+        return torch.where(is_greedy, logits, super()._run(serving, logits / temperatures, infos) * temperatures)
+
+
+def _serves(processor: LogitsProcessor) -> bool:
+    """Whether a processor may change anything in this batch; without any that does, the logits need not move."""
+    if isinstance(processor, AdapterLogitsProcessor):
+        return bool(processor.req_info)
+    return not isinstance(processor, MinPLogitsProcessor) or processor.min_p_count > 0
 
 
 def batch_update(before: list[RequestInfo], after: list[RequestInfo]) -> BatchUpdate | None:

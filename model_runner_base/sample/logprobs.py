@@ -20,6 +20,17 @@ NUM_ON_DEVICE = 20
 """As many as the OpenAI API allows."""
 
 
+NO_LOGPROBS = -2
+"""In a table of counts; vLLM's -1 means the whole vocabulary."""
+
+
+def resolve_count(count: int | None, vocab_size: int) -> int:
+    """How many likeliest tokens ``logprobs`` or ``prompt_logprobs`` asks for, or NO_LOGPROBS."""
+    if count is None:
+        return NO_LOGPROBS
+    return vocab_size if count == -1 else count
+
+
 def _values(takes_logits: bool, logits: torch.Tensor) -> torch.Tensor:
     logits = logits.float()
     # A copy: a graph that computes nothing cannot be compiled.

@@ -1,8 +1,8 @@
 """Sampling of a step: grammar, the stages that the batch asks for, the sampler, log probabilities.
 
 The order is vLLM's (``vllm/v1/sample/sampler.py``): a grammar masks the model's logits; these are the raw ones; allowed
-tokens, bad words, minimum length, bias, custom processors and penalties change them, then the sampler applies
-temperature, min-p, top-k and top-p and draws; those are the processed ones.
+tokens, bad words, minimum length, bias, custom processors and penalties change them; custom processors that keep the
+likeliest token come last; the sampler applies temperature, min-p, top-k and top-p and draws from the processed logits.
 """
 
 from collections.abc import Mapping
@@ -13,24 +13,28 @@ import torch
 import vllm.envs
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor import LogitsProcessor, MinPLogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import StepFunction, WrapFunction
 from model_runner_base.input_batch import InputBatch
 from model_runner_base.outputs import SampledStep
 from model_runner_base.prompt_logprobs import PromptLogprobs
-from model_runner_base.request_states import RequestInfo
+from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.history import OutputHistory
-from model_runner_base.sample.logits_processors import LogitsProcessors
-from model_runner_base.sample.logprobs import LogprobsGatherer, reads_logits, reads_processed
+from model_runner_base.sample.logits_processors import InvariantLogitsProcessors, LogitsProcessors
+from model_runner_base.sample.logprobs import (
+    NO_LOGPROBS,
+    LogprobsGatherer,
+    reads_logits,
+    reads_processed,
+    resolve_count,
+)
 from model_runner_base.sample.params import SamplingMode, SamplingStates
 from model_runner_base.sample.penalties import Penalties
 from model_runner_base.sample.stage import LogitsStage, SampleInputs
 from model_runner_base.sample.token_edits import TokenEdits
 from model_runner_base.sample.token_masks import AllowedTokens, TokenMasks
-
-NO_LOGPROBS = -1
 
 
 @dataclass
@@ -53,6 +57,7 @@ class SamplingPipeline:
         self,
         vllm_config: VllmConfig,
         processors: list[LogitsProcessor],
+        requests: RequestStates,
         samplers: Mapping[SamplingMode, StepFunction],
         compute_logits: StepFunction,
         last_tokens: list[torch.Tensor],
@@ -62,17 +67,21 @@ class SamplingPipeline:
         model_config = vllm_config.model_config
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._vocab_size = vocab_size = model_config.get_vocab_size()
+        self._requests = requests
         self._samplers = samplers
         self._last_tokens = last_tokens
         self._history = history = OutputHistory(device_ops)
         self._masks = TokenMasks(vocab_size, wrap, device_ops)
-        custom = LogitsProcessors(processors, history, device_ops)
-        self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, not custom.applies_min_p)
+        invariant = [processor for processor in processors if processor.is_argmax_invariant()]
+        applies_min_p = not any(isinstance(processor, MinPLogitsProcessor) for processor in invariant)
+        others = [processor for processor in processors if not processor.is_argmax_invariant()]
+        self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, applies_min_p)
         self._stages: list[LogitsStage] = [
             AllowedTokens(self._masks),
-            TokenEdits(history, vocab_size, wrap, device_ops),
-            custom,
+            TokenEdits(requests, history, vocab_size, wrap, device_ops),
+            LogitsProcessors(others, requests, history, device_ops),
             Penalties(max_num_reqs, vocab_size, last_tokens, wrap, device_ops),
+            InvariantLogitsProcessors(invariant, requests, history, device_ops),
         ]
         mode = model_config.logprobs_mode
         self._reads_processed = reads_processed(mode)
@@ -97,15 +106,14 @@ class SamplingPipeline:
         """A request took a row; ``token_ids`` are its prompt and its output so far."""
         params = info.sampling_params
         self._states.set(row, params, info.seed)
-        count = params.logprobs
-        self._num_logprobs[row] = NO_LOGPROBS if count is None else self._vocab_size if count == -1 else count
+        self._num_logprobs[row] = resolve_count(params.logprobs, self._vocab_size)
         asked = [stage.asked_by(params) for stage in self._stages]
         looks_back = any(
             stage.looks_back(params) for stage, is_asked in zip(self._stages, asked, strict=True) if is_asked
         )
         self._asked[row] = sum(1 << bit for bit, is_asked in enumerate([*asked, looks_back]) if is_asked)
         if looks_back:
-            self._history.set(row, info, token_ids)
+            self._history.set(info, token_ids)
         for stage, is_asked in zip(self._stages, asked, strict=True):
             if is_asked:
                 stage.set(row, info, token_ids)
@@ -119,15 +127,16 @@ class SamplingPipeline:
         return self._plan
 
     def _make_plan(self, batch: InputBatch) -> SamplingPlan:
+        rows = batch.rows[batch.is_sampled]
         asked = np.where(batch.is_sampled, self._asked[batch.rows], 0)
         every = int(np.bitwise_or.reduce(asked))
         return SamplingPlan(
-            mode=self._states.mode(batch.rows),
+            mode=self._states.mode(rows),
             stages=[
                 (stage, np.flatnonzero(asked >> bit & 1)) for bit, stage in enumerate(self._stages) if every >> bit & 1
             ],
             looking_back=np.flatnonzero(asked >> len(self._stages) & 1),
-            num_logprobs=int(self._num_logprobs[batch.rows].max()),
+            num_logprobs=int(self._num_logprobs[rows].max(initial=NO_LOGPROBS)),
         )
 
     def run(self, plan: SamplingPlan, inputs: SampleInputs, grammar: GrammarOutput | None) -> SampledStep:
@@ -137,7 +146,8 @@ class SamplingPipeline:
             logits = stage.apply(inputs, asking, logits)
         tokens, processed = self._draw(plan.mode, logits, inputs.sample_slots)
         if len(plan.looking_back):
-            self._history.record(inputs.batch, plan.looking_back, tokens)
+            infos = self._requests.infos_of(inputs.batch.rows[plan.looking_back])
+            self._history.record(plan.looking_back, infos, tokens)
         sampled = SampledStep(tokens, num_nans=self._count_nans(inputs.logits))
         if plan.num_logprobs != NO_LOGPROBS:
             values = processed if self._reads_processed else raw

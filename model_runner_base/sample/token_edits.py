@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.input_batch import pad_into
-from model_runner_base.request_states import RequestInfo
+from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.history import OutputHistory
 from model_runner_base.sample.stage import LogitsStage, SampleInputs
 
@@ -29,12 +29,19 @@ def _add(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> to
 
 
 class TokenEdits(LogitsStage):
-    def __init__(self, history: OutputHistory, vocab_size: int, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+    def __init__(
+        self,
+        requests: RequestStates,
+        history: OutputHistory,
+        vocab_size: int,
+        wrap: WrapFunction,
+        device_ops: DeviceOps,
+    ) -> None:
+        self._requests = requests
         self._history = history
         self._vocab_size = vocab_size
         self._function = wrap(_add, [])
         self._device_ops = device_ops
-        self._infos: dict[int, RequestInfo] = {}
 
     def asked_by(self, params: SamplingParams) -> bool:
         return bool(params.min_tokens or params.logit_bias or params.bad_words_token_ids)
@@ -42,12 +49,9 @@ class TokenEdits(LogitsStage):
     def looks_back(self, params: SamplingParams) -> bool:
         return bool(params.bad_words_token_ids)
 
-    def set(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        self._infos[row] = info
-
     def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         batch = inputs.batch
-        infos = [self._infos[row] for row in batch.rows[asking].tolist()]
+        infos = self._requests.infos_of(batch.rows[asking])
         if any(info.sampling_params.bad_words_token_ids for info in infos):
             self._history.catch_up()
         edits: list[tuple[int, int, float]] = []

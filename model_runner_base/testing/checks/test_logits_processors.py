@@ -48,6 +48,18 @@ def test_processor_comes_after_min_p(check: Callable[[list[Request]], int]) -> N
     check(requests)
 
 
+def test_processor_comes_after_penalties(check: Callable[[list[Request]], int]) -> None:
+    """An argmax-invariant processor sees penalised logits, and leaves greedy requests alone."""
+    prompts = random_prompts(65, [6, 25, 9])
+    keep = {"presence_penalty": 2.0, "repetition_penalty": 1.5, "extra_args": {"keep_top": 1}}
+    requests = [
+        Request(prompts[0], greedy(30, **keep), late_processors=[keep_top(1)]),
+        Request(prompts[1], sampled(30, seed=5, **keep), late_processors=[keep_top(1)]),
+        Request(prompts[2], sampled(30, seed=6, presence_penalty=2.0, min_p=0.2)),
+    ]
+    assert check(requests), "the penalties changed nothing"
+
+
 def test_processor_of_a_request(check: Callable[[list[Request]], int]) -> None:
     """An AdapterLogitsProcessor sees each request's prompt and latest output tokens."""
     prompts = random_prompts(62, [5, 30, 80])
