@@ -26,6 +26,7 @@ def check_config(vllm_config: VllmConfig) -> None:
         "multimodal models are not supported yet: serve a text-only model": model and model.is_multimodal_model,
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
+        "models with multi-head latent attention (MLA) are not supported yet": model and model.use_mla,
         "layers with a recurrent state (Mamba, linear attention, convolution) are not supported yet: serve a model of"
         " attention layers": model and _has_recurrent_layers(model),
         "sleep mode is not supported yet: leave out enable_sleep_mode": model and model.enable_sleep_mode,

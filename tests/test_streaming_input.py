@@ -45,11 +45,19 @@ class Driver:
     def __init__(self, llm: LLM) -> None:
         self.core = llm.llm_engine.engine_core.engine_core
         self.runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self.prompt_logprobs: int | None = None
+        self.prompts_answered = 0
         self.sessions: dict[str, Session] = {}
         self.plain: dict[str, tuple[tuple[int, ...], list[int]]] = {}
 
     def send(self, name: str, tokens: tuple[int, ...], resumable: bool, priority: int = 0) -> None:
-        params = SamplingParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=OUTPUTS,
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=self.prompt_logprobs,
+        )
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=list(tokens),
@@ -86,6 +94,7 @@ class Driver:
         self.core.post_step(model_executed=executed)
         for output in (by_client or {}).values():
             for one in output.outputs:
+                self.prompts_answered += one.new_prompt_logprobs_tensors is not None
                 if one.request_id in self.plain:
                     self.plain[one.request_id][1].extend(one.new_token_ids)
                     continue
@@ -179,3 +188,22 @@ def test_closing_and_aborting_free_everything(tiny_model: Callable[[str], TinyMo
         driver.check(model)
         assert set(driver.runner.requests.infos) == {"plain"}
         assert driver.core.scheduler.kv_cache_manager.usage == 0
+
+
+def test_prompt_logprobs_come_with_the_first_chunk_alone(tiny_model: Callable[[str], TinyModel]) -> None:
+    """vLLM's front end has no place for those of later chunks, and would fail for all of its requests."""
+    model = tiny_model("llama")
+    with engine(model.path, max_model_len=128, enforce_eager=True) as llm:
+        for first, answered in ((None, 0), (0, 1)):
+            driver = Driver(llm)
+            driver.prompt_logprobs = first
+            driver.open(Session(f"session-{first}", random_prompts(51, [9, 6])))
+            for _ in range(15):
+                driver.step()
+            driver.prompt_logprobs = 0
+            for _ in range(2):
+                driver.feed(*driver.sessions.values())
+            while driver.is_open():
+                driver.step()
+            driver.check(model)
+            assert driver.prompts_answered == answered

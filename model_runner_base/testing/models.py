@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_runner_base.testing.architectures import CONFIGS, IGNORED_BY_VLLM, REFUSED, VLLM_NAMES, VOCAB_SIZE
 
@@ -25,8 +25,10 @@ class TinyModel:
 
 @cache
 def _reference(path: Path) -> Any:
-    # "sdpa", the default, leaves soft caps out.
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    config = AutoConfig.from_pretrained(path)
+    # The default, "sdpa", leaves soft caps out; "eager" counts ALiBi twice in Falcon.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 @cache
