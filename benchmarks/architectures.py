@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--openxla", action="store_true", help="compiled too, which takes minutes each")
     parser.add_argument("--output", type=argparse.FileType("w"), default=sys.stdout)
     arguments = parser.parse_args()
-    registry._run_in_subprocess = lambda function: function()
+    registry._run_in_subprocess = lambda function: function()  # type: ignore[assignment]
     names = arguments.names or [*CONFIGS, *REFUSED]
     unknown = set(names) - set(CONFIGS) - set(REFUSED)
     if unknown:
