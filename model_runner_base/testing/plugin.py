@@ -29,6 +29,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         return
     # One process, so that checks can look into the engine.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Operators on tiny tensors: torch's threads cost more than they save, fifty times so on a busy machine.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.platform is not None:
         from model_runner_base.testing.platform_choice import choose_platform

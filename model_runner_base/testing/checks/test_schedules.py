@@ -305,7 +305,7 @@ class Schedules(RuleBasedStateMachine):
                 self.run.clean()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
 def test_random_schedules(
     name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], pytestconfig: pytest.Config
 ) -> None:
