@@ -141,36 +141,6 @@ def sampled(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_seeded_tokens_do_not_depend_on_the_batch(enforce_eager: bool, tiny_model: Callable[[str], TinyModel]) -> None:
-    """Alone, in a batch, in another order, among preempted strangers: each seed keeps its tokens."""
-    rng = np.random.default_rng(0)
-
-    def request(index: int) -> tuple[list[int], SamplingParams]:
-        params = SamplingParams(
-            temperature=0.5 + index / 10,
-            top_p=[1.0, 0.9][index % 2],
-            top_k=[0, 20, 0][index % 3],
-            min_p=[0.0, 0.0, 0.05][index % 3],
-            seed=index * 1_000_003,
-            max_tokens=40,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        return rng.integers(3, 500, 10 + 7 * index).tolist(), params
-
-    requests = [request(index) for index in range(8)]
-    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
-    strangers = [(rng.integers(3, 500, 90).tolist(), greedy) for _ in range(4)]
-    options = {"max_model_len": 256, "num_gpu_blocks_override": 14, "enforce_eager": enforce_eager}
-    with engine(tiny_model("llama").path, **options) as llm:
-        alone = [sampled(llm, [request])[0] for request in requests]
-        assert len({tuple(tokens) for tokens in alone}) == 8
-        assert sampled(llm, requests) == alone
-        assert sampled(llm, requests[::-1])[::-1] == alone
-        assert sampled(llm, [*strangers, *requests])[4:] == alone
-
-
 def test_unseeded_requests_differ_and_an_engine_seed_repeats(tiny_model: Callable[[str], TinyModel]) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, detokenize=False)
     runs = []
