@@ -8,6 +8,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import get_model, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -21,6 +22,8 @@ class CheckpointError(ValueError):
 
 def load_checkpoint(vllm_config: VllmConfig) -> nn.Module:
     """The model with its weights, on the device of ``load_config``; raises CheckpointError naming the first misfit."""
+    # vLLM shares rotary embeddings of equal settings, and some models then change theirs: not what the next may find.
+    rotary_embedding._ROPE_DICT.clear()
     try:
         model = get_model(vllm_config=vllm_config)
         use_plain_experts(model)

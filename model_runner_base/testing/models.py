@@ -24,7 +24,8 @@ class TinyModel:
 
 
 @cache
-def _reference(path: Path) -> Any:
+def reference_model(path: Path) -> Any:
+    """The checkpoint in HF transformers, float32."""
     config = AutoConfig.from_pretrained(path)
     # The default, "sdpa", leaves soft caps out; "eager" counts ALiBi twice in Falcon.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
@@ -35,7 +36,7 @@ def _reference(path: Path) -> Any:
 @torch.no_grad()
 def _greedy(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = _reference(path).generate(
+    out = reference_model(path).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
     )
     return out[0, len(prompt) :].tolist()
@@ -76,4 +77,4 @@ def _vary(name: str, parameter: torch.nn.Parameter) -> None:
         parameter.add_(torch.randn_like(parameter), alpha=0.2)
 
 
-__all__ = ["CONFIGS", "REFUSED", "VOCAB_SIZE", "TinyModel", "make_checkpoint"]
+__all__ = ["CONFIGS", "REFUSED", "VOCAB_SIZE", "TinyModel", "make_checkpoint", "reference_model"]

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from model_runner_base.testing import rules
-from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.models import TinyModel, reference_model
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
 
 TOLERANCE = 1e-3
@@ -23,15 +22,10 @@ Grammar = Callable[[list[int]], np.ndarray]
 """The output tokens so far to a mask [V] of those that may follow."""
 
 
-@cache
-def _model(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
 @lru_cache(maxsize=256)  # Each may be a megabyte.
 @torch.no_grad()
 def _logits(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
-    return _model(path)(torch.tensor([tokens])).logits[0].float().numpy()
+    return reference_model(path)(torch.tensor([tokens])).logits[0].float().numpy()
 
 
 def logits_after(model: TinyModel, tokens: Sequence[int]) -> np.ndarray:
