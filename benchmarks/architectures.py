@@ -97,18 +97,21 @@ def built_rows(names: list[str], with_openxla: bool) -> Iterator[list[str]]:
 
 
 def missing_rows() -> Iterator[list[str]]:
-    """The registry's entries that no tiny configuration stands for."""
+    """The registry's entries that no tiny configuration stands for, by reason."""
     native = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     built = {transformers_class(name) for name in CONFIGS | REFUSED}
-    for architecture, (module, served_by) in registry._TEXT_GENERATION_MODELS.items():
+    by_reason: dict[str, list[str]] = {}
+    for architecture, (_, served_by) in registry._TEXT_GENERATION_MODELS.items():
         if architecture in built:
             continue
         reason = REASONS.get(architecture)
         if reason is None and architecture not in native:
             reason = f"no class in {TRANSFORMERS} (remote code, or a newer release): nothing to compare with"
             if served_by == "LlamaForCausalLM":
-                reason += "; vLLM serves it by the class that `llama` tests"
-        yield [architecture, f"{module}.{served_by}", reason or "not tried"]
+                reason += "; vLLM's class is the one that `llama` tests"
+        by_reason.setdefault(reason or "not tried", []).append(architecture)
+    for reason, architectures in by_reason.items():
+        yield [reason, ", ".join(architectures)]
 
 
 def transformers_class(name: str) -> str:
@@ -140,7 +143,7 @@ def main() -> None:
     show(header, built_rows(names, arguments.openxla), arguments.output)
     if not arguments.names:
         print(file=arguments.output)
-        show(["architecture", "in vLLM", "why not"], missing_rows(), arguments.output)
+        show(["why not", "architectures"], missing_rows(), arguments.output)
 
 
 if __name__ == "__main__":
