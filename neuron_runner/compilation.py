@@ -115,9 +115,10 @@ def _find_sources(
                 sizes.setdefault(str(size), Source("size", source.place, dim))
 
     def find(node: torch.fx.Node, value: Any) -> Source:
-        constant = Source("constant", constant=value)
         if isinstance(value, torch.Tensor):
-            return sources.get(id(value), constant)
+            # Models keep numbers in host tensors that are neither parameters nor buffers.
+            return sources.get(id(value)) or Source("constant", constant=value.to(tensors[0].device))
+        constant = Source("constant", constant=value)
         if match := _INT_ARGUMENT.match(str(node.target)):
             return Source("int", int(match[1]))
         return sizes.get(str(node.meta["example_value"]), constant)
