@@ -150,6 +150,21 @@ MUTATIONS = [
         "        output = self._make_output(inputs.batch, sampled)\n        output.get_output()\n",
         "test_host_does_not_wait",
     ),
+    Mutation(
+        "what lasts of a request outlives it",
+        "request_states.py",
+        "        self.infos.pop(req_id, None)",
+        "        pass",
+        "test_soak",
+    ),
+    Mutation(
+        "the KV caches are copied by each step",
+        "model_runner.py",
+        "        batch, size, packed = self._prepare_inputs(scheduler_output)\n",
+        "        batch, size, packed = self._prepare_inputs(scheduler_output)\n"
+        "        self.kv_caches[:] = [cache.clone() for cache in self.kv_caches]\n        self._bind_kv_caches()\n",
+        "test_caches_are_written_in_place",
+    ),
     # Sampling
     Mutation(
         "top-k keeps one token more",

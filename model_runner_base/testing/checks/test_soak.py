@@ -98,8 +98,10 @@ class Soak:
         while self._count < end or self.engine.has_unfinished_requests():
             while self._count < end and len(self._running) < 9 and self.random.random() < 0.4:
                 self._add()
-            if self._running and self.random.random() < 0.01:
-                name = self.random.choice(list(self._running))
+            if self._running and self.random.random() < 0.03:
+                # Every other time the newest, whose prompt may not be through.
+                names = list(self._running)
+                name = names[-1] if self.random.random() < 0.5 else self.random.choice(names)
                 self.engine.abort_request([name])
                 self._running.pop(name, None)
             for output in self.engine.step():
@@ -162,7 +164,7 @@ def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconf
     kept = list(names_kept(runner, "runner", set()))
     assert not kept, f"{len(kept)} entries are left: {kept[:3]}"
 
-    assert len(soak.results) > 0.7 * count
+    assert len(soak.results) > 0.6 * count
     for result in soak.results:
         if "structured_outputs" not in result.options:
             request = Request(prompt_of(result.number), params_of(result.options, result.max_tokens))
