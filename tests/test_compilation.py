@@ -179,3 +179,18 @@ def test_features_in_bfloat16(tiny_model: Callable[[str], TinyModel]) -> None:
             (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
             assert len(output.outputs[0].token_ids) == 5
         assert CompilationCount.now() == warm
+
+
+HALF = torch.tensor(0.5)
+
+
+def test_numbers_in_host_tensors_become_constants() -> None:
+    device = torch_xla.device()
+    state = [torch.zeros(1).to(device)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state[0].add_(1.0)
+        return x * HALF
+
+    compiled = CompiledFunction(step, state)
+    assert compiled(torch.ones(3).to(device)).tolist() == [0.5, 0.5, 0.5]
