@@ -10,6 +10,8 @@ from typing import Any
 # One process, so that tests can look into the engine; tests of the other ways to run start processes of their own.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# Tiny models: threads wait for each other longer than they work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import vllm.model_executor.models.registry
