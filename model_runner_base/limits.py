@@ -29,6 +29,9 @@ def check_config(vllm_config: VllmConfig) -> None:
         "models with multi-head latent attention (MLA) are not supported yet": model and model.use_mla,
         "layers with a recurrent state (Mamba, linear attention, convolution) are not supported yet: serve a model of"
         " attention layers": model and _has_recurrent_layers(model),
+        "routed experts are not returned yet: leave out enable_return_routed_experts": (
+            model and model.enable_return_routed_experts
+        ),
         "sleep mode is not supported yet: leave out enable_sleep_mode": model and model.enable_sleep_mode,
     }
     for message, is_asked in refusals.items():

@@ -9,11 +9,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from model_runner_base.layers.fused_moe import use_plain_experts
+from model_runner_base.limits import UnsupportedConfigError
 
 
 class CheckpointError(ValueError):
@@ -28,14 +31,15 @@ def load_checkpoint(vllm_config: VllmConfig) -> nn.Module:
         model = get_model(vllm_config=vllm_config)
         use_plain_experts(model)
         return model
-    except NotImplementedError:
-        raise  # A layer said what it does not support: no fault of the checkpoint.
+    except (NotImplementedError, UnsupportedConfigError):
+        raise  # A layer or the platform said what it does not support: no fault of the checkpoint.
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
         model_config = vllm_config.model_config
-        reason = _misfit(model_config) or str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"cannot load checkpoint {model_config.model}: {reason}; save the checkpoint again, or correct config.json"
-        ) from None
+        misfit = _misfit(model_config)
+        reason = (
+            f"{misfit}; save the checkpoint again, or correct config.json" if misfit else str(error).partition("\n")[0]
+        )
+        raise CheckpointError(f"cannot load checkpoint {model_config.model}: {reason}") from None
 
 
 @torch.no_grad()
@@ -49,11 +53,13 @@ def reload_checkpoint(
     """Overwrites the weights of a loaded model where they lie, so that captured graphs see the new ones.
 
     Args:
-        weights_iterator: names and tensors as the checkpoint has them; those that it leaves out stay as they are.
+        weights_iterator: names and tensors as the checkpoint has them; layers that it leaves out stay as they are.
         weights_path: else a checkpoint of the same config; without it, the model's own is read again.
 
-    Raises CheckpointError; what does not fit a checkpoint on disk is found before a weight is touched.
+    Raises CheckpointError; what does not fit a checkpoint on disk is found before a weight is touched, and a layer of
+    which only a part comes keeps its own.
     """
+    _check_reloadable(model)
     if not is_checkpoint_format:
         raise CheckpointError(
             "weights in a device's own layout cannot be loaded: hand them over as the checkpoint has them, and leave "
@@ -75,6 +81,7 @@ def reload_checkpoint(
         initialize_layerwise_reload(model)
         try:
             model.load_weights(weights_iterator)  # type: ignore[operator]
+            _check_complete(model)
         except Exception as error:
             for module in model.modules():
                 get_layerwise_info(module).load_numel = 0  # A layer that got half of its weights keeps its own.
@@ -85,6 +92,27 @@ def reload_checkpoint(
             ) from error
         finally:
             finalize_layerwise_reload(model, model_config)
+
+
+def _check_reloadable(model: nn.Module) -> None:
+    """Refuses weights that reach their layers past vLLM's record of what was loaded, which reloading goes by."""
+    for name, layer in model.named_modules():
+        has_bias = isinstance(layer, FusedMoE) and (
+            layer.e_score_correction_bias is not None or layer.moe_config.has_bias
+        )
+        if has_bias or getattr(getattr(layer, "impl", None), "sinks", None) is not None:
+            raise CheckpointError(
+                f"{name} has biases or sinks that cannot be loaded again yet: start another engine; nothing was changed"
+            )
+
+
+def _check_complete(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        is_part = info.load_numel_total is not None and 0 < info.load_numel < info.load_numel_total
+        # Embeddings are padded: their loader fills the rest with zeros, and does not count it.
+        if is_part and not isinstance(layer, VocabParallelEmbedding):
+            raise CheckpointError(f"only a part of the weights of {name} was given")
 
 
 def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:

@@ -78,10 +78,13 @@ class PagedPlatform(Platform):
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any) -> str:
+        from model_runner_base.limits import UnsupportedConfigError
+
         if selected_backend is not None and selected_backend.name != "CUSTOM":
-            raise ValueError(f"attention backend {selected_backend.name} does not run here: leave the choice out")
+            name = selected_backend.name
+            raise UnsupportedConfigError(f"attention backend {name} does not run here: leave the choice out")
         if attn_selector_config.use_mla:
-            raise ValueError("models with multi-head latent attention (MLA) are not supported yet")
+            raise UnsupportedConfigError("models with multi-head latent attention (MLA) are not supported yet")
         return "model_runner_base.attention.paged.PagedAttentionBackend"
 
     @classmethod

@@ -80,12 +80,14 @@ def test_what_does_not_fit_leaves_the_weights(tiny_model: Callable[[str], TinyMo
     truncated = other_weights(model, tmp_path / "truncated")
     content = (truncated.path / "model.safetensors").read_bytes()
     (truncated.path / "model.safetensors").write_bytes(content[:-100])
+    query = "model.layers.0.self_attn.q_proj.weight"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"weights_path": str(missing.path)}, r"layers\.1\.mlp\.up_proj\.weight is missing; the model keeps"),
         ({"weights_path": str(tmp_path / "nowhere")}, "nowhere"),
         ({"weights_path": str(truncated.path)}, "truncated"),
         ({"weights_iterator": [], "is_checkpoint_format": False}, "as the checkpoint has them"),
         ({"weights_iterator": [("model.norm.weight", torch.ones(3))]}, "load again"),
+        ({"weights_iterator": [(query, load_file(missing.path / "model.safetensors")[query])]}, "qkv_proj was given"),
     ]
     with small_engine(model, enforce_eager=True) as llm:
         for kwargs, message in cases:
@@ -112,3 +114,13 @@ def test_running_requests_go_on_with_new_weights(tiny_model: Callable[[str], Tin
                 tokens = list(output.outputs[0].token_ids)
         assert tokens[:10] == old.greedy(PROMPTS[0], 10)
         assert tokens[12:] == [0] * 8
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss"])
+def test_what_cannot_be_reloaded_is_refused(name: str, tiny_model: Callable[[str], TinyModel]) -> None:
+    """A router's bias and attention sinks do not pass through what vLLM's reloading watches."""
+    model = tiny_model(name)
+    with small_engine(model, enforce_eager=True) as llm:
+        with pytest.raises(CheckpointError, match="nothing was changed"):
+            reload_weights(llm)
+        assert generate(llm, PROMPTS) == expected(model, PROMPTS)

@@ -34,7 +34,7 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH, **_TOKENS}
 _BLOOM = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4, **_TOKENS}
-_FALCON = {**_UNTIED, "ffn_hidden_size": 256}
+_FALCON = {name: value for name, value in _UNTIED.items() if name != "num_key_value_heads"} | {"ffn_hidden_size": 256}
 _MLA = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 _DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
 _MAMBA = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, **_TOKENS}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
@@ -24,9 +24,16 @@ DEFAULTS: dict[str, Any] = {
 def cache_bytes(model: str | Path, num_tokens: int) -> int:
     """``kv_cache_memory_bytes`` for so many tokens in float32: less than the requests need makes them preempt."""
     config = AutoConfig.from_pretrained(model)
-    num_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    num_heads = _num_kv_heads(config)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return num_tokens * config.num_hidden_layers * 2 * num_heads * head_size * 4
+
+
+def _num_kv_heads(config: PretrainedConfig) -> int:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+    return next(value for name in names if (value := getattr(config, name, None)))
 
 
 class Engines:
