@@ -117,7 +117,8 @@ def _find_sources(
     def find(node: torch.fx.Node, value: Any) -> Source:
         constant = Source("constant", constant=value)
         if isinstance(value, torch.Tensor):
-            return sources.get(id(value), constant)
+            # A constant that a model keeps as a plain tensor stayed on the host when the model moved.
+            return sources.get(id(value)) or Source("constant", constant=value.to(tensors[0].device))
         if match := _INT_ARGUMENT.match(str(node.target)):
             return Source("int", int(match[1]))
         return sizes.get(str(node.meta["example_value"]), constant)
