@@ -51,9 +51,8 @@ def run(arguments: list[str], path: Path = ROOT) -> tuple[int, dict[str, str], s
         capture_output=True,
         text=True,
     )
-    rows = re.findall(
-        r"^  \w[\w ]*?\s{2,}(\S.*?)\s{2,}((?:passes|FAILS|not supported).*?)(?:\s{2,}|$)", out.stdout, re.M
-    )
+    row = r"^  \w[\w ]*? {2,}(\S.*?) {2,}((?:passes|FAILS|not supported).*?)(?: {2,}|$)"
+    rows = re.findall(row, out.stdout, re.M)
     return out.returncode, dict(rows), out.stdout + out.stderr
 
 
