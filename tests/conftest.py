@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Tiny models: threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest
 import vllm.model_executor.models.registry
 from vllm import LLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from model_runner_base.testing.models import CONFIGS, TinyModel, make_checkpoint
+from model_runner_base.testing.engine import DEFAULTS
+from model_runner_base.testing.fixtures import tiny_model
 
 # Elsewhere vLLM looks at a model's class in a process of its own, which costs seconds for each architecture.
 vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
@@ -26,24 +26,10 @@ vllm.model_executor.models.registry._run_in_subprocess = lambda function: functi
 BUNDLED_MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
-    """Makes the tiny checkpoint of an architecture, once."""
-    directory = tmp_path_factory.mktemp("models")
-    return lambda name: make_checkpoint(name, directory)
-
-
 @contextmanager
 def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
-    """A real engine on token ids, small unless asked otherwise."""
-    defaults: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": 8 << 20,
-        "disable_log_stats": False,
-    }
-    llm = LLM(str(model), **(defaults | options))
+    """A real engine on token ids, as small as the kit's unless asked otherwise; the model's length is its own."""
+    llm = LLM(str(model), **(DEFAULTS | {"max_model_len": None} | options))
     try:
         yield llm
     finally:
@@ -52,4 +38,4 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
         cleanup_dist_env_and_memory()
 
 
-__all__ = ["BUNDLED_MODEL", "CONFIGS", "engine"]
+__all__ = ["BUNDLED_MODEL", "engine", "tiny_model"]

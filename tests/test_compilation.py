@@ -7,11 +7,12 @@ import numpy as np
 import torch
 import torch_xla
 from conftest import engine
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from model_runner_base.graph_policy import GraphSize
-from model_runner_base.model_runner import ModelRunnerBase
-from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.architectures import VOCAB_SIZE
+from model_runner_base.testing.engine import runner_of
+from model_runner_base.testing.models import TinyModel
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.metrics import CompilationCount
 
@@ -32,10 +33,6 @@ BUCKETS = {
     "num_seqs_buckets": [1, 3, 6],
     "context_length_buckets": [100, 512],
 }
-
-
-def runner_of(llm: LLM) -> ModelRunnerBase:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def test_nothing_compiles_after_warm_up_and_every_bucket_serves(tiny_model: Callable[[str], TinyModel]) -> None:

@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import core_of, runner_of
 from model_runner_base.testing.models import TinyModel
 
 OUTPUTS = 7
@@ -43,8 +44,8 @@ class Driver:
     """Feeds the engine core what AsyncLLM would, at chosen steps."""
 
     def __init__(self, llm: LLM) -> None:
-        self.core = llm.llm_engine.engine_core.engine_core
-        self.runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self.core = core_of(llm)
+        self.runner = runner_of(llm)
         self.prompt_logprobs: int | None = None
         self.prompts_answered = 0
         self.sessions: dict[str, Session] = {}

@@ -19,7 +19,6 @@ from model_runner_base.graph_policy import WrapFunction
 NUM_ON_DEVICE = 20
 """As many as the OpenAI API allows."""
 
-
 NO_LOGPROBS = -2
 """In a table of counts; vLLM's -1 means the whole vocabulary."""
 
@@ -32,7 +31,6 @@ def resolve_count(count: int | None, vocab_size: int) -> int:
 
 
 def _values(takes_logits: bool, logits: torch.Tensor) -> torch.Tensor:
-    logits = logits.float()
     # A copy: a graph that computes nothing cannot be compiled.
     return logits.clone() if takes_logits else logits.log_softmax(dim=-1)
 
@@ -84,7 +82,7 @@ class LogprobsGatherer:
         self._full = wrap(partial(_values, takes_logits), [])
 
     def gather(self, count: int, logits: torch.Tensor, tokens: torch.Tensor) -> DeviceLogprobs:
-        """For logits [S, V] and chosen tokens [S] int32: the ``count`` likeliest a row."""
+        """For logits [S, V] float32 and chosen tokens [S] int32: the ``count`` likeliest a row."""
         if count <= NUM_ON_DEVICE:
             return DeviceLogprobs(count, tokens, self._top(logits, tokens), None)
         return DeviceLogprobs(count, tokens, None, self._full(logits))

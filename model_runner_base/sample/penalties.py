@@ -35,7 +35,7 @@ def _penalise(
 
     Args:
         counts: [rows, V] int32, updated in place.
-        logits: [S, V].
+        logits: [S, V] float32.
         sample_slots: [2, S] int32, of which the first are the request rows.
         is_new: [S] int32 0 or 1: whether the row's last token has not been counted yet.
         penalties: [S, 3] presence, frequency, repetition.
@@ -46,7 +46,6 @@ def _penalise(
     count = counts[rows]
     in_output = count & (IN_PROMPT - 1)
     presence, frequency, repetition = penalties.unsqueeze(-1).unbind(1)
-    logits = logits.float()
     repetition = torch.where(count > 0, repetition, 1.0)
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - frequency * in_output - presence * (in_output > 0)

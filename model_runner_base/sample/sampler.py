@@ -22,7 +22,7 @@ def sample(
     """Samples one token a row and records it in ``last_tokens``, in place.
 
     Args:
-        logits: [S, V].
+        logits: [S, V] float32.
         slots: [2, S] int32: the request row of each logits row (the padding row where nothing is to be recorded), and
             the position its token will have.
         floats, ints: the tables of ``SamplingStates``.
@@ -33,7 +33,6 @@ def sample(
         temperature, -inf where a token was cut off.
     """
     rows, positions = slots[0], slots[1]
-    logits = logits.float()
     tokens = logits.argmax(dim=-1).to(torch.int32)
     scaled = logits
     if mode != SamplingMode.GREEDY:
@@ -49,7 +48,8 @@ def sample(
         drawn = (scaled + noise).argmax(dim=-1).to(torch.int32)
         tokens = torch.where(is_greedy.squeeze(-1), tokens, drawn)
     last_tokens.index_put_((rows,), tokens)
-    return (tokens, scaled) if returns_logits else tokens
+    # A copy: where all are greedy these are the input, and a graph hands out nothing that it was handed.
+    return (tokens, scaled.clone()) if returns_logits else tokens
 
 
 def _sorted_floor(logits: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ class SampleInputs:
 
     batch: InputBatch
     logits: torch.Tensor
-    """[S, V]"""
+    """[S, V] float32"""
     sample_slots: torch.Tensor
     """[2, S] int32: the request row of each logits row (the padding row if it yields no token), and the position its
     token will have."""
@@ -44,7 +44,7 @@ class LogitsStage:
         """A request that asked for the stage took a row; ``token_ids`` are its prompt and its output so far."""
 
     def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [S, V] with the stage's rules applied.
+        """The logits [S, V] float32 with the stage's rules applied.
 
         ``asking``: indices in the batch, at least one, of the requests that asked for the stage and yield a token.
         """

@@ -25,7 +25,7 @@ FORBIDDEN = float("-inf")
 
 def _add(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Logits [S, V] with ``values`` [PIECE] added at ``places`` [2, PIECE] (row, token); places may repeat."""
-    return logits.float().index_put((places[0], places[1]), values, accumulate=True)
+    return logits.index_put((places[0], places[1]), values, accumulate=True)
 
 
 class TokenEdits(LogitsStage):

@@ -70,6 +70,3 @@ class AllowedTokens(LogitsStage):
     def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         rows = inputs.batch.rows[asking].tolist()
         return self._masks.apply(logits, {index: self._words[row] for index, row in zip(asking, rows, strict=True)})
-
-    def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
-        self._masks.apply(logits, {})

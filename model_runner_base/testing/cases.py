@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from vllm import LLM, SamplingParams
 
+from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import generate
-from model_runner_base.testing.models import VOCAB_SIZE
 from model_runner_base.testing.reference import logits_after
 from model_runner_base.testing.table import refusal
 

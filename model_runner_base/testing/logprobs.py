@@ -8,8 +8,9 @@ from vllm import LLM, CompletionOutput, RequestOutput
 from vllm.logprobs import Logprob
 
 from model_runner_base.testing import rules
+from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import generate
-from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens, logits_after
 from model_runner_base.testing.tokenizer import make_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model_runner_base.testing.architectures import CONFIGS, IGNORED_BY_VLLM, REFUSED, VLLM_NAMES, VOCAB_SIZE
+from model_runner_base.testing.architectures import CONFIGS, IGNORED_BY_VLLM, REFUSED, VLLM_NAMES
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,3 @@ def _vary(name: str, parameter: torch.nn.Parameter) -> None:
         torch.nn.init.normal_(parameter, std=0.1)
     else:
         parameter.add_(torch.randn_like(parameter), alpha=0.2)
-
-
-__all__ = ["CONFIGS", "REFUSED", "VOCAB_SIZE", "TinyModel", "make_checkpoint", "reference_model"]

@@ -6,7 +6,8 @@ from itertools import product
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.architectures import VOCAB_SIZE
+from model_runner_base.testing.models import TinyModel
 
 EOS = 1
 _SPECIAL = ["<s>", "</s>", "<pad>"]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from vllm import LLM
 
+from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, sampled, tokens_of
-from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, distribution
 from model_runner_base.testing.statistics import check_counts
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from vllm import LLM
 
+from model_runner_base.testing.architectures import CONFIGS
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import cache_bytes, generate, greedy, metric, tokens_of
-from model_runner_base.testing.models import CONFIGS, TinyModel
+from model_runner_base.testing.models import TinyModel
 
 Start = Callable[..., LLM]
 Prompts = list[tuple[int, ...]]

@@ -20,6 +20,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from model_runner_base.testing import reference
+from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.brute_force import (
     SeenStep,
     check_arrays,
@@ -27,7 +28,7 @@ from model_runner_base.testing.brute_force import (
     watched_steps,
 )
 from model_runner_base.testing.engine import core_of, greedy, runner_of, sampled
-from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import check_tokens
 from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Request, Share
 from model_runner_base.testing.table import refusal

@@ -12,9 +12,10 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.cases import FIRST_TOKEN
 from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of
-from model_runner_base.testing.models import VOCAB_SIZE, TinyModel
+from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens
 from model_runner_base.testing.table import refusal
 
