@@ -43,7 +43,7 @@ class BatchBuilder:
         num_reqs = len(req_ids)
         rows = requests.rows_of(req_ids)
         query_len = np.fromiter(scheduled.values(), np.int64, num_reqs)
-        num_computed = requests.num_computed[rows].astype(np.int64)
+        num_computed = requests.num_computed[rows]
         seq_lens = num_computed + query_len
         requests.num_computed[rows] = seq_lens
         num_known = requests.num_known[rows]

@@ -54,8 +54,8 @@ class RequestStates:
     def __init__(self, max_num_reqs: int, max_model_len: int) -> None:
         self.max_num_reqs = max_num_reqs
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
-        self.num_known = np.zeros(max_num_reqs, np.int32)
-        self.num_computed = np.zeros(max_num_reqs, np.int32)
+        self.num_known = np.zeros(max_num_reqs, np.int64)
+        self.num_computed = np.zeros(max_num_reqs, np.int64)
         self.rows: dict[str, int] = {}
         self.infos: dict[str, RequestInfo] = {}
         self.by_row: list[RequestInfo | None] = [None] * max_num_reqs
