@@ -33,13 +33,11 @@ class PagedAttentionAdapter:
     def __init__(self, groups: list[AttentionGroup], limits: StepLimits) -> None:
         self.groups = groups
         self.limits = limits
-        self._plans: list[AttentionPlan] = []
-        self._steady: list[SteadyPlan] = []
 
     def plan(self, batch: InputBatch) -> list[AttentionPlan]:
         """One plan a group; all have the same query tiles."""
         query_tile = 1 if batch.is_uniform_decode else self.limits.query_tile
-        self._plans = [
+        return [
             make_plan(
                 group.geometry,
                 query_tile,
@@ -51,23 +49,15 @@ class PagedAttentionAdapter:
             )
             for group in self.groups
         ]
-        self._steady = []
-        return self._plans
 
-    def advance(self, batch: InputBatch, views: dict[str, np.ndarray]) -> bool:
-        """Moves the sections that hold the last step on to ``batch``, which follows it (see ``InputBatch.follows``).
-
-        Returns False if they have no room for what the step needs: it is to be planned and packed then.
-        """
-        if not self._steady:
-            self._steady = [
-                SteadyPlan(group.geometry, plan, views, index)
-                for index, (group, plan) in enumerate(zip(self.groups, self._plans, strict=True))
-            ]
-        return all(
-            steady.advance(batch.positions, group.block_table.table, batch.rows)
-            for steady, group in zip(self._steady, self.groups, strict=True)
-        )
+    def steady_plans(
+        self, batch: InputBatch, plans: list[AttentionPlan], views: dict[str, np.ndarray]
+    ) -> list[SteadyPlan]:
+        """What keeps the packed ``plans`` of a step of pure decode up while it is repeated."""
+        return [
+            SteadyPlan(group.geometry, plan, group.block_table.table, batch.positions, batch.rows, views, index)
+            for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True))
+        ]
 
     def needed_size(self, batch: InputBatch, plans: list[AttentionPlan]) -> GraphSize:
         """The size of this step before padding; one pair stays neutral."""
@@ -82,9 +72,9 @@ class PagedAttentionAdapter:
         for index, group in enumerate(self.groups):
             sections += [
                 Section(f"slot_blocks.{index}", (num_tokens,)),
-                Section(f"slot_offsets.{index}", (num_tokens,)),
+                Section(f"slot_offsets.{index}", (num_tokens,), grows=True),
                 Section(f"pair_tile.{index}", (num_pairs,)),
-                Section(f"pair_offset.{index}", (num_pairs,)),
+                Section(f"pair_offset.{index}", (num_pairs,), grows=True),
                 Section(f"pair_blocks.{index}", (num_pairs, group.geometry.blocks_per_tile)),
             ]
             if query_tile != 1:
@@ -105,12 +95,14 @@ class PagedAttentionAdapter:
         """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
             table = group.block_table
-            block_index, offsets = np.divmod(batch.positions, table.block_size)
+            block_index = batch.positions // table.block_size
+            offsets = batch.positions - block_index * table.block_size
             pad_into(views[f"slot_blocks.{index}"], table.table[batch.token_rows, block_index], 0)
             pad_into(views[f"slot_offsets.{index}"], offsets, 0)
-            pad_into(views[f"pair_tile.{index}"], plan.pair_tile, 0)
             pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
-            pad_into(views[f"pair_blocks.{index}"], plan.pair_blocks, 0)
+            # Padding pairs see nothing, so they may keep the tiles and blocks of an earlier step.
+            views[f"pair_tile.{index}"][: plan.num_pairs] = plan.pair_tile
+            views[f"pair_blocks.{index}"][: plan.num_pairs] = plan.pair_blocks
             if size.query_tile != 1:
                 pad_into(views[f"pair_last.{index}"], plan.pair_offset + plan.tile_len[plan.pair_tile] - 1, MASKED)
             sizes = group.geometry.level_sizes(size.num_tiles, size.num_pairs)

@@ -28,9 +28,13 @@ class BlockTable:
 
     def append(self, rows: np.ndarray, block_ids: Sequence[list[int]]) -> None:
         """Adds blocks at the end of each of ``rows``, which are distinct."""
-        counts = np.fromiter(map(len, block_ids), np.int64, len(block_ids))
-        flat = np.fromiter(chain.from_iterable(block_ids), np.int32)
+        flat = list(chain.from_iterable(block_ids))
         start = self.num_blocks[rows]
+        if len(flat) == len(rows) and all(block_ids):  # Decode: one block each.
+            self.table[rows, start] = flat
+            self.num_blocks[rows] = start + 1
+            return
+        counts = np.fromiter(map(len, block_ids), np.int64, len(block_ids))
         first = np.cumsum(counts) - counts
         index = np.arange(len(flat)) + np.repeat(start - first, counts)
         self.table[np.repeat(rows, counts), index] = flat

@@ -7,7 +7,7 @@ in the rooms that this file calls, and a device plugs itself in through four hoo
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,15 @@ from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionA
 from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
-from model_runner_base.input_batch import InputBatch, PackedInputs, PackedStep, Section, token_sections, unpack
+from model_runner_base.input_batch import (
+    InputBatch,
+    PackedInputs,
+    PackedStep,
+    Section,
+    in_order,
+    token_sections,
+    unpack,
+)
 from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
 from model_runner_base.prompt_embeds import EmbedInputs, TokenInputs
@@ -38,6 +46,7 @@ from model_runner_base.sample.params import SamplingMode
 from model_runner_base.sample.pipeline import SamplingPipeline, SamplingPlan
 from model_runner_base.sample.sampler import sample
 from model_runner_base.sample.stage import SampleInputs
+from model_runner_base.steady_decode import SteadyDecode
 
 
 class ModelRunnerBase:
@@ -67,8 +76,8 @@ class ModelRunnerBase:
 
         self.model: Any
         self._inputs = PackedInputs(self._sections)
-        self._packed: PackedStep | None = None
-        """The last step, while its buffer holds it."""
+        self._steady: SteadyDecode | None = None
+        """The last step, if one like it may follow."""
         self._sample_inputs: SampleInputs | None = None
         self._cache_device_properties()
         self._logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
@@ -248,8 +257,8 @@ class ModelRunnerBase:
                     )
             changed = [index for index in changed if cached.req_ids[index] not in cached.resumed_req_ids]
         if changed:
-            rows = self.requests.rows_of(cached.req_ids[index] for index in changed)
-            by_table = zip(*(cached.new_block_ids[index] for index in changed), strict=True)
+            rows = self.requests.rows_of([cached.req_ids[index] for index in changed])
+            by_table = zip(*[cached.new_block_ids[index] for index in changed], strict=True)
             for table, block_ids in zip(self.block_tables, by_table, strict=True):
                 table.append(rows, block_ids)
 
@@ -270,19 +279,14 @@ class ModelRunnerBase:
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, GraphSize, torch.Tensor]:
         """The batch, the size it runs at, and its arrays, padded to that size, in one buffer on the device."""
-        batch = self.batch_builder.build(scheduler_output)
-        packed = self._move_on(batch) or self._pack(batch)
+        steady = self._steady
+        if steady is not None and steady.advance(scheduler_output):
+            batch, packed = steady.batch, steady.packed
+        else:
+            batch = self.batch_builder.build(scheduler_output)
+            packed = self._pack(batch)
         self.prompt_embeds.pack(batch, packed.views)
-        self._packed = packed
         return batch, packed.size, self.device_ops.to_device(packed.buffer)
-
-    def _move_on(self, batch: InputBatch) -> PackedStep | None:
-        """Steady decode: the last step's buffer, what has changed written over it; None unless ``batch`` follows it."""
-        packed = self._packed
-        if packed is None or not batch.follows or not self.attention.advance(batch, packed.views):
-            return None
-        self.batch_builder.pack_next(batch, packed.views)
-        return packed
 
     def _pack(self, batch: InputBatch) -> PackedStep:
         """Plans the step, picks its size and fills that size's buffer."""
@@ -290,10 +294,15 @@ class ModelRunnerBase:
         packed = self._inputs.at(self.graph_policy.dispatch(self.attention.needed_size(batch, plans)))
         self.batch_builder.pack(batch, packed.views)
         self.attention.pack(batch, plans, packed.size, packed.views)
+        self._steady = None
+        if batch.is_uniform_decode and batch.is_sampled.all():
+            steady_plans = self.attention.steady_plans(batch, plans, packed.views)
+            self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)
         return packed
 
-    def _sections(self, size: GraphSize) -> tuple[Section, ...]:
-        return (*token_sections(size), *self.attention.sections(size), *self.prompt_embeds.sections(size))
+    def _sections(self, size: GraphSize) -> list[Section]:
+        rooms = token_sections(size), self.attention.sections(size), self.prompt_embeds.sections(size)
+        return in_order(chain.from_iterable(rooms))
 
     def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
         """Which rules, sampler and log probabilities the batch's requests ask for."""
@@ -312,7 +321,8 @@ class ModelRunnerBase:
         hidden_states = self.model(positions=arrays["positions"], intermediate_tensors=None, **inputs)
         context.attn_metadata = None  # type: ignore[assignment]
         logits = self._compute_logits(hidden_states, arrays["logits_indices"])
-        return logits, arrays["sample_slots"].clone(), hidden_states
+        sample_slots = torch.stack((arrays["sample_rows"], arrays["sample_positions"]))
+        return logits, sample_slots, hidden_states
 
     def _compute_logits(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Logits [len(indices), V] float32 of some rows of the hidden states [T, hidden]."""
@@ -339,14 +349,14 @@ class ModelRunnerBase:
     def _dummy_run(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Runs the model at a size on nothing but padding; returns logits, sample slots and hidden states."""
         self._bind_kv_caches()
-        self._packed = None
-        _, buffer, views = self._inputs.at(size)
-        buffer[:] = 0
-        self.batch_builder.pack_padding(views)
-        self.attention.pack_padding(views)
+        self._steady = None
+        packed = self._inputs.at(size)
+        packed.buffer[:] = 0
+        self.batch_builder.pack_padding(packed.views)
+        self.attention.pack_padding(packed.views)
         with override_forward_context(self._forward_context):
             padding = self.prompt_embeds.padding(size)
-            return self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0], *padding)
+            return self._forward(size, self.device_ops.to_device(packed.buffer), self.last_tokens[0], *padding)
 
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, dearest first, under a progress bar."""

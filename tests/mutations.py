@@ -59,22 +59,22 @@ MUTATIONS = [
     # Steady decode
     Mutation(
         "steady decode does not look for resumed requests",
-        "batch_builder.py",
+        "steady_decode.py",
         "        and not scheduler_output.scheduled_cached_reqs.resumed_req_ids\n",
         "",
         STEADY,
     ),
     Mutation(
         "steady decode does not look at the order of requests",
-        "batch_builder.py",
-        "list(scheduler_output.num_scheduled_tokens) == last.req_ids",
-        "set(scheduler_output.num_scheduled_tokens) == set(last.req_ids)",
+        "steady_decode.py",
+        "scheduled_cached_reqs.req_ids == last.req_ids",
+        "scheduled_cached_reqs.req_ids and len(last.req_ids)",
         STEPS,
     ),
     Mutation(
         "steady decode does not look up a block that it enters",
         "attention/steady.py",
-        "        self._pair_blocks[self._last[0][entering], block_in_tile] = block_ids\n",
+        "        self._pair_blocks[self._last[0][tiles], block_in_tile] = block_ids\n",
         "",
         STEPS,
     ),

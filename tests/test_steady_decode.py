@@ -1,14 +1,20 @@
 """Steady decode: a packed plan moved on in place means what the tokens that exist mean."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.attention.plan import FAN_IN, PlanGeometry, make_plan
 from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
+from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
-from model_runner_base.input_batch import InputBatch, PackedInputs
+from model_runner_base.input_batch import InputBatch, PackedStep, in_order, token_sections
+from model_runner_base.request_states import RequestStates
+from model_runner_base.steady_decode import SteadyDecode
 
 MAX_LENGTH = 320
 
@@ -66,6 +72,15 @@ def decode_batch(num_computed: np.ndarray, rows: np.ndarray) -> InputBatch:
     )
 
 
+def scheduled(req_ids: list[str]) -> Any:
+    """What ``SteadyDecode`` reads of a scheduler's output: one token for each of the requests, nobody new."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=len(req_ids),
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), req_ids=req_ids),
+    )
+
+
 @given(
     block_size=st.sampled_from([1, 2, 4]),
     blocks_per_tile=st.sampled_from([1, 2, 8]),
@@ -94,19 +109,26 @@ def test_moved_on_plan_sees_what_exists(
     plans = adapter.plan(batch)
     need = adapter.needed_size(batch, plans)
     size = GraphSize(1, num_reqs + 1, num_reqs + 1, num_reqs + 1, need.num_pairs + room)
-    views = PackedInputs(adapter.sections).at(size).views
+    packed = PackedStep(size, in_order([*token_sections(size), *adapter.sections(size)]))
+    views = packed.views
+    requests = RequestStates(num_reqs, MAX_LENGTH)
+    builder = BatchBuilder(requests)
+    builder.pack(batch, views)
     adapter.pack(batch, plans, size, views)
+    steady = SteadyDecode(batch, packed, adapter.steady_plans(batch, plans, views), requests)
 
     for step in range(1, steps + 1):
-        batch = decode_batch(np.array(lengths) + step, rows)
-        if not adapter.advance(batch, views):
-            fresh = make_plan(
-                geometry, 1, batch.query_start, batch.query_len, batch.num_computed, table.table, batch.rows
-            )
+        positions = np.array(lengths) + step
+        if not steady.advance(scheduled(batch.req_ids)):
+            fresh = make_plan(geometry, 1, batch.query_start, batch.query_len, positions, table.table, batch.rows)
             # A windowed request may hold one pair that it has left behind.
             assert fresh.num_pairs + (num_reqs if window else 0) >= size.num_pairs, "there was room"
             return
-        for index, (row, position) in enumerate(zip(rows, batch.positions, strict=True)):
+        assert (requests.num_computed[rows] == positions + 1).all()
+        for name, values in [("positions", positions), ("sample_positions", positions + 1), ("token_sources", rows)]:
+            assert (views[name][:num_reqs] == values).all()
+        assert views["positions"][num_reqs] == views["sample_positions"][num_reqs] == 0, "padding moves"
+        for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
             blocks = table.table[row]
             first = max(0, position - window + 1) if window else 0
             pairs, widths = children_of(views, geometry, [index])
