@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
+from vllm.envs import enable_envs_cache
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
@@ -57,6 +58,7 @@ class Layer(AttentionLayerBase):
 def init_process() -> None:
     """What a worker does once: one rank, one thread for tensor code so that thread time is all of it."""
     torch.set_num_threads(1)
+    enable_envs_cache()
     address = get_distributed_init_method("127.0.0.1", get_open_port())
     init_distributed_environment(1, 0, address, 0, "gloo")
     ensure_model_parallel_initialized(1, 1)

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.penalties import _convert_to_tensors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -58,7 +59,10 @@ def stand_in_for_cuda() -> None:
 
 
 class FakeSampler(Sampler):
-    """The sampler as device work; the metadata that it is given is the host's."""
+    """The sampler as device work, but for what it does to Python lists.
+
+    The metadata that it is given is the host's, and so is the tensor that it makes of all output tokens for penalties.
+    """
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -66,6 +70,8 @@ class FakeSampler(Sampler):
         self._sample = device.wrap(self._run)
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> SamplerOutput:  # type: ignore[override]
+        if not sampling_metadata.no_penalties:
+            _convert_to_tensors(sampling_metadata.output_token_ids, logits.shape[1], logits.device)
         self._metadata = sampling_metadata
         return self._sample(logits)
 
