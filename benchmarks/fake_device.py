@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.forward_context import get_forward_context
 
 from model_runner_base import BucketPolicy, GraphSize, ModelRunnerBase
+from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.graph_policy import StepFunction, StepLimits, geometric
 from model_runner_base.input_batch import unpack
 
@@ -36,6 +38,8 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.is_live = True
+        self.attends = False
+        """Whether live steps show the mean of what each token sees of the cache: attention without scores."""
         self.taken_ns = 0
         self._results: dict[tuple[Any, ...], Any] = {}
 
@@ -68,8 +72,8 @@ class FakeModel(nn.Module):
         super().__init__()
         self.seen: dict[str, torch.Tensor] = {}
         """What the last live step handed over."""
-        self.look: Callable[[], dict[str, torch.Tensor]] = dict
-        """More to look at while a live step runs."""
+        self.look: Callable[[torch.Tensor], dict[str, torch.Tensor]] = lambda values: {}
+        """What else a live step shows, given a value for each token [T, 1] that a layer would cache."""
         self._device = device
         self._hidden_states = device.wrap(self._run)
         self.compute_logits = device.wrap(self._run_head)
@@ -78,9 +82,10 @@ class FakeModel(nn.Module):
         return self._hidden_states(input_ids, positions)
 
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self._device.is_live:
-            self.seen = {"token_ids": token_ids.clone(), "positions": positions.clone()} | self.look()
         hashed = (token_ids.long() * 31 + positions * 17 + 7) % VOCAB_SIZE
+        if self._device.is_live:
+            seen = {"token_ids": token_ids.clone(), "positions": positions.clone()}
+            self.seen = seen | self.look(hashed.unsqueeze(-1) / VOCAB_SIZE)
         return torch.stack((hashed, torch.arange(len(token_ids))), dim=-1).float()
 
     def _run_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -137,7 +142,7 @@ class FakeDeviceRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         self.model = FakeModel(self.fake_device)
-        self.model.look = self._sections_seen
+        self.model.look = self._look
 
     def profile_run(self) -> int:
         return 0
@@ -145,11 +150,17 @@ class FakeDeviceRunner(ModelRunnerBase):
     def capture_model(self) -> None:
         """Sizes are captured when they are first met, outside the time that counts."""
 
-    def _sections_seen(self) -> dict[str, torch.Tensor]:
+    def _look(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cache slots [T] and sequence lengths [R] of the running step, padded, from its packed inputs."""
         assert self.graph_policy.packed is not None
         size, packed = self.graph_policy.packed
         arrays = unpack(packed, self._sections(size))
         block_size = self.vllm_config.cache_config.block_size
         slots = arrays["slot_blocks.0"] * block_size + arrays["slot_offsets.0"]
-        return {"slots": slots, "seq_lens": arrays["sample_slots"][1]}
+        seen = {"slots": slots, "seq_lens": arrays["sample_slots"][1]}
+        if self.fake_device.attends:
+            metadata: Any = next(iter(get_forward_context().attn_metadata.values()))
+            attention = PagedAttentionImpl(num_heads=1, head_size=1, scale=1.0)
+            query = torch.zeros_like(values)
+            seen["attended"] = attention.forward(None, query, values, values, self.kv_caches[0], metadata)[:, 0]  # type: ignore[arg-type]
+        return seen

@@ -95,6 +95,7 @@ class Handed(NamedTuple):
     seq_len: int
     sampled_from: int
     sampled: list[int]
+    attended: list[float]
 
 
 def by_request(
@@ -112,6 +113,7 @@ def by_request(
             seq_len=arrays["seq_lens"][index],
             sampled_from=arrays["sampled_from"][index] - start,
             sampled=list(output.sampled_token_ids[index]),
+            attended=arrays["attended"][tokens] if "attended" in arrays else [],
         )
         start = tokens.stop
     return handed
@@ -123,7 +125,10 @@ def compare(
     stock, ours = (by_request(scheduler_output, *side) for side in zip(outputs, seen, strict=True))
     assert stock.keys() == ours.keys() == scheduler_output.num_scheduled_tokens.keys()
     for req_id, expected in stock.items():
-        assert ours[req_id] == expected, f"request {req_id}: {ours[req_id]}, but stock has {expected}"
+        for name, value, wanted in zip(Handed._fields, ours[req_id], expected, strict=True):
+            # Sums of floats in another order.
+            same = np.allclose(value, wanted, atol=1e-5) if name == "attended" else value == wanted
+            assert same, f"{name} of request {req_id} are {value}, but stock has {wanted}"
     logprobs = [output.logprobs for output in outputs]
     assert (logprobs[0] is None) == (logprobs[1] is None)
     if logprobs[0] is not None and logprobs[1] is not None:
@@ -134,6 +139,8 @@ def check_random(sides: Sides, has_features: bool, num_requests: int = 80) -> No
     """A crowded engine: prompts longer than a step's budget, and half the blocks that would be needed."""
     random = np.random.default_rng(0)
     drive = Drive(sides, num_blocks=250, max_num_tokens=200)
+    for side in sides:
+        side.device.attends = True
     lengths, counts = random.integers(1, 400, num_requests), random.integers(1, 120, num_requests)
     num_steps = num_preempted = num_resumed = num_chunks = 0
     waiting = list(zip(lengths.tolist(), counts.tolist(), strict=True))
@@ -146,6 +153,8 @@ def check_random(sides: Sides, has_features: bool, num_requests: int = 80) -> No
         num_resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
         num_chunks += sum(1 < count < 200 for count in output.num_scheduled_tokens.values())
     drive.close()
+    for side in sides:
+        side.device.attends = False
     assert num_steps > 300 and num_preempted and num_resumed and num_chunks > num_requests
 
 

@@ -88,7 +88,7 @@ class StockRunner(GPUModelRunner):
         self.fake_device = FakeDevice()
         self.sampler = FakeSampler(self.fake_device)
         self.model = FakeModel(self.fake_device)
-        self.model.look = self._context_seen
+        self.model.look = self._look
 
     def _init_device_properties(self) -> None:
         pass
@@ -99,12 +99,24 @@ class StockRunner(GPUModelRunner):
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int]
     ) -> dict[str, torch.Tensor]:
-        """None: no layer runs."""
+        """None that a layer would see: there is one for ``_look``, a value a slot."""
+        self.cached = torch.zeros(kv_cache_config.num_blocks, self.cache_config.block_size)
         return {}
 
-    def _context_seen(self) -> dict[str, torch.Tensor]:
+    def _look(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cache slots [T] and sequence lengths [R] of the running step, as a layer finds them."""
         context: Any = get_forward_context()
         metadata = next(iter(context.attn_metadata.values()))
         assert metadata.slot_mapping is next(iter(context.slot_mapping.values()))
-        return {"slots": metadata.slot_mapping.clone(), "seq_lens": metadata.seq_lens.clone()}
+        seen = {"slots": metadata.slot_mapping.clone(), "seq_lens": metadata.seq_lens.clone()}
+        if self.fake_device.attends:
+            self.cached.view(-1)[metadata.slot_mapping] = values[:, 0]
+            means = []
+            query_lens = metadata.query_start_loc.diff().tolist()
+            for blocks, seq_len, query_len in zip(
+                metadata.block_table, metadata.seq_lens.tolist(), query_lens, strict=False
+            ):
+                request = self.cached[blocks].view(-1)[:seq_len]
+                means.append((request.cumsum(0) / torch.arange(1, seq_len + 1))[-query_len:])
+            seen["attended"] = torch.cat(means)
+        return seen
