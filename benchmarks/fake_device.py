@@ -159,7 +159,8 @@ class FakeDeviceRunner(ModelRunnerBase):
         slots = arrays["slot_blocks.0"] * block_size + arrays["slot_offsets.0"]
         seen = {"slots": slots, "seq_lens": arrays["sample_slots"][1]}
         if self.fake_device.attends:
-            metadata: Any = next(iter(get_forward_context().attn_metadata.values()))
+            context: Any = get_forward_context()
+            metadata = next(iter(context.attn_metadata.values()))
             attention = PagedAttentionImpl(num_heads=1, head_size=1, scale=1.0)
             query = torch.zeros_like(values)
             seen["attended"] = attention.forward(None, query, values, values, self.kv_caches[0], metadata)[:, 0]  # type: ignore[arg-type]

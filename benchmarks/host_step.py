@@ -1,6 +1,6 @@
 """Host time a step of our runner and of vLLM's own, stepped by the same outputs of vLLM's scheduler in one process.
 
-    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--profile]
+    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--cold] [--profile]
 
 Time is the thread's CPU time in execute_model, sample_tokens and (under asynchronous scheduling) get_output, less what
 the model, the logits and the sampler take, which are fakes (fake_device.py). The scheduler is not timed. The runners
@@ -30,6 +30,7 @@ def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=CASES, default=list(CASES), help="; ".join(CASES))
     parser.add_argument("--steps", type=int, default=512, help="timed steps a case")
+    parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each runner's turn")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (which the profiler changes)")
     return parser.parse_args()
 
@@ -52,7 +53,7 @@ def main() -> None:
             check_random(sides, has_features)
         for name, case in cases.items():
             profiler = cProfile.Profile() if args.profile else None
-            results[name] = measure(sides, case, args.steps, profiler)
+            results[name] = measure(sides, case, args.steps, args.cold, profiler)
             if profiler is not None:
                 print(f"\n{name}, {args.steps} steps")
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
