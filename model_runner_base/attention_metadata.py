@@ -11,16 +11,8 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.paged import PagedAttentionMetadata
-from model_runner_base.attention.plan import (
-    FAN_IN,
-    MASKED,
-    AttentionPlan,
-    PlanGeometry,
-    advance_plan,
-    make_plan,
-    merge_tree,
-    stays_in_tiles,
-)
+from model_runner_base.attention.plan import FAN_IN, MASKED, AttentionPlan, PlanGeometry, make_plan, merge_tree
+from model_runner_base.attention.steady import SteadyPlan
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.input_batch import InputBatch, Section, pad_into
@@ -42,19 +34,12 @@ class PagedAttentionAdapter:
         self.groups = groups
         self.limits = limits
         self._plans: list[AttentionPlan] = []
+        self._steady: list[SteadyPlan] = []
 
-    def plan(self, batch: InputBatch) -> tuple[list[AttentionPlan], bool]:
-        """One plan a group; all have the same query tiles. And whether these are the last step's, moved on in place."""
-        if batch.follows and all(stays_in_tiles(group.geometry, batch.positions) for group in self.groups):
-            for group, plan in zip(self.groups, self._plans, strict=True):
-                advance_plan(plan, group.geometry, batch.positions, group.block_table.table, batch.rows)
-            return self._plans, True
-        self._plans = self._make_plans(batch)
-        return self._plans, False
-
-    def _make_plans(self, batch: InputBatch) -> list[AttentionPlan]:
+    def plan(self, batch: InputBatch) -> list[AttentionPlan]:
+        """One plan a group; all have the same query tiles."""
         query_tile = 1 if batch.is_uniform_decode else self.limits.query_tile
-        return [
+        self._plans = [
             make_plan(
                 group.geometry,
                 query_tile,
@@ -66,6 +51,23 @@ class PagedAttentionAdapter:
             )
             for group in self.groups
         ]
+        self._steady = []
+        return self._plans
+
+    def advance(self, batch: InputBatch, views: dict[str, np.ndarray]) -> bool:
+        """Moves the sections that hold the last step on to ``batch``, which follows it (see ``InputBatch.follows``).
+
+        Returns False if they have no room for what the step needs: it is to be planned and packed then.
+        """
+        if not self._steady:
+            self._steady = [
+                SteadyPlan(group.geometry, plan, views, index)
+                for index, (group, plan) in enumerate(zip(self.groups, self._plans, strict=True))
+            ]
+        return all(
+            steady.advance(batch.positions, group.block_table.table, batch.rows)
+            for steady, group in zip(self._steady, self.groups, strict=True)
+        )
 
     def needed_size(self, batch: InputBatch, plans: list[AttentionPlan]) -> GraphSize:
         """The size of this step before padding; one pair stays neutral."""
@@ -99,22 +101,13 @@ class PagedAttentionAdapter:
         plans: list[AttentionPlan],
         size: GraphSize,
         views: dict[str, np.ndarray],
-        is_repeat: bool,
     ) -> None:
-        """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing.
-
-        If ``is_repeat``, the views hold the last step and the plans were moved on from it: the padding, the tiles of
-        the pairs and the merge trees stay as they are.
-        """
+        """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
             table = group.block_table
             block_index, offsets = np.divmod(batch.positions, table.block_size)
             pad_into(views[f"slot_blocks.{index}"], table.table[batch.token_rows, block_index], 0)
             pad_into(views[f"slot_offsets.{index}"], offsets, 0)
-            if is_repeat:
-                views[f"pair_offset.{index}"][: plan.num_pairs] = plan.pair_offset
-                views[f"pair_blocks.{index}"][: plan.num_pairs] = plan.pair_blocks
-                continue
             pad_into(views[f"pair_tile.{index}"], plan.pair_tile, 0)
             pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
             pad_into(views[f"pair_blocks.{index}"], plan.pair_blocks, 0)

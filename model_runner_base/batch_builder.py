@@ -41,9 +41,9 @@ class BatchBuilder:
         scheduled = scheduler_output.num_scheduled_tokens
         req_ids = list(scheduled)
         num_reqs = len(req_ids)
-        rows = np.fromiter(map(requests.rows.__getitem__, req_ids), np.int64, num_reqs)
+        rows = requests.rows_of(req_ids)
         query_len = np.fromiter(scheduled.values(), np.int64, num_reqs)
-        num_computed = requests.num_computed[rows].astype(np.int64)
+        num_computed = requests.num_computed[rows]
         seq_lens = num_computed + query_len
         requests.num_computed[rows] = seq_lens
         num_known = requests.num_known[rows]
@@ -79,16 +79,15 @@ class BatchBuilder:
         views["token_sources"][:] = -1
         views["sample_slots"][0] = self.requests.max_num_reqs
 
-    def pack(self, batch: InputBatch, views: dict[str, np.ndarray], is_repeat: bool) -> None:
-        """Fills the sections that every step has; what attention needs, its adapter fills.
+    def pack_next(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
+        """Writes what differs from the last step of the same requests, which the views hold."""
+        num_reqs = batch.num_reqs
+        views["token_sources"][:num_reqs] = batch.token_sources
+        views["positions"][:num_reqs] = batch.positions
+        views["sample_slots"][1, :num_reqs] = batch.seq_lens
 
-        If ``is_repeat``, the views hold the last step of the same requests, and only what moved is written.
-        """
-        if is_repeat:
-            views["token_sources"][: batch.num_reqs] = batch.token_sources
-            views["positions"][: batch.num_reqs] = batch.positions
-            views["sample_slots"][1, : batch.num_reqs] = batch.seq_lens
-            return
+    def pack(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
+        """Fills the sections that every step has; what attention needs, its adapter fills."""
         padding_row = self.requests.max_num_reqs
         pad_into(views["token_ids"], batch.token_ids, 0)
         pad_into(views["token_sources"], batch.token_sources, -1)

@@ -6,7 +6,7 @@ host-to-device copy whatever its features are. The graph takes the buffer apart 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -55,6 +55,15 @@ class InputBatch:
     def num_reqs(self) -> int:
         return len(self.req_ids)
 
+    @cached_property
+    def req_id_to_index(self) -> dict[str, int]:
+        return dict(zip(self.req_ids, range(self.num_reqs), strict=True))
+
+    @cached_property
+    def unsampled(self) -> list[int]:
+        """Indices of the requests that yield no token."""
+        return np.flatnonzero(~self.is_sampled).tolist()
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
@@ -76,22 +85,31 @@ def token_sections(size: GraphSize) -> list[Section]:
     ]
 
 
+class PackedStep(NamedTuple):
+    """The host side of the packed buffer at one size."""
+
+    size: GraphSize
+    buffer: np.ndarray
+    """int32, flat."""
+    views: dict[str, np.ndarray]
+    """A writable view of each section, with what the last step of that size left there."""
+
+
 class PackedInputs:
-    """The host side of the packed buffer: views into it for each size, made once a size."""
+    """The packed buffers, made once a size."""
 
     def __init__(self, sections: Callable[[GraphSize], Sequence[Section]]) -> None:
         self._sections = sections
-        self.views = lru_cache(maxsize=1024)(self._make_views)
-        """The buffer of a size and a writable view of each section, with what the last step of that size left there."""
+        self.at = lru_cache(maxsize=1024)(self._make)
 
-    def _make_views(self, size: GraphSize) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _make(self, size: GraphSize) -> PackedStep:
         sections = self._sections(size)
         buffer = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
         views, start = {}, 0
         for name, shape in sections:
             views[name] = buffer[start : start + prod(shape)].reshape(shape)
             start += prod(shape)
-        return buffer, views
+        return PackedStep(size, buffer, views)
 
 
 def unpack(packed: torch.Tensor, sections: Iterable[Section]) -> dict[str, torch.Tensor]:

@@ -46,14 +46,14 @@ MUTATIONS = [
         "resumed requests append their blocks to the old ones",
         "block_tables.py",
         "        self.table[row, : len(block_ids)] = block_ids\n        self.num_blocks[row] = len(block_ids)",
-        "        self.append(row, block_ids)",
+        "        self.append(np.array([row]), [block_ids])",
         STEADY,
     ),
     Mutation(
         "new blocks overwrite the last one",
         "block_tables.py",
-        "start = self.num_blocks[row]",
-        "start = max(0, self.num_blocks[row] - 1)",
+        "start = self.num_blocks[rows]",
+        "start = np.maximum(0, self.num_blocks[rows] - 1)",
         STEPS,
     ),
     # Steady decode
@@ -73,9 +73,9 @@ MUTATIONS = [
     ),
     Mutation(
         "steady decode does not look up a block that it enters",
-        "attention/plan.py",
-        "np.flatnonzero(positions % geometry.block_size == 0)",
-        "np.flatnonzero(positions % geometry.kv_tile == 0)",
+        "attention/steady.py",
+        "        self._pair_blocks[self._last[0][entering], block_in_tile] = block_ids\n",
+        "",
         STEPS,
     ),
     # Plan, masks, merge tree, cache slots
