@@ -51,7 +51,7 @@ class FakeDevice:
     def wrap(self, function: StepFunction) -> StepFunction:
         def call(*args: Any) -> Any:
             before, start = self.taken_ns, time.thread_time_ns()
-            key = (call, *(arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args))
+            key = (call, *(getattr(arg, "shape", arg) for arg in args))
             if self.is_live:
                 result = function(*args)
             else:

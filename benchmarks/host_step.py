@@ -10,7 +10,9 @@ out for both. The garbage collector rests while steps are timed.
 
 Before a case is timed, and in schedules of random arrivals with chunked prompts, preemption and finishing, both
 runners must hand over the same token ids, positions, cache slots, sequence lengths and sampled rows for each request,
-and return the same tokens.
+and return the same tokens; in the random schedules every token must also see the same of the cache.
+
+What favours the stock runner: see stock_runner.py.
 """
 
 import argparse
