@@ -199,6 +199,7 @@ def measure(
             assert output.total_num_scheduled_tokens == case.num_tokens
             times.append((sides.stock.step_ns, sides.ours.step_ns))
     gc.enable()
+    drive.profiler = None
     drive.close()
     middle = [median(side) for side in zip(*times, strict=True)]
     kept = [pair for pair in times if all(time < OUTLIER * mid for time, mid in zip(pair, middle, strict=True))]
