@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from model_runner_base.attention.loops import FAN_IN, MASKED, fill_pair_ends, fill_slots, fill_tiles
 from model_runner_base.attention.paged import PagedAttentionMetadata
-from model_runner_base.attention.plan import FAN_IN, MASKED, AttentionPlan, PlanGeometry, fill_merge_tree, make_plan
+from model_runner_base.attention.plan import AttentionPlan, PlanGeometry, fill_merge_tree, make_plan
 from model_runner_base.attention.steady import SteadyPlan
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
@@ -55,7 +56,7 @@ class PagedAttentionAdapter:
     ) -> list[SteadyPlan]:
         """What keeps the packed ``plans`` of a step of pure decode up while it is repeated."""
         return [
-            SteadyPlan(group.geometry, plan, group.block_table.table, batch.positions, batch.rows, views, index)
+            SteadyPlan(group.geometry, plan, group.block_table.table, batch.rows, views, index)
             for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True))
         ]
 
@@ -94,27 +95,25 @@ class PagedAttentionAdapter:
     ) -> None:
         """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
-            table = group.block_table
-            block_index = batch.positions // table.block_size
-            offsets = batch.positions - block_index * table.block_size
-            pad_into(views[f"slot_blocks.{index}"], table.table[batch.token_rows, block_index], 0)
-            pad_into(views[f"slot_offsets.{index}"], offsets, 0)
+            fill_slots(
+                batch.token_rows,
+                batch.positions,
+                group.block_table.table,
+                group.block_table.block_size,
+                views[f"slot_blocks.{index}"],
+                views[f"slot_offsets.{index}"],
+            )
             pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
             # Padding pairs see nothing, so they may keep the tiles and blocks of an earlier step.
             views[f"pair_tile.{index}"][: plan.num_pairs] = plan.pair_tile
             views[f"pair_blocks.{index}"][: plan.num_pairs] = plan.pair_blocks
             if size.query_tile != 1:
-                pad_into(views[f"pair_last.{index}"], plan.pair_offset + plan.tile_len[plan.pair_tile] - 1, MASKED)
+                fill_pair_ends(plan.pair_tile, plan.pair_offset, plan.tile_len, views[f"pair_last.{index}"])
             trees = [views[f"tree.{index}.{level}"] for level in range(group.geometry.num_levels)]
             fill_merge_tree(trees, plan.pairs_per_tile, size.num_pairs)
         if size.query_tile != 1:
-            plan = plans[0]
-            index_in_tile = np.arange(size.query_tile)
-            is_token = index_in_tile < plan.tile_len[:, None]
-            tile_tokens = np.where(is_token, plan.tile_start[:, None] + index_in_tile, 0)
-            pad_into(views["tile_tokens"], tile_tokens, 0)
-            # Tiles are in batch order, so their tokens, read in order, are all tokens.
-            pad_into(views["token_slots"], np.flatnonzero(is_token), 0)
+            # All groups have the same tiles.
+            fill_tiles(plans[0].tile_start, plans[0].tile_len, views["tile_tokens"], views["token_slots"])
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
         """What of these sections is not zero in a step of nothing but padding."""

@@ -3,8 +3,36 @@
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from model_runner_base.host_loops import compiled
 from model_runner_base.input_batch import InputBatch, pad_into
 from model_runner_base.request_states import RequestStates
+
+
+@compiled
+def expand_tokens(
+    rows: np.ndarray, query_len: np.ndarray, num_computed: np.ndarray, num_known: np.ndarray, known: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """From R requests to T tokens: row, position, id and source of each (see ``InputBatch``).
+
+    ``known`` [rows, positions] int32 are the ids on the host, of which each request has ``num_known`` [R]. At most the
+    last token of a request is unknown to the host: the one sampled in its last step.
+    """
+    num_tokens = query_len.sum()
+    token_rows = np.empty(num_tokens, np.int64)
+    positions = np.empty(num_tokens, np.int64)
+    token_ids = np.empty(num_tokens, np.int32)
+    token_sources = np.full(num_tokens, -1, np.int64)
+    token = 0
+    for request in range(len(rows)):
+        row = rows[request]
+        for position in range(num_computed[request], num_computed[request] + query_len[request]):
+            token_rows[token] = row
+            positions[token] = position
+            token_ids[token] = known[row, position]
+            token += 1
+        if num_computed[request] + query_len[request] > num_known[request]:
+            token_sources[token - 1] = row
+    return token_rows, positions, token_ids, token_sources
 
 
 class BatchBuilder:
@@ -26,18 +54,9 @@ class BatchBuilder:
         requests.num_computed[rows] = seq_lens
         num_known = requests.num_known[rows]
 
-        query_end = np.cumsum(query_len)
-        query_start = query_end - query_len
-        if scheduler_output.total_num_scheduled_tokens == num_reqs:
-            token_rows, positions = rows, num_computed
-        else:
-            token_rows = np.repeat(rows, query_len)
-            positions = np.arange(query_end[-1]) + np.repeat(num_computed - query_start, query_len)
-        token_ids = requests.token_ids.ravel().take(token_rows * requests.token_ids.shape[1] + positions)
-        # At most the last token of a request is unknown to the host: the one sampled in its last step.
-        token_sources = np.full(len(positions), -1, np.int64)
-        on_device = seq_lens > num_known
-        token_sources[query_end[on_device] - 1] = rows[on_device]
+        query_start = np.cumsum(query_len) - query_len
+        arrays = expand_tokens(rows, query_len, num_computed, num_known, requests.token_ids)
+        token_rows, positions, token_ids, token_sources = arrays
         return InputBatch(
             req_ids=req_ids,
             rows=rows,

@@ -16,6 +16,7 @@ from torch import nn
 from tqdm import tqdm
 from vllm.config import VllmConfig
 from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
+from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -245,20 +246,18 @@ class ModelRunnerBase:
 
     def _extend(self, cached: CachedRequestData) -> None:
         """Gives continued requests their new blocks, resumed ones their rows. In steady decode most have neither."""
-        changed = list(compress(range(cached.num_reqs), cached.new_block_ids))
-        if cached.resumed_req_ids:
-            for index in changed:
-                req_id, block_ids = cached.req_ids[index], cached.new_block_ids[index]
-                if req_id in cached.resumed_req_ids:
-                    assert block_ids is not None
-                    tokens = cached.all_token_ids[req_id]
-                    self._place(
-                        req_id, self.requests.infos[req_id], tokens, cached.num_computed_tokens[index], block_ids
-                    )
-            changed = [index for index in changed if cached.req_ids[index] not in cached.resumed_req_ids]
-        if changed:
-            rows = self.requests.rows_of([cached.req_ids[index] for index in changed])
-            by_table = zip(*[cached.new_block_ids[index] for index in changed], strict=True)
+        extended: list[Any] = cached.new_block_ids
+        if resumed := cached.resumed_req_ids:
+            extended = extended.copy()
+            for index, req_id in enumerate(cached.req_ids):
+                if req_id in resumed:
+                    block_ids, extended[index] = extended[index], None
+                    tokens, num_computed = cached.all_token_ids[req_id], cached.num_computed_tokens[index]
+                    self._place(req_id, self.requests.infos[req_id], tokens, num_computed, block_ids)
+        req_ids = list(compress(cached.req_ids, extended))
+        if req_ids:
+            rows = self.requests.rows_of(req_ids)
+            by_table = zip(*compress(cached.new_block_ids, extended), strict=True)
             for table, block_ids in zip(self.block_tables, by_table, strict=True):
                 table.append(rows, block_ids)
 
@@ -360,6 +359,7 @@ class ModelRunnerBase:
 
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, dearest first, under a progress bar."""
+        self._warm_up_host()
         num_reqs_seen: set[int] = set()
         num_tokens_seen: set[int] = set()
         what = {"desc": "Capturing graphs", "unit": "graph"} if self.use_piecewise_graph else {"desc": "Warming up"}
@@ -373,3 +373,19 @@ class ModelRunnerBase:
                 num_reqs_seen.add(size.num_reqs)
                 self.sampling.warm_up(logits, sample_slots)
         self.device_ops.synchronize()
+
+    def _warm_up_host(self) -> None:
+        """Has the host's loops compiled: a request of padding decodes into its second block, then has two tokens."""
+        req_id = "warm-up"
+        step = SchedulerOutput.make_empty()
+        step.scheduled_cached_reqs.req_ids.append(req_id)
+        self.requests.add(req_id, RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0]), [0], 0)
+        for num_tokens in (1, min(2, self.max_model_len)):
+            step.num_scheduled_tokens = {req_id: num_tokens}
+            step.total_num_scheduled_tokens = num_tokens
+            self._pack(self.batch_builder.build(step))
+            if self._steady is not None:
+                for _ in range(self.vllm_config.cache_config.block_size):
+                    self._steady.advance(step)
+        self.requests.remove(req_id)
+        self._steady = None

@@ -74,7 +74,7 @@ MUTATIONS = [
     Mutation(
         "steady decode does not look up a block that it enters",
         "attention/steady.py",
-        "        self._pair_blocks.put(phase.cells, block_ids)\n",
+        "        pair_blocks[last_pair[tile], block % pair_blocks.shape[1]] = block_id\n",
         "",
         STEPS,
     ),

@@ -3,7 +3,7 @@
 Attention is computed over (query tile, KV tile) pairs. A query tile is up to ``query_tile`` consecutive tokens of one
 request, a KV tile ``kv_tile`` consecutive cache positions of the same request. Only pairs that overlap causally, and
 lie inside the sliding window if there is one, are listed, so the work is proportional to the tokens that exist and
-not to rows x longest context. The plan is a handful of int32 arrays built by NumPy on the host; padding it to a
+not to rows x longest context. The plan is a handful of int32 arrays built on the host; padding it to a
 captured size adds pairs that are masked everywhere.
 
 A pair yields an unnormalised partial result with its running maximum and sum (the online-softmax state of
@@ -15,10 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FAN_IN = 8
-_LANES = np.arange(FAN_IN)
-MASKED = -(1 << 30)
-"""Offset that puts every position of a pair behind the causal mask."""
+from model_runner_base.attention.loops import FAN_IN, fill_level, list_pairs
 
 
 @dataclass(frozen=True)
@@ -108,38 +105,11 @@ def make_plan(
         block_table: [rows, blocks] int32.
         rows: [R] block-table row of each request.
     """
-    kv_tile = geometry.kv_tile
-    if query_tile == 1:
-        tile_req = np.arange(len(query_len))
-        tile_first = np.zeros_like(query_len)
-        tile_len = query_len
-    else:
-        tiles_per_req = -(-query_len // query_tile)
-        tile_req, tile_index = _repeat_with_index(tiles_per_req)
-        tile_first = tile_index * query_tile
-        tile_len = np.minimum(query_tile, query_len[tile_req] - tile_first)
-    tile_position = num_computed[tile_req] + tile_first
-
-    kv_end = (tile_position + tile_len - 1) // kv_tile + 1
-    if geometry.window is None:
-        pairs_per_tile, kv_begin = kv_end, None
-    else:
-        kv_begin = np.maximum(0, tile_position - geometry.window + 1) // kv_tile
-        pairs_per_tile = kv_end - kv_begin
-    pair_tile, pair_kv = _repeat_with_index(pairs_per_tile)
-    if kv_begin is not None:
-        pair_kv = pair_kv + kv_begin[pair_tile]
-
     tiled_table = block_table.reshape(len(block_table), -1, geometry.blocks_per_tile)
-    return AttentionPlan(
-        query_tile=query_tile,
-        tile_start=query_start[tile_req] + tile_first,
-        tile_len=tile_len,
-        pairs_per_tile=pairs_per_tile,
-        pair_tile=pair_tile,
-        pair_offset=tile_position[pair_tile] - pair_kv * kv_tile,
-        pair_blocks=tiled_table[rows[tile_req[pair_tile]], pair_kv],
+    arrays = list_pairs(
+        query_tile, geometry.kv_tile, geometry.window or 0, query_start, query_len, num_computed, rows, tiled_table
     )
+    return AttentionPlan(query_tile, *arrays)
 
 
 def fill_merge_tree(trees: list[np.ndarray], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
@@ -154,20 +124,5 @@ def fill_merge_tree(trees: list[np.ndarray], pairs_per_tile: np.ndarray, num_pai
     counts = pairs_per_tile
     neutral = num_pairs - 1
     for tree in trees:
-        # A node's children lie side by side.
-        first, num_children = np.cumsum(counts) - counts, counts
-        nodes_per_tile = np.ones_like(counts) if tree is trees[-1] else -(-counts // FAN_IN)
-        if len(nodes_per_tile) and nodes_per_tile.max() > 1:
-            tile, index = _repeat_with_index(nodes_per_tile)
-            first, num_children = first[tile] + index * FAN_IN, counts[tile] - index * FAN_IN
-        num_nodes = len(first)
-        tree[:num_nodes] = np.where(num_children[:, None] > _LANES, first[:, None] + _LANES, neutral)
-        tree[num_nodes:] = neutral
-        counts, neutral = nodes_per_tile, len(tree) - 1
-
-
-def _repeat_with_index(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For counts (2, 3): the owner (0, 0, 1, 1, 1) and the index within it (0, 1, 0, 1, 2)."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return owner, index
+        counts = fill_level(tree, counts, neutral)
+        neutral = len(tree) - 1
