@@ -1,7 +1,7 @@
 """Decode steps of chosen lengths without a scheduler or a prefill, on two workers that pad nothing and warm nothing up.
 
-``HostWorker`` takes the device work out: what a graph would compute is computed once a size and handed out again, so
-that what a step costs is the host's. ``ExactWorker`` compiles every step at just the size it has.
+``HostWorker`` runs them on the fake device, so that what a step costs is the host's. ``ExactWorker`` compiles every
+step at just the size it has.
 """
 
 import gc
@@ -21,8 +21,10 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, StepFunction
+from benchmarks.fake_device import FakeDevice
+from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, GraphSize, StepFunction
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.worker import ModelRunnerWorker
@@ -34,19 +36,14 @@ BLOCK_SIZE = 32
 
 
 class ReplayPolicy(BucketPolicy):
-    """Functions run once for each combination of sizes; later calls return what the first did. No padding, unless
-    ``set_sizes`` is called."""
+    """Every wrapped function is a graph on the fake device. No padding, unless ``set_sizes`` is called."""
+
+    def __init__(self) -> None:
+        self.fake_device = FakeDevice()
+        self.fake_device.replay()
 
     def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
-        outputs: dict[Any, Any] = {}
-
-        def replay(*args: Any) -> Any:
-            key = tuple(arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args)
-            if key not in outputs:
-                outputs[key] = function(*args)
-            return outputs[key]
-
-        return replay
+        return self.fake_device.wrap(function)
 
 
 class HostRunner(ModelRunnerBase):
@@ -170,16 +167,17 @@ def run(worker: ModelRunnerWorker, scheduled: SchedulerOutput) -> None:
     """One whole step."""
     worker.execute_model(scheduled)
     output = worker.sample_tokens(None)
-    if hasattr(output, "get_output"):
+    if isinstance(output, AsyncModelRunnerOutput):
         output.get_output()
 
 
-def graph_of(worker: ModelRunnerWorker, scheduled: SchedulerOutput) -> Callable[[], None]:
-    """Runs a step, then returns what runs its model graph again and waits for it."""
+def decode_graph(worker: ModelRunnerWorker, lengths: Sequence[int]) -> tuple[GraphSize, Callable[[], None]]:
+    """A step's size, and what runs its model graph and waits for it."""
     import torch_xla.core.xla_model as xm
 
     runner = worker.model_runner
     forward, calls = runner._forward, []
+    batch = DecodeBatch(worker, lengths)
 
     def record(*args: Any) -> Any:
         calls.append(args)
@@ -188,18 +186,31 @@ def graph_of(worker: ModelRunnerWorker, scheduled: SchedulerOutput) -> Callable[
     runner._bind_kv_caches()  # Tracing a new size reads the caches of now.
     runner._forward = record
     try:
-        run(worker, scheduled)
+        run(worker, batch.first())
     finally:
         runner._forward = forward
 
-    (size, packed, _, *embeds), *_ = calls
+    batch.leave()
+    (size, packed, _), *_ = calls
 
     def again() -> None:
         with torch.no_grad():
-            forward(size, packed, runner.last_tokens[0], *embeds)
+            forward(size, packed, runner.last_tokens[0])
         xm.wait_device_ops()
 
-    return again
+    return size, again
+
+
+def padded_graph(worker: ModelRunnerWorker, size: GraphSize) -> Callable[[], None]:
+    """Runs the model graph of a size on nothing but padding, and waits for it."""
+    import torch_xla.core.xla_model as xm
+
+    def run_padding() -> None:
+        with torch.no_grad():
+            worker.model_runner._dummy_run(size)
+        xm.wait_device_ops()
+
+    return run_padding
 
 
 def host_time(worker: ModelRunnerWorker, lengths: Sequence[int], num_steps: int = 30) -> float:
@@ -208,12 +219,13 @@ def host_time(worker: ModelRunnerWorker, lengths: Sequence[int], num_steps: int 
     ``lengths`` must leave room for the steps within their KV tiles.
     """
     batch = DecodeBatch(worker, lengths, num_steps + 1)
+    device = worker.model_runner.graph_policy.fake_device  # type: ignore[attr-defined]
     run(worker, batch.first())
     times = []
     for _ in range(num_steps):
         scheduled = batch.next()
-        start = time.thread_time_ns()
+        taken, start = device.taken_ns, time.thread_time_ns()
         run(worker, scheduled)
-        times.append(time.thread_time_ns() - start)
+        times.append(time.thread_time_ns() - start - (device.taken_ns - taken))
     batch.leave()
     return statistics.median(times[2:]) / 1e3

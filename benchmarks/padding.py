@@ -5,15 +5,17 @@ are padding, and of all work, weighed by what a small model measured on PJRT CPU
 `grid` are sizes that grow twofold in each dimension; the last table is what fewer or more graphs would give. `in tiles`
 is no padding of sizes: per cent of a pair's positions that its tokens do not attend to.
 
-    python -m benchmarks.padding
+    python -m benchmarks.padding [--plots docs/plots]
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.report import parse, show
+from benchmarks.report import make_parser, show
 from benchmarks.traffic import CHAT, RETRIEVAL, Mix, Trace, step_limits, trace
 from model_runner_base.graph_policy import GraphSize, StepLimits, geometric
 from neuron_runner.config import NeuronConfig
@@ -114,7 +116,9 @@ def trade(max_model_len: int, num_steps: int = NUM_STEPS) -> Iterator[dict[str, 
 
 
 def main() -> None:
-    args = parse(__doc__)
+    parser = make_parser(__doc__)
+    parser.add_argument("--plots", type=Path, help="write the figure into this directory")
+    args = parser.parse_args()
     cases = [
         (*DEFAULT, 512, CHAT),
         (*DEFAULT, 2048, CHAT),
@@ -122,7 +126,12 @@ def main() -> None:
         (16, 512, 1024, CHAT),
         (256, 8192, 2048, CHAT),
     ]
-    show([*compare(cases), *trade(512), *trade(2048)], args.json)
+    trades = {f"model length {length}": list(trade(length)) for length in (512, 2048)}
+    show([*compare(cases), *chain.from_iterable(trades.values())], args.json)
+    if args.plots:
+        from benchmarks.plots import draw_trade
+
+        draw_trade(trades, args.plots)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def place_sizes(limits: StepLimits, max_padding: float) -> list[GraphSize]:
 
 
 def _candidate(limits: StepLimits, need: GraphSize) -> GraphSize:
-    """A size for a step, rounded up so that steps nearby share it; rows to powers of two, since each has its samplers."""
+    """A size for a step, rounded up so that steps nearby share it; rows by powers of two: each has its samplers."""
     query_tile, num_tokens, num_reqs, num_tiles, num_pairs = need
     num_reqs = min(_round_up(num_reqs, 1), limits.max_num_reqs)
     if query_tile == 1:

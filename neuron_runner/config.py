@@ -14,16 +14,20 @@ class NeuronConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     num_batched_tokens_buckets: Buckets | None = Field(
-        None, description="Token counts of steps that mix prefill and decode; the last is max_num_batched_tokens."
+        default=None,
+        description="Token counts of steps that mix prefill and decode; the last is max_num_batched_tokens.",
     )
     num_seqs_buckets: Buckets | None = Field(
-        None, description="Request counts of pure decode steps; the last is max_num_seqs."
+        default=None, description="Request counts of pure decode steps; the last is max_num_seqs."
     )
     context_length_buckets: Buckets | None = Field(
-        None, description="Mean context tokens a request that a step is sized for; the last is max_model_len."
+        default=None, description="Mean context tokens a request that a step is sized for; the last is max_model_len."
     )
     max_padding: float = Field(
-        0.12, gt=0, lt=1, description="Share of the expected work that may be padding; less of it takes more graphs."
+        default=0.12,
+        gt=0,
+        lt=1,
+        description="Share of the expected work that may be padding; less of it takes more graphs.",
     )
 
     @model_validator(mode="after")
