@@ -2,11 +2,12 @@
 
 Two curves each. Host: this thread's CPU time from the scheduler's output to the tokens, in microseconds, what graphs
 compute taken out. Device: the compiled model graph alone on PJRT CPU, in milliseconds, at just the size the step has,
-the bundled model's shapes with random weights. `exponent` is the slope of log time over log size by least squares,
-`at the end` that between the two largest: a fixed cost bends the first, the second shows the law.
+the bundled model's shapes with random weights; the least of the repeats. `exponent` is the slope of log time over log
+size by least squares, `at the end` that between the two largest: a fixed cost bends the first, the second shows the
+law.
 
-Then what tokens, rows and attention pairs cost in these graphs, the weights of `benchmarks.padding`, and that one's
-table for the platform's limits.
+Then what attention pairs cost in these graphs against tokens, mixed lengths against uniform ones, and the table of
+`benchmarks.padding` for the platform's limits.
 
     python -m benchmarks.growth [--plots docs/plots]
 """
@@ -40,6 +41,8 @@ SHARES = np.array([1, 1, 2, 2, 4, 8, 16, 30]) / 64
 """Of a mixed batch's tokens, by row."""
 PREFILLS = ((512, 64, 96, 97), (512, 64, 96, 193), (128, 64, 72, 73), (128, 64, 72, 193), (128, 16, 24, 73))
 """Tokens, rows, tiles and pairs of steps with prefill, for the weights."""
+FEW_ROWS = "batch 4"
+"""The graph that is timed when few graphs are there, and again when all are."""
 MODEL = {"max_position_embeddings": max(CONTEXTS)}
 LIMITS = {"max_model_len": max(CONTEXTS), "max_num_seqs": max(BATCHES), "max_num_batched_tokens": 2048}
 
@@ -73,9 +76,18 @@ def uniform(context: int, rows: int = ROWS) -> list[int]:
 
 
 def mixed(context: int) -> list[int]:
-    """A mean of about ``context`` tokens; each in the middle of its last KV tile, with room to grow."""
-    tiles = np.maximum(0, SHARES * ROWS * context // KV_TILE).astype(int)
-    return (tiles * KV_TILE + KV_TILE // 2).tolist()
+    """The tokens and KV tiles of ``uniform``, given to the rows by SHARES."""
+    num_tiles = ROWS * context // KV_TILE
+    tiles = np.maximum(1, SHARES * num_tiles).astype(int)
+    tiles[-1] += num_tiles - tiles.sum()
+    return [
+        length + (count * KV_TILE - context) for length, count in zip(uniform(context), tiles.tolist(), strict=True)
+    ]
+
+
+def least(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Other work on the machine only adds."""
+    return interleaved(cases, repeats, min)
 
 
 def host_curves() -> list[Curve]:
@@ -113,13 +125,12 @@ def device_curves(repeats: int) -> tuple[list[Curve], padding.Weights]:
         for (grows, size), rows in lengths.items():
             name = f"{grows} {size}"
             needs[name], cases[name] = decode_graph(exact, rows)
-            if len(cases) == 2:
-                sizes.points[2] = interleaved({name: cases[name]}, repeats)[name]
-        again = list(cases)[1]
+            if name == FEW_ROWS:
+                sizes.points[len(cases)] = least({name: cases[name]}, 3 * repeats)[name]
         for need in (GraphSize(16, *prefill) for prefill in PREFILLS):
             needs[str(need)], cases[str(need)] = need, padded_graph(exact, need)
-        times = interleaved(cases, repeats)
-    sizes.points[len(cases)] = times[again]
+        times = least(cases, repeats)
+    sizes.points[len(cases)] = times[FEW_ROWS]
     curves = [
         Curve(name, "device", {size: times[f"{name} {size}"] for grows, size in sorted(lengths) if grows == name})
         for name in ("batch", "context", "context, mixed lengths")
@@ -128,13 +139,17 @@ def device_curves(repeats: int) -> tuple[list[Curve], padding.Weights]:
 
 
 def fit_weights(needs: dict[str, GraphSize], times: dict[str, float]) -> padding.Weights:
-    """Fixed cost, token, row, decode pair and mixed pair, by least squares of the relative error."""
+    """Fixed cost, token, decode pair and mixed pair, by least squares of the relative error.
+
+    A row of logits is taken by its arithmetic: in decode it never comes without a token.
+    """
+    row = padding.CPU.row
     parts = []
     for name, (query_tile, num_tokens, num_reqs, _, num_pairs) in needs.items():
         pairs = (num_pairs, 0) if query_tile == 1 else (0, num_pairs)
-        parts.append(np.array([1, num_tokens, num_reqs, *pairs]) / times[name])
-    (_, token, row, decode_pair, mixed_pair), _ = nnls(np.array(parts), np.ones(len(parts)))
-    return padding.Weights(row / token, decode_pair / token, mixed_pair / token)
+        parts.append(np.array([1, num_tokens + row * num_reqs, *pairs]) / times[name])
+    (_, token, decode_pair, mixed_pair), _ = nnls(np.array(parts), np.ones(len(parts)))
+    return padding.Weights(row, decode_pair / token, mixed_pair / token)
 
 
 def engine_curve(name: str, engines: dict[int, tuple[int, dict[str, Any]]], repeats: int) -> Curve:
@@ -142,7 +157,7 @@ def engine_curve(name: str, engines: dict[int, tuple[int, dict[str, Any]]], repe
     curve = Curve(name, "device")
     for size, (cache_tokens, config) in engines.items():
         with worker(ExactWorker, cache_tokens, MODEL | config, **LIMITS) as exact:
-            curve.points[size] = interleaved({name: decode_graph(exact, uniform(KV_TILE))[1]}, repeats)[name]
+            curve.points[size] = least({name: decode_graph(exact, uniform(KV_TILE))[1]}, repeats)[name]
     return curve
 
 
@@ -151,8 +166,17 @@ def window_curve(repeats: int) -> Curve:
     window = {"layer_types": ["sliding_attention"] * 5, "sliding_window": WINDOW}
     with worker(ExactWorker, 1 << 18, MODEL | window, **LIMITS) as exact:
         cases = {str(tokens): decode_graph(exact, uniform(tokens))[1] for tokens in CONTEXTS}
-        curve.points = {int(tokens): time for tokens, time in interleaved(cases, repeats).items()}
+        curve.points = {int(tokens): time for tokens, time in least(cases, repeats).items()}
     return curve
+
+
+def ratios(curves: list[Curve]) -> dict[int, float]:
+    """By mean context."""
+    uniform_times, mixed_times = (
+        next(curve.points for curve in curves if (curve.grows, curve.side) == (name, "device"))
+        for name in ("context", "context, mixed lengths")
+    )
+    return {context: round(time / uniform_times[context], 2) for context, time in mixed_times.items()}
 
 
 def main() -> None:
@@ -171,8 +195,8 @@ def main() -> None:
     rows = [curve.row() for curve in curves]
     waste = list(padding.compare([(*padding.DEFAULT, 512, CHAT), (*padding.DEFAULT, 2048, CHAT)]))
     show(rows, False)
-    print(f"\nIn tokens: a row {weights.row:.2f}, a decode pair {weights.decode_pair:.2f}, ", end="")
-    print(f"a pair of a mixed step {weights.mixed_pair:.2f}\n")
+    print(f"\nIn tokens: a decode pair {weights.decode_pair:.2f}, a pair of a mixed step {weights.mixed_pair:.2f}.")
+    print("Mixed lengths against uniform ones of the same tokens, device:", ratios(curves), "\n")
     show(waste, False)
     if args.plots:
         from benchmarks.plots import draw_curves
