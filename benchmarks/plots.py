@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("svg")
 from matplotlib import pyplot
@@ -37,7 +38,10 @@ def draw_curves(curves: Sequence["Curve"], directory: Path) -> None:
             for curve in curves:
                 if curve.side == side and ALSO.get(curve.grows, curve.grows.split(",")[0]) == facet:
                     axis.plot(*zip(*curve.points.items(), strict=True), marker="o", markersize=3, label=curve.grows)
+            axis.minorticks_off()
             axis.legend(fontsize=7)
+        bottom, top = axes[row][0].get_ylim()
+        axes[row][0].set_ylim(10 ** np.floor(np.log10(bottom)), 10 ** np.ceil(np.log10(top)))
     _save(figure, directory / "growth.svg")
 
 
