@@ -20,8 +20,12 @@ def parse(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each case; the cases take turns, so that a noisy spell meets them all."""
+def interleaved(
+    cases: Mapping[str, Callable[[], object]],
+    repeats: int,
+    statistic: Callable[[Sequence[float]], float] = statistics.median,
+) -> dict[str, float]:
+    """Milliseconds of each case; the cases take turns, so that a noisy spell meets them all."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
         case()
@@ -30,7 +34,7 @@ def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict
             start = time.perf_counter()
             case()
             times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: statistic(values) for name, values in times.items()}
 
 
 def show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:

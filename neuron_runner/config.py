@@ -5,26 +5,34 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Buckets = Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)]
+BUCKET_LISTS = ("num_batched_tokens_buckets", "num_seqs_buckets", "context_length_buckets")
 
 
 class NeuronConfig(BaseModel):
-    """Bucket lists, each sorted and without repeats. A list that is left out is made from the engine's limits."""
+    """Bucket lists, each sorted and without repeats. Without them, sizes are placed where traffic is expected."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     num_batched_tokens_buckets: Buckets | None = Field(
-        None, description="Token counts of steps that mix prefill and decode; the last is max_num_batched_tokens."
+        default=None,
+        description="Token counts of steps that mix prefill and decode; the last is max_num_batched_tokens.",
     )
     num_seqs_buckets: Buckets | None = Field(
-        None, description="Request counts of pure decode steps; the last is max_num_seqs."
+        default=None, description="Request counts of pure decode steps; the last is max_num_seqs."
     )
     context_length_buckets: Buckets | None = Field(
-        None, description="Mean context tokens a request that a step is sized for; the last is max_model_len."
+        default=None, description="Mean context tokens a request that a step is sized for; the last is max_model_len."
+    )
+    max_padding: float = Field(
+        default=0.12,
+        gt=0,
+        lt=1,
+        description="Share of the expected work that may be padding; less of it takes more graphs.",
     )
 
     @model_validator(mode="after")
     def _sorted(self) -> "NeuronConfig":
-        for name in type(self).model_fields:
+        for name in BUCKET_LISTS:
             buckets = getattr(self, name)
             if buckets is not None and buckets != sorted(set(buckets)):
                 raise ValueError(f"{name} must rise strictly, got {buckets}")

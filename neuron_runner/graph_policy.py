@@ -3,28 +3,38 @@
 import torch
 
 from model_runner_base.graph_policy import BucketPolicy, GraphSize, StepFunction, StepLimits, geometric
+from model_runner_base.size_placement import place_sizes
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.config import NeuronConfig
 from neuron_runner.metrics import CompilationCount
 
-SMALLEST_TOKEN_BUCKET = 32
-
 
 class OpenXlaPolicy(BucketPolicy):
-    """Two families of sizes: uniform decode by requests x mean context, mixed steps by tokens x attention pairs.
+    """Two families of sizes: uniform decode, and mixed steps of prefill and decode.
 
     The attention of a step costs what its (query tile, KV tile) pairs cost, so the context dimension is a number of
-    pairs: ``requests x KV tiles`` for decode, where short and long requests may be mixed freely under one mean. For
-    mixed steps the pairs grow fourfold from one a tile to the most that the limits allow.
+    pairs: short and long requests may be mixed freely under one mean. A family's sizes are placed where traffic is
+    expected; a list that the user gives for one of its dimensions makes it a grid over that list.
     """
 
     def __init__(self, config: NeuronConfig) -> None:
         self.config = config
 
     def configure(self, limits: StepLimits) -> None:
-        self.set_sizes([*self._decode_sizes(limits), *self._mixed_sizes(limits)])
+        config = self.config
+        placed = place_sizes(limits, config.max_padding)
+        if config.num_seqs_buckets or config.context_length_buckets:
+            decode = self._decode_grid(limits)
+        else:
+            decode = [size for size in placed if size.query_tile == 1]
+        if config.num_batched_tokens_buckets:
+            mixed = self._mixed_grid(limits, config.num_batched_tokens_buckets)
+        else:
+            mixed = [size for size in placed if size.query_tile != 1]
+        self.set_sizes([*decode, *mixed])
 
-    def _decode_sizes(self, limits: StepLimits) -> list[GraphSize]:
+    def _decode_grid(self, limits: StepLimits) -> list[GraphSize]:
+        """Requests x mean context; the list that is not given grows twofold."""
         requests = self.config.num_seqs_buckets or geometric(1, limits.max_num_reqs)
         contexts = self.config.context_length_buckets
         if contexts is None:
@@ -33,8 +43,8 @@ class OpenXlaPolicy(BucketPolicy):
             tiles = sorted({-(-context // limits.kv_tile) for context in contexts})
         return [GraphSize(1, n, n, n, n * kv_tiles + 1) for n in requests for kv_tiles in tiles]
 
-    def _mixed_sizes(self, limits: StepLimits) -> list[GraphSize]:
-        tokens = self.config.num_batched_tokens_buckets or geometric(SMALLEST_TOKEN_BUCKET, limits.max_num_tokens)
+    def _mixed_grid(self, limits: StepLimits, tokens: list[int]) -> list[GraphSize]:
+        """Tokens x pairs, which grow fourfold from two a tile to the most that the limits allow."""
         sizes = []
         for num_tokens in tokens:
             num_tiles = limits.num_tiles(num_tokens)

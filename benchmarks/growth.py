@@ -1,0 +1,211 @@
+"""How the time of a decode step grows: with batch, context, mixed lengths, window, cache, number of sizes and layers.
+
+Two curves each. Host: this thread's CPU time from the scheduler's output to the tokens, in microseconds, what graphs
+compute taken out. Device: the compiled model graph alone on PJRT CPU, in milliseconds, at just the size the step has,
+the bundled model's shapes with random weights; the least of the repeats. `exponent` is the slope of log time over log
+size by least squares, `at the end` that between the two largest: a fixed cost bends the first, the second shows the
+law.
+
+Then what attention pairs cost in these graphs against tokens, mixed lengths against uniform ones, and the table of
+`benchmarks.padding` for the platform's limits.
+
+    python -m benchmarks.growth [--plots docs/plots]
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+from scipy.stats import linregress
+
+from benchmarks import padding
+from benchmarks.bare_steps import ExactWorker, HostWorker, decode_graph, host_time, padded_graph, worker
+from benchmarks.report import interleaved, make_parser, show
+from benchmarks.traffic import CHAT
+from model_runner_base.graph_policy import GraphSize
+
+KV_TILE = 256
+WINDOW = 1024
+ROWS = 8
+BATCHES = (1, 4, 16, 64, 256, 1024)
+CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+MIXED_CONTEXTS = CONTEXTS[1:-2]
+LAYERS = (1, 2, 4, 8, 16)
+CACHE_TOKENS = (1 << 15, 1 << 17, 1 << 19)
+NUM_SIZES = (10, 100, 1000)
+SHARES = np.array([1, 1, 2, 2, 4, 8, 16, 30]) / 64
+"""Of a mixed batch's tokens, by row."""
+PREFILLS = ((512, 64, 96, 97), (512, 64, 96, 193), (128, 64, 72, 73), (128, 64, 72, 193), (128, 16, 24, 73))
+"""Tokens, rows, tiles and pairs of steps with prefill, for the weights."""
+FEW_ROWS = "batch 4"
+"""The graph that is timed when few graphs are there, and again when all are."""
+MODEL = {"max_position_embeddings": max(CONTEXTS)}
+LIMITS = {"max_model_len": max(CONTEXTS), "max_num_seqs": max(BATCHES), "max_num_batched_tokens": 2048}
+
+
+@dataclass
+class Curve:
+    """Times of one side, host in microseconds or device in milliseconds, by the size that grows."""
+
+    grows: str
+    side: str
+    points: dict[int, float] = field(default_factory=dict)
+
+    def row(self) -> dict[str, object]:
+        sizes, times = np.array(list(self.points.items())).T
+        x, y = np.log(sizes), np.log(times)
+        return {
+            "grows": self.grows,
+            "side": self.side,
+            "from": int(sizes[0]),
+            "to": int(sizes[-1]),
+            "first": float(times[0]),
+            "last": float(times[-1]),
+            "exponent": float(linregress(x, y).slope),
+            "at the end": float((y[-1] - y[-2]) / (x[-1] - x[-2])),
+        }
+
+
+def uniform(context: int, rows: int = ROWS) -> list[int]:
+    """As many KV tiles each as ``context`` tokens have, with room to grow; rows reach a new block in turn."""
+    return [context - KV_TILE // 2 + row % 32 for row in range(rows)]
+
+
+def mixed(context: int) -> list[int]:
+    """The tokens and KV tiles of ``uniform``, given to the rows by SHARES."""
+    num_tiles = ROWS * context // KV_TILE
+    tiles = np.maximum(1, SHARES * num_tiles).astype(int)
+    tiles[-1] += num_tiles - tiles.sum()
+    return [
+        length + (count * KV_TILE - context) for length, count in zip(uniform(context), tiles.tolist(), strict=True)
+    ]
+
+
+def least(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Other work on the machine only adds."""
+    return interleaved(cases, repeats, min)
+
+
+def host_curves() -> list[Curve]:
+    names = ("batch", "context", "context, mixed lengths", "number of sizes")
+    batch, context, lengths, sizes = curves = [Curve(name, "host") for name in names]
+    with worker(HostWorker, 1 << 19, MODEL | {"num_hidden_layers": 1}, **LIMITS) as bare:
+        for _ in range(2):  # The first round makes the graphs.
+            batch.points = {rows: host_time(bare, uniform(KV_TILE, rows)) for rows in BATCHES}
+            context.points = {tokens: host_time(bare, uniform(tokens)) for tokens in CONTEXTS}
+            lengths.points = {tokens: host_time(bare, mixed(tokens)) for tokens in MIXED_CONTEXTS}
+        policy: Any = bare.model_runner.graph_policy
+        for count in NUM_SIZES:
+            policy.set_sizes([GraphSize(1, ROWS, ROWS, ROWS, ROWS + 1 + index) for index in range(count)])
+            sizes.points[count] = host_time(bare, uniform(KV_TILE))
+    layers, cache = Curve("layers", "host"), Curve("cache tokens", "host")
+    for count in LAYERS[::2]:
+        with worker(HostWorker, 1 << 14, MODEL | {"num_hidden_layers": count}, **LIMITS) as bare:
+            layers.points[count] = host_time(bare, uniform(KV_TILE))
+    for tokens in CACHE_TOKENS[::2]:
+        with worker(HostWorker, tokens, MODEL | {"num_hidden_layers": 1}, **LIMITS) as bare:
+            cache.points[tokens] = host_time(bare, uniform(KV_TILE))
+    return [*curves, layers, cache]
+
+
+def device_curves(repeats: int) -> tuple[list[Curve], padding.Weights]:
+    """Of one engine, and what tokens, rows and pairs cost in it."""
+    # The largest batch first: tracing takes sizes of 1 for constants.
+    lengths = {("batch", rows): uniform(KV_TILE, rows) for rows in reversed(BATCHES)}
+    lengths |= {("context", tokens): uniform(tokens) for tokens in CONTEXTS}
+    lengths |= {("context, mixed lengths", tokens): mixed(tokens) for tokens in MIXED_CONTEXTS}
+    needs: dict[str, GraphSize] = {}
+    cases: dict[str, Callable[[], None]] = {}
+    sizes = Curve("graphs compiled", "device")
+    with worker(ExactWorker, 1 << 18, MODEL, **LIMITS) as exact:
+        for (grows, size), rows in lengths.items():
+            name = f"{grows} {size}"
+            needs[name], cases[name] = decode_graph(exact, rows)
+            if name == FEW_ROWS:
+                sizes.points[len(cases)] = least({name: cases[name]}, 3 * repeats)[name]
+        for need in (GraphSize(16, *prefill) for prefill in PREFILLS):
+            needs[str(need)], cases[str(need)] = need, padded_graph(exact, need)
+        times = least(cases, repeats)
+    sizes.points[len(cases)] = times[FEW_ROWS]
+    curves = [
+        Curve(name, "device", {size: times[f"{name} {size}"] for grows, size in sorted(lengths) if grows == name})
+        for name in ("batch", "context", "context, mixed lengths")
+    ]
+    return [*curves, sizes], fit_weights(needs, times)
+
+
+def fit_weights(needs: dict[str, GraphSize], times: dict[str, float]) -> padding.Weights:
+    """Fixed cost, token, decode pair and mixed pair, by least squares of the relative error.
+
+    A row of logits is taken by its arithmetic: in decode it never comes without a token.
+    """
+    row = padding.CPU.row
+    parts = []
+    for name, (query_tile, num_tokens, num_reqs, _, num_pairs) in needs.items():
+        pairs = (num_pairs, 0) if query_tile == 1 else (0, num_pairs)
+        parts.append(np.array([1, num_tokens + row * num_reqs, *pairs]) / times[name])
+    (_, token, decode_pair, mixed_pair), _ = nnls(np.array(parts), np.ones(len(parts)))
+    return padding.Weights(row, decode_pair / token, mixed_pair / token)
+
+
+def engine_curve(name: str, engines: dict[int, tuple[int, dict[str, Any]]], repeats: int) -> Curve:
+    """A curve whose points need an engine each: of so many cache tokens and this model config."""
+    curve = Curve(name, "device")
+    for size, (cache_tokens, config) in engines.items():
+        with worker(ExactWorker, cache_tokens, MODEL | config, **LIMITS) as exact:
+            curve.points[size] = least({name: decode_graph(exact, uniform(KV_TILE))[1]}, repeats)[name]
+    return curve
+
+
+def window_curve(repeats: int) -> Curve:
+    curve = Curve(f"context, window {WINDOW}", "device")
+    window = {"layer_types": ["sliding_attention"] * 5, "sliding_window": WINDOW}
+    with worker(ExactWorker, 1 << 18, MODEL | window, **LIMITS) as exact:
+        cases = {str(tokens): decode_graph(exact, uniform(tokens))[1] for tokens in CONTEXTS}
+        curve.points = {int(tokens): time for tokens, time in least(cases, repeats).items()}
+    return curve
+
+
+def ratios(curves: list[Curve]) -> dict[int, float]:
+    """By mean context."""
+    uniform_times, mixed_times = (
+        next(curve.points for curve in curves if (curve.grows, curve.side) == (name, "device"))
+        for name in ("context", "context, mixed lengths")
+    )
+    return {context: round(time / uniform_times[context], 2) for context, time in mixed_times.items()}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--plots", type=Path, help="write the figures into this directory")
+    args = parser.parse_args()
+    curves = host_curves()
+    device, weights = device_curves(args.repeats)
+    curves += [
+        *device,
+        window_curve(args.repeats),
+        engine_curve("cache tokens", {tokens: (tokens, {}) for tokens in CACHE_TOKENS}, args.repeats),
+        engine_curve("layers", {n: (1 << 14, {"num_hidden_layers": n}) for n in LAYERS}, args.repeats),
+    ]
+    rows = [curve.row() for curve in curves]
+    waste = list(padding.compare([(*padding.DEFAULT, 512, CHAT), (*padding.DEFAULT, 2048, CHAT)]))
+    show(rows, False)
+    print(f"\nIn tokens: a decode pair {weights.decode_pair:.2f}, a pair of a mixed step {weights.mixed_pair:.2f}.")
+    print("Mixed lengths against uniform ones of the same tokens, device:", ratios(curves), "\n")
+    show(waste, False)
+    if args.plots:
+        from benchmarks.plots import draw_curves
+
+        draw_curves(curves, args.plots)
+    if args.json:
+        points = [{**row, "points": curve.points} for row, curve in zip(rows, curves, strict=True)]
+        print(json.dumps({"curves": points, "weights": vars(weights), "padding": waste}))
+
+
+if __name__ == "__main__":
+    main()

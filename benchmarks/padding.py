@@ -1,0 +1,138 @@
+"""How much of a server's work is padding: the real scheduler's steps under random traffic, on the default sizes.
+
+Each line is a trace at 30, 60 and 90 % load together: per cent of the tokens, rows of logits and attention pairs that
+are padding, and of all work, weighed by what a small model measured on PJRT CPU and by the arithmetic of Llama 3 8B.
+`grid` are sizes that grow twofold in each dimension; the last table is what fewer or more graphs would give. `in tiles`
+is no padding of sizes: per cent of a pair's positions that its tokens do not attend to.
+
+    python -m benchmarks.padding [--plots docs/plots]
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.report import make_parser, show
+from benchmarks.traffic import CHAT, RETRIEVAL, Mix, Trace, step_limits, trace
+from model_runner_base.graph_policy import GraphSize, StepLimits, geometric
+from neuron_runner.config import NeuronConfig
+from neuron_runner.graph_policy import OpenXlaPolicy
+
+LOADS = (0.3, 0.6, 0.9)
+NUM_STEPS = 2000
+DEFAULT = (64, 512)
+"""Requests and tokens of a step, as the platform sets them where the user does not."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a step costs by its parts, in units of one token's linear layers."""
+
+    row: float
+    decode_pair: float
+    mixed_pair: float
+
+    def cost(self, size: GraphSize, num_pairs: int) -> float:
+        pair = self.decode_pair if size.query_tile == 1 else self.mixed_pair
+        return size.num_tokens + self.row * size.num_reqs + pair * num_pairs
+
+
+CPU = Weights(row=0.2, decode_pair=3, mixed_pair=5.5)
+"""The bundled model on PJRT CPU: pairs as `python -m benchmarks.growth` fits them, a row by its arithmetic."""
+_TOKEN = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+_PAIR = 4 * 32 * 4096 * 256
+FLOPS = Weights(row=2 * 4096 * 128256 / _TOKEN, decode_pair=_PAIR / _TOKEN, mixed_pair=16 * _PAIR / _TOKEN)
+"""Llama 3 8B."""
+
+
+def placed(limits: StepLimits, max_padding: float | None = None) -> OpenXlaPolicy:
+    """The default sizes."""
+    policy = OpenXlaPolicy(NeuronConfig() if max_padding is None else NeuronConfig(max_padding=max_padding))
+    policy.configure(limits)
+    return policy
+
+
+def grid(limits: StepLimits) -> OpenXlaPolicy:
+    """Sizes that grow twofold, mixed pairs fourfold: what the bucket lists would hold without knowledge of traffic."""
+    config = NeuronConfig(
+        num_seqs_buckets=geometric(1, limits.max_num_reqs),
+        context_length_buckets=[tiles * limits.kv_tile for tiles in geometric(1, limits.max_kv_tiles)],
+        num_batched_tokens_buckets=geometric(32, limits.max_num_tokens),
+    )
+    policy = OpenXlaPolicy(config)
+    policy.configure(limits)
+    return policy
+
+
+def padding(policy: OpenXlaPolicy, traces: list[Trace]) -> dict[str, float]:
+    """Per cent of each kind of work, and of all of it, that is padding. The neutral pair of a step counts as such."""
+    needed, paid = np.zeros(5), np.zeros(5)
+    for one in traces:
+        for need, count in one.needs.items():
+            size = policy.dispatch(need)
+            needed += count * _work(need, need.num_pairs - 1)
+            paid += count * _work(size, size.num_pairs)
+    waste = 100 * (1 - needed / paid)
+    return dict(zip(("tokens", "rows", "pairs", "all, CPU", "all, FLOPs"), waste.tolist(), strict=True))
+
+
+def _work(size: GraphSize, num_pairs: int) -> np.ndarray:
+    weighed = [weights.cost(size, num_pairs) for weights in (CPU, FLOPS)]
+    return np.array([size.num_tokens, size.num_reqs, num_pairs, *weighed])
+
+
+def line(limits: StepLimits, mix: Mix, sizes: str, policy: OpenXlaPolicy, traces: list[Trace]) -> dict[str, object]:
+    in_tiles = 100 * (1 - sum(t.attended for t in traces) / sum(t.in_pairs for t in traces))
+    where = f"{limits.max_num_reqs} requests, {limits.max_num_tokens} tokens, length {limits.max_model_len}"
+    return {
+        "limits": where,
+        "traffic": mix.name,
+        "sizes": sizes,
+        "graphs": len(policy.sizes),
+        **{name: round(value, 1) for name, value in padding(policy, traces).items()},
+        "in tiles": round(in_tiles, 1),
+    }
+
+
+def compare(cases: list[tuple[int, int, int, Mix]], num_steps: int = NUM_STEPS) -> Iterator[dict[str, object]]:
+    """The grid and the default sizes, on traces that differ from those the sizes were placed by."""
+    for max_num_reqs, max_num_tokens, max_model_len, mix in cases:
+        limits = step_limits(max_num_reqs, max_num_tokens, max_model_len)
+        traces = [trace(limits, mix, load, num_steps) for load in LOADS]
+        yield line(limits, mix, "grid", grid(limits), traces)
+        yield line(limits, mix, "default", placed(limits), traces)
+
+
+def trade(max_model_len: int, num_steps: int = NUM_STEPS) -> Iterator[dict[str, object]]:
+    """Graphs against padding, for the platform's limits."""
+    limits = step_limits(*DEFAULT, max_model_len)
+    traces = [trace(limits, CHAT, load, num_steps) for load in LOADS]
+    for max_padding in (0.4, 0.3, 0.2, 0.15, 0.12, 0.1, 0.08):
+        policy = placed(limits, max_padding)
+        yield line(limits, CHAT, f"max_padding={max_padding}", policy, traces)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--plots", type=Path, help="write the figure into this directory")
+    args = parser.parse_args()
+    cases = [
+        (*DEFAULT, 512, CHAT),
+        (*DEFAULT, 2048, CHAT),
+        (*DEFAULT, 2048, RETRIEVAL),
+        (16, 512, 1024, CHAT),
+        (256, 8192, 2048, CHAT),
+    ]
+    trades = {f"model length {length}": list(trade(length)) for length in (512, 2048)}
+    show([*compare(cases), *chain.from_iterable(trades.values())], args.json)
+    if args.plots:
+        from benchmarks.plots import draw_trade
+
+        draw_trade(trades, args.plots)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""A serving trace without a device: which steps the real scheduler makes of requests that arrive at random.
+
+Lengths are log-normal with the means that the vLLM paper (arXiv:2309.06180, figure 11) gives for ShareGPT, 161 prompt
+and 338 output tokens, or with long prompts and short answers as retrieval has them; they are cut to the model length.
+Arrivals are Poisson, ``load`` times the rate at which ``max_num_seqs`` requests would run all the time.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, make_plan
+from model_runner_base.graph_policy import GraphSize, StepLimits
+
+MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
+BLOCK_SIZE = 32
+QUERY_TILE = 16
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A log-normal distribution of token counts."""
+
+    median: float
+    sigma: float
+
+    @property
+    def mean(self) -> float:
+        return self.median * float(np.exp(self.sigma**2 / 2))
+
+    def draw(self, rng: np.random.Generator, most: int) -> int:
+        return int(np.clip(rng.lognormal(np.log(self.median), self.sigma), 1, most))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What requests look like."""
+
+    name: str
+    prompt: Lengths
+    output: Lengths
+
+
+CHAT = Mix("chat", Lengths(100, 0.98), Lengths(225, 0.9))
+RETRIEVAL = Mix("retrieval", Lengths(900, 0.5), Lengths(100, 0.8))
+
+
+def step_limits(max_num_reqs: int, max_num_tokens: int, max_model_len: int) -> StepLimits:
+    return StepLimits(max_num_tokens, max_num_reqs, max_model_len, QUERY_TILE, kv_tile_for(BLOCK_SIZE))
+
+
+def make_scheduler(limits: StepLimits) -> Scheduler:
+    """vLLM's scheduler with room in its cache for every request at its longest."""
+    config = EngineArgs(
+        str(MODEL),
+        skip_tokenizer_init=True,
+        hf_overrides={"max_position_embeddings": limits.max_model_len},
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_reqs,
+        max_num_batched_tokens=limits.max_num_tokens,
+        block_size=BLOCK_SIZE,  # type: ignore[arg-type]
+        enable_prefix_caching=False,
+        async_scheduling=False,
+    ).create_engine_config()
+    num_blocks = limits.max_num_reqs * -(-limits.max_model_len // BLOCK_SIZE) + 1
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    return Scheduler(config, cache, StructuredOutputManager(config), BLOCK_SIZE)
+
+
+def serve(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int = 0) -> Iterator[SchedulerOutput]:
+    """The steps of a trace, after as many again in which the batch fills. Each must be used before the next is made."""
+    rng = np.random.default_rng(seed)
+    scheduler = make_scheduler(limits)
+    rate = load * limits.max_num_reqs / mix.output.mean
+    count = 0
+    for step in range(2 * num_steps):
+        for _ in range(rng.poisson(rate)):
+            # A request ends at the model length, prompt and output together.
+            prompt = mix.prompt.draw(rng, limits.max_model_len - 1)
+            output = mix.output.draw(rng, limits.max_model_len - prompt)
+            params = SamplingParams(max_tokens=output, ignore_eos=True)
+            scheduler.add_request(Request(f"{count}", [5] * prompt, params, None, eos_token_id=None))
+            count += 1
+        scheduled = scheduler.schedule()
+        if step >= num_steps and scheduled.total_num_scheduled_tokens:
+            yield scheduled
+        req_ids = list(scheduled.num_scheduled_tokens)
+        # A request with prompt left yields nothing.
+        requests = [scheduler.requests[req_id] for req_id in req_ids]
+        tokens = [[] if request.num_computed_tokens < request.num_tokens else [5] for request in requests]
+        index = {req_id: i for i, req_id in enumerate(req_ids)}
+        scheduler.update_from_output(scheduled, ModelRunnerOutput(req_ids, index, tokens))
+
+
+@dataclass
+class Trace:
+    """What the steps of a trace need, before padding."""
+
+    needs: Counter[GraphSize]
+    attended: int = 0
+    """(query, key) positions that attention has to meet."""
+    in_pairs: int = 0
+    """The same as whole tiles count them."""
+
+
+def trace(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int = 0) -> Trace:
+    geometry = PlanGeometry(BLOCK_SIZE, limits.kv_tile, limits.max_kv_tiles)
+    table = np.zeros((1, limits.max_kv_tiles * geometry.blocks_per_tile), np.int32)
+    result = Trace(Counter())
+    for scheduled in serve(limits, mix, load, num_steps, seed):
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        query_len = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int64)
+        num_computed = np.array([computed[req_id] for req_id in scheduled.num_scheduled_tokens])
+        num_tokens, num_reqs = int(query_len.sum()), len(query_len)
+        query_tile = 1 if num_tokens == num_reqs else limits.query_tile
+        start, rows = np.cumsum(query_len) - query_len, np.zeros(num_reqs, np.int64)
+        plan = make_plan(geometry, query_tile, start, query_len, num_computed, table, rows)
+        result.needs[GraphSize(query_tile, num_tokens, num_reqs, plan.num_tiles, plan.num_pairs + 1)] += 1
+        result.attended += int((query_len * num_computed + query_len * (query_len + 1) // 2).sum())
+        result.in_pairs += plan.num_pairs * query_tile * limits.kv_tile
+    return result
