@@ -7,9 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 
-def parse(description: str | None) -> argparse.Namespace:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """For a benchmark with options of its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on a line")
+    return parser
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    parser = make_parser(description)
     parser.add_argument("--repeats", type=int, default=7)
     return parser.parse_args()
 
