@@ -1,4 +1,4 @@
-"""Weight layout for the device: linear weights transposed to [in, out].
+"""Weight layout for the device: linear weights transposed to [in, out]; and the product with them.
 
 XLA:CPU multiplies a few rows by a [out, in] weight several times slower than by its transpose, and decode is a few
 rows. A weight that is also an embedding table keeps its layout for look-ups and gets a transposed copy for the logits.
@@ -16,6 +16,33 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from neuron_runner import environment
+
+UNPACKED_ROWS = 24
+"""XLA:CPU multiplies up to so many rows without copying the weight into blocks first."""
+
+
+@torch.library.custom_op("neuron_runner::matmul", mutates_args=())
+def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x`` [T, in] by ``weight`` [in, out].
+
+    An operator of its own, so that a capture with symbolic sizes leaves the choice to each size's compilation.
+    """
+    rows = x.shape[0]
+    if UNPACKED_ROWS < rows <= 32 and not environment.neuron_device_visible():
+        return _matmul_in_halves(x, weight)
+    return torch.matmul(x, weight)
+
+
+@matmul.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _matmul_in_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Fast path of XLA:CPU a little above UNPACKED_ROWS: reading a weight twice costs less than copying it once."""
+    return torch.cat([torch.matmul(half, weight) for half in x.chunk(2)])
+
 
 class TransposedLinearMethod(UnquantizedLinearMethod):
     """Applies a weight that is stored as [in, out]."""
@@ -24,7 +51,7 @@ class TransposedLinearMethod(UnquantizedLinearMethod):
         layer.weight = _transposed(layer.weight)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = torch.matmul(x, layer.weight)
+        out = matmul(x, layer.weight)
         return out if bias is None else out + bias
 
 
@@ -35,7 +62,7 @@ class TransposedLogitsMethod(UnquantizedEmbeddingMethod):
         layer.weight_transposed = _transposed(layer.weight)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = torch.matmul(x, layer.weight_transposed)
+        out = matmul(x, layer.weight_transposed)
         return out if bias is None else out + bias
 
 

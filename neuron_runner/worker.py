@@ -3,6 +3,8 @@
 import torch
 
 from model_runner_base.worker import ModelRunnerWorker
+from neuron_runner import environment
+from neuron_runner.allocator import keep_freed_memory
 from neuron_runner.model_runner import NeuronModelRunner
 
 
@@ -14,4 +16,6 @@ class NeuronWorker(ModelRunnerWorker):
             return torch.device("cpu")
         import torch_xla
 
+        if not environment.neuron_device_visible():
+            keep_freed_memory()
         return torch_xla.device()

@@ -22,6 +22,8 @@ from vllm.v1.attention.backend import (
 from model_runner_base.attention.plan import PlanGeometry
 
 MASK_VALUE = -1e30
+MAX_DIAGONAL_KV_HEADS = 8
+"""Up to so many, a product over all KV heads at once costs less than one a head, most of it by zeros as it is."""
 
 
 @dataclass
@@ -133,7 +135,10 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             value = value.view(-1, self.num_kv_heads, self.head_size)
             kv_cache.index_put_((attn_metadata.slot_blocks, attn_metadata.slot_offsets), torch.cat((key, value), dim=1))
 
-        partial = self._attend_pairs(query, kv_cache, attn_metadata)
+        if attn_metadata.tile_tokens is None and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS:
+            partial = self._attend_single_queries(query, kv_cache, attn_metadata)
+        else:
+            partial = self._attend_pairs(query, kv_cache, attn_metadata)
         for tree in attn_metadata.merge_tree:
             partial = _merge(*partial, tree)
         return self._untile(*partial, attn_metadata, query.shape[0]).to(query.dtype)
@@ -184,6 +189,47 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         total = weights.sum(dim=-1, keepdim=True)
         out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2))
         return out.float(), maximum, total
+
+    def _attend_single_queries(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, meta: PagedAttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``_attend_pairs`` where a tile is one token (decode) and KV heads are few, G rows a KV head.
+
+        Each pair's keys and values stay the matrices [S, K * D] that the gather makes: queries are laid out
+        block-diagonally, zero but for their own KV head's columns, and of the output only those columns are kept.
+        """
+        kv_heads, head_size = self.num_kv_heads, self.head_size
+        group, kv_tile = self.num_heads // kv_heads, meta.geometry.kv_tile
+        tiles = query.view(-1, kv_heads, 1, group, head_size)[meta.pair_tile]
+        own = torch.eye(kv_heads, dtype=query.dtype, device=query.device).view(1, kv_heads, kv_heads, 1, 1)
+        # [P, K, K', G, D] -> [P, K' * D, H]
+        tiles = (tiles * own).permute(0, 2, 4, 1, 3).reshape(-1, kv_heads * head_size, self.num_heads)
+        keys = kv_cache[:, :, :kv_heads][meta.pair_blocks].view(-1, kv_tile, kv_heads * head_size)
+        values = kv_cache[:, :, kv_heads:][meta.pair_blocks].view(-1, kv_tile, kv_heads * head_size)
+
+        scores = torch.matmul(keys, tiles).float() * self.scale
+        if self.logits_soft_cap:
+            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
+        position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
+        distance = (meta.pair_offset.view(-1, 1) - position.view(1, -1)).unsqueeze(-1)
+        written = distance >= 0
+        visible = written
+        if self.sliding_window is not None:
+            visible = visible & (distance < self.sliding_window)
+        if self.alibi_slopes is not None:
+            scores = scores - scores.new_tensor(self.alibi_slopes) * distance
+
+        scores = torch.where(visible, scores, MASK_VALUE)
+        # Behind the token lies whatever other requests left: a weight of 0 would not silence a NaN there.
+        values = torch.where(written, values, 0.0)
+        maximum = scores.amax(dim=1, keepdim=True)
+        weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
+        total = weights.sum(dim=1)
+        out = torch.matmul(weights.to(values.dtype).transpose(1, 2), values)
+        out = out.view(-1, kv_heads, group, kv_heads, head_size)
+        out = torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1)
+        rows = (-1, kv_heads, group, 1)
+        return out.float(), maximum.view(rows), total.view(rows)
 
     def _untile(
         self,

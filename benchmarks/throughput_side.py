@@ -1,0 +1,42 @@
+"""One side of benchmarks.throughput: an engine that runs the workloads it is told. Imports nothing of the project.
+
+Reads JSON lines of the arguments of ``generate``, answers each with a line; the first line says that it is ready.
+"""
+
+import json
+import os
+import random
+import sys
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+
+def generate(llm: LLM, batch: int, prompt_tokens: int, new_tokens: int) -> None:
+    """Random prompts, every one answered with exactly so many greedy tokens."""
+    numbers = random.Random(batch)
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    prompts = [
+        TokensPrompt(prompt_token_ids=[numbers.randrange(vocabulary) for _ in range(prompt_tokens)])
+        for _ in range(batch)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    llm.generate(prompts, params, use_tqdm=False)
+
+
+def main() -> None:
+    # What vLLM prints goes to the error stream; only answers go to whoever asks.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    llm = LLM(**json.loads(sys.argv[1]))
+    print("ready", file=answers)
+    for line in sys.stdin:
+        generate(llm, **json.loads(line))
+        print("done", file=answers)
+
+
+if __name__ == "__main__":
+    main()
