@@ -1,10 +1,13 @@
 """Which sizes are compiled, and the compilation: the graph policy of openxla buckets."""
 
+from collections.abc import Callable
+
 import torch
 
 from model_runner_base.graph_policy import BucketPolicy, GraphSize, StepFunction, StepLimits, geometric
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.config import NeuronConfig
+from neuron_runner.executable import Compiler
 from neuron_runner.metrics import CompilationCount
 
 SMALLEST_TOKEN_BUCKET = 32
@@ -20,6 +23,7 @@ class OpenXlaPolicy(BucketPolicy):
 
     def __init__(self, config: NeuronConfig) -> None:
         self.config = config
+        self._compiler = Compiler()
 
     def configure(self, limits: StepLimits) -> None:
         self.set_sizes([*self._decode_sizes(limits), *self._mixed_sizes(limits)])
@@ -50,4 +54,8 @@ class OpenXlaPolicy(BucketPolicy):
         return count.compilations + count.captures
 
     def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
-        return CompiledFunction(function, state)
+        return CompiledFunction(function, state, self._compiler)
+
+    def compile_ahead(self, warm_up: Callable[[], None]) -> None:
+        with self._compiler.ahead():
+            warm_up()
