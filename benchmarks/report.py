@@ -7,11 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With the options that all benchmarks have; for those that add some."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    return options
+
+
 def parse(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--repeats", type=int, default=7)
-    return parser.parse_args()
+    options = parser(description)
+    options.add_argument("--repeats", type=int, default=7)
+    return options.parse_args()
 
 
 def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -28,11 +34,18 @@ def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict
 
 
 def show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
+    show_tables({"rows": rows}, as_json)
+
+
+def show_tables(tables: Mapping[str, Sequence[Mapping[str, object]]], as_json: bool) -> None:
+    """One table below the other, or all of them in one JSON object."""
     if as_json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps(tables))
         return
-    columns = list(rows[0])
-    cells = [[f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    for line in [columns, *cells]:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    for rows in tables.values():
+        columns = list(rows[0])
+        cells = [[f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        for line in [columns, *cells]:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        print()
