@@ -75,11 +75,11 @@ class Layer:
             token_ids=rows,
             token_sources=rows,
         )
-        plans, _ = self.adapter.plan(batch)
+        plans = self.adapter.plan(batch)
         size = self.adapter.needed_size(batch, plans)
         sections: list[Section] = self.adapter.sections(size)
         views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
-        self.adapter.pack(batch, plans, size, views, is_repeat=False)
+        self.adapter.pack(batch, plans, size, views)
         packed = np.concatenate([views[section.name].ravel() for section in sections])
         inputs = [torch.from_numpy(packed), torch.randn(count, HEADS * HEAD_SIZE)]
         inputs.append(torch.randn(count, KV_HEADS * HEAD_SIZE))

@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """With the options that all benchmarks have; for those that add some."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    return options
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """For a benchmark with options of its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on a line")
+    return parser
 
 
 def parse(description: str | None) -> argparse.Namespace:
-    options = parser(description)
-    options.add_argument("--repeats", type=int, default=7)
-    return options.parse_args()
+    parser = make_parser(description)
+    parser.add_argument("--repeats", type=int, default=7)
+    return parser.parse_args()
 
 
 def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:

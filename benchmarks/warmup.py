@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from benchmarks.models import random_llama
-from benchmarks.report import parser, show_tables
+from benchmarks.report import make_parser, show_tables
 
 BUCKETS = 5
 TOGETHER = 4
@@ -157,10 +157,10 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--layers", type=int, nargs="+", default=[4, 12, 32])
-    options.add_argument("--naive", type=int, nargs="*", default=[4], help="depths to run torch.compile at, slowly")
-    args = options.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12, 32])
+    parser.add_argument("--naive", type=int, nargs="*", default=[4], help="depths to run torch.compile at, slowly")
+    args = parser.parse_args()
     lines, together = [], []
     for num_layers in args.layers:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

@@ -11,16 +11,8 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.paged import PagedAttentionMetadata
-from model_runner_base.attention.plan import (
-    FAN_IN,
-    MASKED,
-    AttentionPlan,
-    PlanGeometry,
-    advance_plan,
-    make_plan,
-    merge_tree,
-    stays_in_tiles,
-)
+from model_runner_base.attention.plan import FAN_IN, MASKED, AttentionPlan, PlanGeometry, make_plan, merge_tree
+from model_runner_base.attention.steady import SteadyPlan
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.input_batch import InputBatch, Section, pad_into
@@ -41,18 +33,9 @@ class PagedAttentionAdapter:
     def __init__(self, groups: list[AttentionGroup], limits: StepLimits) -> None:
         self.groups = groups
         self.limits = limits
-        self._plans: list[AttentionPlan] = []
 
-    def plan(self, batch: InputBatch) -> tuple[list[AttentionPlan], bool]:
-        """One plan a group; all have the same query tiles. And whether these are the last step's, moved on in place."""
-        if batch.follows and all(stays_in_tiles(group.geometry, batch.positions) for group in self.groups):
-            for group, plan in zip(self.groups, self._plans, strict=True):
-                advance_plan(plan, group.geometry, batch.positions, group.block_table.table, batch.rows)
-            return self._plans, True
-        self._plans = self._make_plans(batch)
-        return self._plans, False
-
-    def _make_plans(self, batch: InputBatch) -> list[AttentionPlan]:
+    def plan(self, batch: InputBatch) -> list[AttentionPlan]:
+        """One plan a group; all have the same query tiles."""
         query_tile = 1 if batch.is_uniform_decode else self.limits.query_tile
         return [
             make_plan(
@@ -65,6 +48,15 @@ class PagedAttentionAdapter:
                 batch.rows,
             )
             for group in self.groups
+        ]
+
+    def steady_plans(
+        self, batch: InputBatch, plans: list[AttentionPlan], views: dict[str, np.ndarray]
+    ) -> list[SteadyPlan]:
+        """What keeps the packed ``plans`` of a step of pure decode up while it is repeated."""
+        return [
+            SteadyPlan(group.geometry, plan, group.block_table.table, batch.positions, batch.rows, views, index)
+            for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True))
         ]
 
     def needed_size(self, batch: InputBatch, plans: list[AttentionPlan]) -> GraphSize:
@@ -80,9 +72,9 @@ class PagedAttentionAdapter:
         for index, group in enumerate(self.groups):
             sections += [
                 Section(f"slot_blocks.{index}", (num_tokens,)),
-                Section(f"slot_offsets.{index}", (num_tokens,)),
+                Section(f"slot_offsets.{index}", (num_tokens,), grows=True),
                 Section(f"pair_tile.{index}", (num_pairs,)),
-                Section(f"pair_offset.{index}", (num_pairs,)),
+                Section(f"pair_offset.{index}", (num_pairs,), grows=True),
                 Section(f"pair_blocks.{index}", (num_pairs, group.geometry.blocks_per_tile)),
             ]
             if query_tile != 1:
@@ -99,25 +91,18 @@ class PagedAttentionAdapter:
         plans: list[AttentionPlan],
         size: GraphSize,
         views: dict[str, np.ndarray],
-        is_repeat: bool,
     ) -> None:
-        """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing.
-
-        If ``is_repeat``, the views hold the last step and the plans were moved on from it: the padding, the tiles of
-        the pairs and the merge trees stay as they are.
-        """
+        """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
             table = group.block_table
-            block_index, offsets = np.divmod(batch.positions, table.block_size)
+            block_index = batch.positions // table.block_size
+            offsets = batch.positions - block_index * table.block_size
             pad_into(views[f"slot_blocks.{index}"], table.table[batch.token_rows, block_index], 0)
             pad_into(views[f"slot_offsets.{index}"], offsets, 0)
-            if is_repeat:
-                views[f"pair_offset.{index}"][: plan.num_pairs] = plan.pair_offset
-                views[f"pair_blocks.{index}"][: plan.num_pairs] = plan.pair_blocks
-                continue
-            pad_into(views[f"pair_tile.{index}"], plan.pair_tile, 0)
             pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
-            pad_into(views[f"pair_blocks.{index}"], plan.pair_blocks, 0)
+            # Padding pairs see nothing, so they may keep the tiles and blocks of an earlier step.
+            views[f"pair_tile.{index}"][: plan.num_pairs] = plan.pair_tile
+            views[f"pair_blocks.{index}"][: plan.num_pairs] = plan.pair_blocks
             if size.query_tile != 1:
                 pad_into(views[f"pair_last.{index}"], plan.pair_offset + plan.tile_len[plan.pair_tile] - 1, MASKED)
             sizes = group.geometry.level_sizes(size.num_tiles, size.num_pairs)

@@ -1,8 +1,4 @@
-"""From the scheduler's output to the input batch, without a loop over requests.
-
-Steady decode has a path of its own: when a step schedules the very requests of the last one, one token each, and
-nothing arrived or resumed, the last batch is moved on in place.
-"""
+"""From the scheduler's output to the input batch, without a loop over requests."""
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,34 +12,16 @@ class BatchBuilder:
 
     def __init__(self, requests: RequestStates) -> None:
         self.requests = requests
-        self._last: InputBatch | None = None
 
     def build(self, scheduler_output: SchedulerOutput) -> InputBatch:
-        last = self._last
-        if last is not None and _schedules_the_same(scheduler_output, last):
-            self._advance(last)
-            return last
-        batch = self._build(scheduler_output)
-        self._last = batch if batch.is_uniform_decode and batch.is_sampled.all() else None
-        return batch
-
-    def _advance(self, batch: InputBatch) -> None:
-        """Moves a batch of pure decode on by one token a request, in place."""
-        batch.num_computed += 1
-        batch.seq_lens += 1
-        batch.positions = batch.num_computed
-        batch.token_sources = batch.rows  # All were sampled, so all input tokens lie on the device.
-        batch.follows = True
-        self.requests.num_computed[batch.rows] = batch.seq_lens
-
-    def _build(self, scheduler_output: SchedulerOutput) -> InputBatch:
+        """From scratch: any step."""
         requests = self.requests
         scheduled = scheduler_output.num_scheduled_tokens
         req_ids = list(scheduled)
         num_reqs = len(req_ids)
-        rows = np.fromiter(map(requests.rows.__getitem__, req_ids), np.int64, num_reqs)
+        rows = requests.rows_of(req_ids)
         query_len = np.fromiter(scheduled.values(), np.int64, num_reqs)
-        num_computed = requests.num_computed[rows].astype(np.int64)
+        num_computed = requests.num_computed[rows]
         seq_lens = num_computed + query_len
         requests.num_computed[rows] = seq_lens
         num_known = requests.num_known[rows]
@@ -55,7 +33,7 @@ class BatchBuilder:
         else:
             token_rows = np.repeat(rows, query_len)
             positions = np.arange(query_end[-1]) + np.repeat(num_computed - query_start, query_len)
-        token_ids = requests.token_ids[token_rows, positions]
+        token_ids = requests.token_ids.ravel().take(token_rows * requests.token_ids.shape[1] + positions)
         # At most the last token of a request is unknown to the host: the one sampled in its last step.
         token_sources = np.full(len(positions), -1, np.int64)
         on_device = seq_lens > num_known
@@ -77,34 +55,15 @@ class BatchBuilder:
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
         """What of these sections is not zero in a step of nothing but padding."""
         views["token_sources"][:] = -1
-        views["sample_slots"][0] = self.requests.max_num_reqs
+        views["sample_rows"][:] = self.requests.max_num_reqs
 
-    def pack(self, batch: InputBatch, views: dict[str, np.ndarray], is_repeat: bool) -> None:
-        """Fills the sections that every step has; what attention needs, its adapter fills.
-
-        If ``is_repeat``, the views hold the last step of the same requests, and only what moved is written.
-        """
-        if is_repeat:
-            views["token_sources"][: batch.num_reqs] = batch.token_sources
-            views["positions"][: batch.num_reqs] = batch.positions
-            views["sample_slots"][1, : batch.num_reqs] = batch.seq_lens
-            return
+    def pack(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
+        """Fills the sections that every step has; what attention needs, its adapter fills."""
         padding_row = self.requests.max_num_reqs
         pad_into(views["token_ids"], batch.token_ids, 0)
         pad_into(views["token_sources"], batch.token_sources, -1)
         pad_into(views["positions"], batch.positions, 0)
         pad_into(views["logits_indices"], batch.query_start + batch.query_len - 1, 0)
-        sample_rows, sample_positions = views["sample_slots"]
         # A row with prompt left yields no token: what is drawn for it is recorded nowhere.
-        pad_into(sample_rows, np.where(batch.is_sampled, batch.rows, padding_row), padding_row)
-        pad_into(sample_positions, batch.seq_lens, 0)
-
-
-def _schedules_the_same(scheduler_output: SchedulerOutput, last: InputBatch) -> bool:
-    """Whether a step has the requests of ``last``, in its order and in their rows, with one token each."""
-    return (
-        scheduler_output.total_num_scheduled_tokens == last.num_reqs
-        and not scheduler_output.scheduled_new_reqs
-        and not scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        and list(scheduler_output.num_scheduled_tokens) == last.req_ids
-    )
+        pad_into(views["sample_rows"], np.where(batch.is_sampled, batch.rows, padding_row), padding_row)
+        pad_into(views["sample_positions"], batch.seq_lens, 0)

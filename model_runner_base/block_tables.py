@@ -1,5 +1,8 @@
 """Block tables: which KV-cache blocks hold a request's tokens, one table a KV-cache group, rows as in RequestStates."""
 
+from collections.abc import Sequence
+from itertools import chain
+
 import numpy as np
 
 
@@ -23,8 +26,16 @@ class BlockTable:
         self.table[row, : len(block_ids)] = block_ids
         self.num_blocks[row] = len(block_ids)
 
-    def append(self, row: int, block_ids: list[int]) -> None:
-        """Adds blocks at the end of a row."""
-        start = self.num_blocks[row]
-        self.table[row, start : start + len(block_ids)] = block_ids
-        self.num_blocks[row] += len(block_ids)
+    def append(self, rows: np.ndarray, block_ids: Sequence[list[int]]) -> None:
+        """Adds blocks at the end of each of ``rows``, which are distinct."""
+        flat = list(chain.from_iterable(block_ids))
+        start = self.num_blocks[rows]
+        if len(flat) == len(rows) and all(block_ids):  # Decode: one block each.
+            self.table[rows, start] = flat
+            self.num_blocks[rows] = start + 1
+            return
+        counts = np.fromiter(map(len, block_ids), np.int64, len(block_ids))
+        first = np.cumsum(counts) - counts
+        index = np.arange(len(flat)) + np.repeat(start - first, counts)
+        self.table[np.repeat(rows, counts), index] = flat
+        self.num_blocks[rows] = start + counts

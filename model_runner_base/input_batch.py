@@ -6,14 +6,16 @@ host-to-device copy whatever its features are. The graph takes the buffer apart 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from model_runner_base.graph_policy import GraphSize
+
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 
 class Section(NamedTuple):
@@ -21,6 +23,8 @@ class Section(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+    grows: bool = False
+    """Whether its values grow by one from one step of steady decode to the next; such sections come first."""
 
 
 @dataclass
@@ -49,11 +53,20 @@ class InputBatch:
     token_sources: np.ndarray
     """[T] row whose last sampled token stands in for the id (it is on the device only), or -1."""
     follows: bool = False
-    """Whether this is the last step's batch, every request one token further."""
+    """Whether this is the last step's batch, every request one token further (see ``SteadyDecode``)."""
 
     @property
     def num_reqs(self) -> int:
         return len(self.req_ids)
+
+    @cached_property
+    def req_id_to_index(self) -> dict[str, int]:
+        return dict(zip(self.req_ids, range(self.num_reqs), strict=True))
+
+    @cached_property
+    def unsampled(self) -> list[int]:
+        """Indices of the requests that yield no token."""
+        return np.flatnonzero(~self.is_sampled).tolist()
 
     @property
     def num_tokens(self) -> int:
@@ -70,36 +83,49 @@ def token_sections(size: GraphSize) -> list[Section]:
     return [
         Section("token_ids", (num_tokens,)),
         Section("token_sources", (num_tokens,)),
-        Section("positions", (num_tokens,)),
+        Section("positions", (num_tokens,), grows=True),
         Section("logits_indices", (num_reqs,)),
-        Section("sample_slots", (2, num_reqs)),
+        Section("sample_rows", (num_reqs,)),
+        Section("sample_positions", (num_reqs,), grows=True),
     ]
 
 
+def in_order(sections: Iterable[Section]) -> list[Section]:
+    """The order of the packed buffer: what grows comes first."""
+    every = list(sections)
+    return [section for section in every if section.grows] + [section for section in every if not section.grows]
+
+
+class PackedStep:
+    """The host side of the packed buffer at one size."""
+
+    def __init__(self, size: GraphSize, sections: Sequence[Section]) -> None:
+        self.size = size
+        self._sections = sections
+        self.buffer = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
+        self.views = unpack(self.buffer, sections)
+        """A writable view of each section, with what the last step of this size left there."""
+
+    def growing(self) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """The growing sections as one view, zeros like it, and those as a view of each section."""
+        sections = [section for section in self._sections if section.grows]
+        zeros = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
+        return self.buffer[: len(zeros)], zeros, unpack(zeros, sections)
+
+
 class PackedInputs:
-    """The host side of the packed buffer: views into it for each size, made once a size."""
+    """The packed buffers, made once a size."""
 
     def __init__(self, sections: Callable[[GraphSize], Sequence[Section]]) -> None:
-        self._sections = sections
-        self.views = lru_cache(maxsize=1024)(self._make_views)
-        """The buffer of a size and a writable view of each section, with what the last step of that size left there."""
-
-    def _make_views(self, size: GraphSize) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        sections = self._sections(size)
-        buffer = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
-        views, start = {}, 0
-        for name, shape in sections:
-            views[name] = buffer[start : start + prod(shape)].reshape(shape)
-            start += prod(shape)
-        return buffer, views
+        self.at = lru_cache(maxsize=1024)(lambda size: PackedStep(size, sections(size)))
 
 
-def unpack(packed: torch.Tensor, sections: Iterable[Section]) -> dict[str, torch.Tensor]:
-    """The device side: takes the packed buffer apart. Traceable, also with symbolic sizes."""
+def unpack(packed: Array, sections: Iterable[Section]) -> dict[str, Array]:
+    """Takes the packed buffer apart, on the host or on the device. Traceable, also with symbolic sizes."""
     arrays, start = {}, 0
-    for name, shape in sections:
-        stop = start + prod(shape)
-        arrays[name] = packed[start:stop].view(shape)
+    for section in sections:
+        stop = start + prod(section.shape)
+        arrays[section.name] = packed[start:stop].reshape(section.shape)
         start = stop
     return arrays
 

@@ -7,7 +7,7 @@ in the rooms that this file calls, and a device plugs itself in through four hoo
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 from vllm.config import VllmConfig
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
 from vllm.tasks import SupportedTask
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -27,7 +27,15 @@ from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionA
 from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
-from model_runner_base.input_batch import InputBatch, PackedInputs, Section, token_sections, unpack
+from model_runner_base.input_batch import (
+    InputBatch,
+    PackedInputs,
+    PackedStep,
+    Section,
+    in_order,
+    token_sections,
+    unpack,
+)
 from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
 from model_runner_base.prompt_embeds import EmbedInputs, TokenInputs
@@ -38,6 +46,7 @@ from model_runner_base.sample.params import SamplingMode
 from model_runner_base.sample.pipeline import SamplingPipeline, SamplingPlan
 from model_runner_base.sample.sampler import sample
 from model_runner_base.sample.stage import SampleInputs
+from model_runner_base.steady_decode import SteadyDecode
 
 
 class ModelRunnerBase:
@@ -67,7 +76,8 @@ class ModelRunnerBase:
 
         self.model: Any
         self._inputs = PackedInputs(self._sections)
-        self._last_size: GraphSize | None = None
+        self._steady: SteadyDecode | None = None
+        """The last step, if one like it may follow."""
         self._sample_inputs: SampleInputs | None = None
         self._cache_device_properties()
         self._logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
@@ -153,6 +163,8 @@ class ModelRunnerBase:
         self.graph_policy.configure(step_limits)
         self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
 
+        # One for all steps: a step's attention metadata is put into it while the model runs (see _run_model).
+        self._forward_context = create_forward_context(None, self.vllm_config)
         wrap = self.graph_policy.wrap
         self._forward = wrap(self._run_model, self.kv_caches)
         samplers = {mode: wrap(self._make_sampler(mode), self.last_tokens) for mode in SamplingMode}
@@ -197,7 +209,7 @@ class ModelRunnerBase:
         self._execute_encoder(scheduler_output)
         batch, size, packed = self._prepare_inputs(scheduler_output)
         embeds = self.prompt_embeds.tensors(batch, size)
-        with set_forward_context(None, self.vllm_config):
+        with override_forward_context(self._forward_context):
             outputs = self._forward(size, packed, self.last_tokens[0], *embeds)
         self._sample_inputs = SampleInputs(batch, *outputs)
         return None
@@ -229,18 +241,26 @@ class ModelRunnerBase:
                 self.sampling.prompt_logprobs.add(new.req_id, info)
             self._place(new.req_id, info, info.prompt_token_ids, new.num_computed_tokens, new.block_ids)
 
-        # In steady decode most have no new blocks; those are passed over without a turn of the loop.
-        for index in compress(range(cached.num_reqs), cached.new_block_ids):
-            req_id, block_ids = cached.req_ids[index], cached.new_block_ids[index]
-            assert block_ids is not None
-            if req_id in cached.resumed_req_ids:
-                info = self.requests.infos[req_id]
-                tokens = cached.all_token_ids[req_id]
-                self._place(req_id, info, tokens, cached.num_computed_tokens[index], block_ids)
-            else:
-                row = self.requests.rows[req_id]
-                for table, ids in zip(self.block_tables, block_ids, strict=True):
-                    table.append(row, ids)
+        self._extend(cached)
+
+    def _extend(self, cached: CachedRequestData) -> None:
+        """Gives continued requests their new blocks, resumed ones their rows. In steady decode most have neither."""
+        changed = list(compress(range(cached.num_reqs), cached.new_block_ids))
+        if cached.resumed_req_ids:
+            for index in changed:
+                req_id, block_ids = cached.req_ids[index], cached.new_block_ids[index]
+                if req_id in cached.resumed_req_ids:
+                    assert block_ids is not None
+                    tokens = cached.all_token_ids[req_id]
+                    self._place(
+                        req_id, self.requests.infos[req_id], tokens, cached.num_computed_tokens[index], block_ids
+                    )
+            changed = [index for index in changed if cached.req_ids[index] not in cached.resumed_req_ids]
+        if changed:
+            rows = self.requests.rows_of([cached.req_ids[index] for index in changed])
+            by_table = zip(*[cached.new_block_ids[index] for index in changed], strict=True)
+            for table, block_ids in zip(self.block_tables, by_table, strict=True):
+                table.append(rows, block_ids)
 
     def _place(
         self,
@@ -259,19 +279,30 @@ class ModelRunnerBase:
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, GraphSize, torch.Tensor]:
         """The batch, the size it runs at, and its arrays, padded to that size, in one buffer on the device."""
-        batch = self.batch_builder.build(scheduler_output)
-        plans, moved_on = self.attention.plan(batch)
-        size = self.graph_policy.dispatch(self.attention.needed_size(batch, plans))
-        buffer, views = self._inputs.views(size)
-        is_repeat = moved_on and size == self._last_size
-        self.batch_builder.pack(batch, views, is_repeat)
-        self.attention.pack(batch, plans, size, views, is_repeat)
-        self.prompt_embeds.pack(batch, views)
-        self._last_size = size
-        return batch, size, self.device_ops.to_device(buffer)
+        steady = self._steady
+        if steady is not None and steady.advance(scheduler_output):
+            batch, packed = steady.batch, steady.packed
+        else:
+            batch = self.batch_builder.build(scheduler_output)
+            packed = self._pack(batch)
+        self.prompt_embeds.pack(batch, packed.views)
+        return batch, packed.size, self.device_ops.to_device(packed.buffer)
 
-    def _sections(self, size: GraphSize) -> tuple[Section, ...]:
-        return (*token_sections(size), *self.attention.sections(size), *self.prompt_embeds.sections(size))
+    def _pack(self, batch: InputBatch) -> PackedStep:
+        """Plans the step, picks its size and fills that size's buffer."""
+        plans = self.attention.plan(batch)
+        packed = self._inputs.at(self.graph_policy.dispatch(self.attention.needed_size(batch, plans)))
+        self.batch_builder.pack(batch, packed.views)
+        self.attention.pack(batch, plans, packed.size, packed.views)
+        self._steady = None
+        if batch.is_uniform_decode and batch.is_sampled.all():
+            steady_plans = self.attention.steady_plans(batch, plans, packed.views)
+            self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)
+        return packed
+
+    def _sections(self, size: GraphSize) -> list[Section]:
+        rooms = token_sections(size), self.attention.sections(size), self.prompt_embeds.sections(size)
+        return in_order(chain.from_iterable(rooms))
 
     def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
         """Which rules, sampler and log probabilities the batch's requests ask for."""
@@ -290,7 +321,8 @@ class ModelRunnerBase:
         hidden_states = self.model(positions=arrays["positions"], intermediate_tensors=None, **inputs)
         context.attn_metadata = None  # type: ignore[assignment]
         logits = self._compute_logits(hidden_states, arrays["logits_indices"])
-        return logits, arrays["sample_slots"].clone(), hidden_states
+        sample_slots = torch.stack((arrays["sample_rows"], arrays["sample_positions"]))
+        return logits, sample_slots, hidden_states
 
     def _compute_logits(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Logits [len(indices), V] float32 of some rows of the hidden states [T, hidden]."""
@@ -317,13 +349,14 @@ class ModelRunnerBase:
     def _dummy_run(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Runs the model at a size on nothing but padding; returns logits, sample slots and hidden states."""
         self._bind_kv_caches()
-        buffer, views = self._inputs.views(size)
-        buffer[:] = 0
-        self.batch_builder.pack_padding(views)
-        self.attention.pack_padding(views)
-        with set_forward_context(None, self.vllm_config):
+        self._steady = None
+        packed = self._inputs.at(size)
+        packed.buffer[:] = 0
+        self.batch_builder.pack_padding(packed.views)
+        self.attention.pack_padding(packed.views)
+        with override_forward_context(self._forward_context):
             padding = self.prompt_embeds.padding(size)
-            return self._forward(size, self.device_ops.to_device(buffer), self.last_tokens[0], *padding)
+            return self._forward(size, self.device_ops.to_device(packed.buffer), self.last_tokens[0], *padding)
 
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, dearest first, under a progress bar."""

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -28,19 +27,21 @@ class StepOutput(AsyncModelRunnerOutput):
     """A step's results, still on the device; reading them waits for the step."""
 
     def __init__(self, batch: InputBatch, sampled: SampledStep, device_ops: DeviceOps) -> None:
+        # A batch of steady decode serves many steps: its lists are shared by their outputs, and nobody changes them.
         self._req_ids = batch.req_ids
-        self._is_sampled = batch.is_sampled
+        self._req_id_to_index = batch.req_id_to_index
+        self._unsampled = batch.unsampled
         self._sampled = sampled
         self._device_ops = device_ops
 
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
         tokens = self._device_ops.to_host(sampled.tokens)[:num_reqs, None].tolist()
-        for index in np.flatnonzero(~self._is_sampled):
+        for index in self._unsampled:
             tokens[index] = []
         output = ModelRunnerOutput(
             req_ids=self._req_ids,
-            req_id_to_index={req_id: index for index, req_id in enumerate(self._req_ids)},
+            req_id_to_index=self._req_id_to_index,
             sampled_token_ids=tokens,
         )
         if sampled.logprobs is not None:

@@ -4,7 +4,7 @@ A row lives from the step that first schedules a request until it finishes or is
 needs to come back is kept apart, so that ``max_num_reqs`` rows serve any number of preempted requests.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,12 +54,16 @@ class RequestStates:
     def __init__(self, max_num_reqs: int, max_model_len: int) -> None:
         self.max_num_reqs = max_num_reqs
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
-        self.num_known = np.zeros(max_num_reqs, np.int32)
-        self.num_computed = np.zeros(max_num_reqs, np.int32)
+        self.num_known = np.zeros(max_num_reqs, np.int64)
+        self.num_computed = np.zeros(max_num_reqs, np.int64)
         self.rows: dict[str, int] = {}
         self.infos: dict[str, RequestInfo] = {}
         self.by_row: list[RequestInfo | None] = [None] * max_num_reqs
         self._free = list(range(max_num_reqs - 1, -1, -1))
+
+    def rows_of(self, req_ids: Iterable[str]) -> np.ndarray:
+        """[R] the rows of requests, each of which holds one."""
+        return np.fromiter(map(self.rows.__getitem__, req_ids), np.int64)
 
     def infos_of(self, rows: np.ndarray) -> list[RequestInfo]:
         """Those of the requests in ``rows``, each of which holds one."""

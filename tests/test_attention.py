@@ -150,14 +150,14 @@ def test_paged_attention_equals_dense(
     head_size = 8
     limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
     adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
-    plans, _ = adapter.plan(batch)
+    plans = adapter.plan(batch)
     need = adapter.needed_size(batch, plans)
     num_tokens = need.num_tokens + padding
     num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
     size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)
     sections = adapter.sections(size)
     views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
-    adapter.pack(batch, plans, size, views, is_repeat=False)
+    adapter.pack(batch, plans, size, views)
     packed = torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
     metadata = adapter.build(size, unpack(packed, sections))["layer"]
 

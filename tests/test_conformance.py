@@ -41,6 +41,18 @@ class PlainWorker(Finished):
     model_runner_cls = Runner
 """
 
+FROM_SCRATCH = """
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainModelRunner, PlainWorker as Usual
+class Runner(PlainModelRunner):
+    def _pack(self, batch):
+        packed = super()._pack(batch)
+        self._steady = None
+        return packed
+class PlainWorker(Usual):
+    model_runner_cls = Runner
+"""
+
 
 def run(arguments: list[str], path: Path = ROOT) -> tuple[int, dict[str, str], str]:
     """Exit status, results by promise, and everything printed."""
@@ -81,6 +93,15 @@ def test_broken_device(module: str, status: int, result: str, words: str, tmp_pa
     assert re.search(words, printed), printed[-8000:]
     others = {value for promise, value in results.items() if promise != "presence penalty"}
     assert all(value.startswith("FAILS" if module is UNFINISHED else "passes") for value in others), printed[-8000:]
+
+
+def test_schedules_hold_without_steady_decode(tmp_path: Path) -> None:
+    """Every step built from scratch: what the checks of a whole device see with its fast path, they see without."""
+    (tmp_path / "vendor.py").write_text(FROM_SCRATCH)
+    device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
+    status, results, printed = run([*device, "-k", "test_schedules"], tmp_path)
+    assert status == 0 and results, printed[-8000:]
+    assert all(result.startswith("passes") for result in results.values()), printed[-8000:]
 
 
 def test_platform_that_comes_too_late(tmp_path: Path) -> None:

@@ -141,28 +141,6 @@ def make_plan(
     )
 
 
-def stays_in_tiles(geometry: PlanGeometry, positions: np.ndarray) -> bool:
-    """Whether decode rows that moved to ``positions`` see the same KV tiles as one token before."""
-    if not (positions % geometry.kv_tile).all():
-        return False
-    window = geometry.window
-    return window is None or bool(((positions - window + 1) % geometry.kv_tile).all())
-
-
-def advance_plan(
-    plan: AttentionPlan, geometry: PlanGeometry, positions: np.ndarray, block_table: np.ndarray, rows: np.ndarray
-) -> None:
-    """Moves a decode plan on by one token a row, in place; ``stays_in_tiles`` must hold.
-
-    Only the block that a row has just entered is looked up again.
-    """
-    plan.pair_offset += 1
-    entering = np.flatnonzero(positions % geometry.block_size == 0)
-    last_pair = np.cumsum(plan.pairs_per_tile)[entering] - 1
-    block = positions[entering] // geometry.block_size
-    plan.pair_blocks[last_pair, block % geometry.blocks_per_tile] = block_table[rows[entering], block]
-
-
 def merge_tree(pairs_per_tile: np.ndarray, sizes: list[int], num_pairs: int) -> list[np.ndarray]:
     """The merge tree, padded: for each level an array [nodes, FAN_IN] of node indices of the level below.
 

@@ -1,5 +1,6 @@
 """Sampling parameters of every request row, kept on the device and copied only when a row changes."""
 
+import random
 from enum import IntEnum
 
 import numpy as np
@@ -41,27 +42,30 @@ class SamplingStates:
         self.ints[:, 0] = vocab_size
         self.floats[:, 1] = 1.0
         self.modes = np.zeros(max_num_reqs + 1, np.int8)
-        self._random = np.random.default_rng(seed)
+        self._greedy = (0.0, 1.0, 0.0), (vocab_size, 0, 0)
+        self._values = [self._greedy] * max_num_reqs
+        """What the tables hold of each row."""
+        self._random = random.Random(seed)
         self._device: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
-        is_sorted = params.top_p < 1.0 or 0 < params.top_k < self.vocab_size
-        mode = SamplingMode.SORTED if is_sorted else SamplingMode.RANDOM
-        if params.temperature < GREEDY_TEMPERATURE:
-            # Nothing else matters to a greedy row: all are alike, so that a new one seldom changes the tables.
-            mode, params, seed = SamplingMode.GREEDY, SamplingParams(temperature=0), 0
+        # Nothing else matters to a greedy row: all are alike, so that a new one seldom changes the tables.
+        mode, values = SamplingMode.GREEDY, self._greedy
+        if params.temperature >= GREEDY_TEMPERATURE:
+            top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+            is_sorted = params.top_p < 1.0 or top_k < self.vocab_size
+            mode = SamplingMode.SORTED if is_sorted else SamplingMode.RANDOM
+            low, high = np.array([seed & (1 << 64) - 1], np.uint64).view(np.int32).tolist()
+            min_p = params.min_p if self.applies_min_p else 0.0
+            values = (params.temperature, params.top_p, min_p), (top_k, low, high)
         self.modes[row] = mode
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        halves = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
-        min_p = params.min_p if self.applies_min_p else 0.0
-        floats = np.array([params.temperature, params.top_p, min_p], np.float32)
-        ints = np.array([top_k, *halves], np.int32)
-        if not (np.array_equal(self.floats[row], floats) and np.array_equal(self.ints[row], ints)):
-            self.floats[row], self.ints[row] = floats, ints
+        if self._values[row] != values:
+            self._values[row] = values
+            self.floats[row], self.ints[row] = values
             self._device = None
 
     def draw_seed(self) -> int:
-        return int(self._random.integers(1 << 63))
+        return self._random.getrandbits(63)
 
     def mode(self, rows: np.ndarray) -> SamplingMode:
         return SamplingMode(int(self.modes[rows].max(initial=0)))

@@ -50,6 +50,9 @@ class SamplingPlan:
     """The most that a request wants, or NO_LOGPROBS."""
 
 
+_NOBODY = np.zeros(0, np.int64)
+
+
 class SamplingPipeline:
     """``last_tokens``, a list of one tensor [rows] int32, gets each row's token."""
 
@@ -107,15 +110,17 @@ class SamplingPipeline:
         params = info.sampling_params
         self._states.set(row, params, info.seed)
         self._num_logprobs[row] = resolve_count(params.logprobs, self._vocab_size)
-        asked = [stage.asked_by(params) for stage in self._stages]
-        looks_back = any(
-            stage.looks_back(params) for stage, is_asked in zip(self._stages, asked, strict=True) if is_asked
-        )
-        self._asked[row] = sum(1 << bit for bit, is_asked in enumerate([*asked, looks_back]) if is_asked)
-        if looks_back:
+        asked = 0
+        for bit, stage in enumerate(self._stages):
+            if stage.asked_by(params):
+                asked |= 1 << bit
+                if stage.looks_back(params):
+                    asked |= 1 << len(self._stages)
+        self._asked[row] = asked
+        if asked >> len(self._stages):
             self._history.set(info, token_ids)
-        for stage, is_asked in zip(self._stages, asked, strict=True):
-            if is_asked:
+        for bit, stage in enumerate(self._stages):
+            if asked >> bit & 1:
                 stage.set(row, info, token_ids)
 
     # ---- A step ----
@@ -128,15 +133,19 @@ class SamplingPipeline:
 
     def _make_plan(self, batch: InputBatch) -> SamplingPlan:
         rows = batch.rows[batch.is_sampled]
+        mode = self._states.mode(rows)
+        num_logprobs = int(self._num_logprobs[rows].max(initial=NO_LOGPROBS))
+        every = int(np.bitwise_or.reduce(self._asked[rows]))
+        if not every:
+            return SamplingPlan(mode, [], _NOBODY, num_logprobs)
         asked = np.where(batch.is_sampled, self._asked[batch.rows], 0)
-        every = int(np.bitwise_or.reduce(asked))
         return SamplingPlan(
-            mode=self._states.mode(rows),
+            mode=mode,
             stages=[
                 (stage, np.flatnonzero(asked >> bit & 1)) for bit, stage in enumerate(self._stages) if every >> bit & 1
             ],
             looking_back=np.flatnonzero(asked >> len(self._stages) & 1),
-            num_logprobs=int(self._num_logprobs[rows].max(initial=NO_LOGPROBS)),
+            num_logprobs=num_logprobs,
         )
 
     def run(self, plan: SamplingPlan, inputs: SampleInputs, grammar: GrammarOutput | None) -> SampledStep:

@@ -69,12 +69,12 @@ def check_arrays(step: SeenStep, shares: list[Share], max_num_seqs: int) -> list
             assert expected is not None or sources[token] >= 0, f"{name}: a token that the host cannot know yet"
             token += 1
         assert arrays["logits_indices"][index] == token - 1, f"{name}: logits of another token"
-        row, slot_position = arrays["sample_slots"][:, index]
+        row, slot_position = arrays["sample_rows"][index], arrays["sample_positions"][index]
         assert (row < max_num_seqs) == share.is_sampled, f"{name}: recorded {row < max_num_seqs}"
         assert slot_position == share.start + share.count, f"{name}: sampled for position {slot_position}"
         rows += [row] if share.is_sampled else []
     assert len(set(rows)) == len(rows), f"requests share a row: {rows}"
-    assert (arrays["sample_slots"][0, len(shares) :] == max_num_seqs).all(), "padding records a token"
+    assert (arrays["sample_rows"][len(shares) :] == max_num_seqs).all(), "padding records a token"
     return fed[:token]
 
 

@@ -1,0 +1,41 @@
+"""The cases of benchmarks.host_step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+FEATURES: dict[str, Any] = {
+    "temperature": 0.8,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.1,
+    "logprobs": 5,
+}
+"""Of every request in a case with features, each with a seed of its own."""
+
+PROMPT_LENGTH = 512
+"""Of the prompts that arrive in every step of a mixed case."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every timed step has."""
+
+    num_decodes: int
+    target: float
+    is_async: bool = False
+    has_features: bool = False
+    num_prefills: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prefills * PROMPT_LENGTH
+
+
+TARGETS = {1: 7, 8: 7, 64: 8, 256: 12, 1024: 16}
+ASYNC_TARGETS = {1: 7, 8: 7, 64: 10, 256: 16, 1024: 30}
+CASES = {
+    **{f"decode_{count}": Case(count, target) for count, target in TARGETS.items()},
+    "mixed": Case(252, 4, num_prefills=4),
+    **{f"decode_{count}_features": Case(count, 3, has_features=True) for count in (64, 256)},
+    **{f"decode_{count}_async": Case(count, target, is_async=True) for count, target in ASYNC_TARGETS.items()},
+}

@@ -1,0 +1,68 @@
+"""Host time a step of our runner and of vLLM's own, stepped by the same outputs of vLLM's scheduler in one process.
+
+    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--cold] [--profile]
+
+Time is the thread's CPU time in execute_model, sample_tokens and (under asynchronous scheduling) get_output, less what
+the model, the logits and the sampler take, which are fakes (fake_device.py). The scheduler is not timed. The runners
+take turns step by step, each going first every other step. Figures are means over all steps, since steps differ: now
+and then a request enters a new block or attention tile. A step that takes either runner ten times its median is left
+out for both. The garbage collector rests while steps are timed.
+
+Before a case is timed, and in schedules of random arrivals with chunked prompts, preemption and finishing, both
+runners must hand over the same token ids, positions, cache slots, sequence lengths and sampled rows for each request,
+and return the same tokens; in the random schedules every token must also see the same of the cache.
+
+What favours the stock runner: see stock_runner.py.
+"""
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from benchmarks.host_cases import CASES
+from benchmarks.report import make_parser, show
+from model_runner_base.testing.platform_choice import choose_platform
+
+
+def arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=CASES, default=list(CASES), help="; ".join(CASES))
+    parser.add_argument("--steps", type=int, default=512, help="timed steps a case")
+    parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each runner's turn")
+    parser.add_argument("--profile", action="store_true", help="show where our time goes (which the profiler changes)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    choose_platform("examples.plain_device.PlainPlatform")
+    # What imports vLLM's engine asks for the platform.
+    from benchmarks.host_drive import check_random, measure
+    from benchmarks.host_engine import Sides, init_process
+
+    init_process()
+    results: dict[str, dict[str, float]] = {}
+    for is_async in (False, True):
+        cases = {name: CASES[name] for name in args.cases if CASES[name].is_async == is_async}
+        if not cases:
+            continue
+        sides = Sides(is_async)
+        for has_features in sorted({case.has_features for case in cases.values()}):
+            check_random(sides, has_features)
+        for name, case in cases.items():
+            profiler = cProfile.Profile() if args.profile else None
+            results[name] = measure(sides, case, args.steps, args.cold, profiler)
+            if profiler is not None:
+                print(f"\n{name}, {args.steps} steps")
+                pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    show([{"case": name, **values, "target": CASES[name].target} for name, values in results.items()], False)
+    if args.json:
+        print(json.dumps({"cases": results}))
+
+
+if __name__ == "__main__":
+    main()
