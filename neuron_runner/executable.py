@@ -44,9 +44,10 @@ class Executable:
             raise UnsupportedGraphError("a compiled function may not draw from torch's random generator")
         places = [place_of.get(tensor_id) for tensor_id in ids]
         # A weight stands here as the model's own tensor, so that one that is loaded anew counts; tracing's constants by
-        # their values.
+        # their values; what varies is filled in for a run.
         self._inputs = [
-            value if place is None else arguments[place] for value, place in zip(values, places, strict=True)
+            value if place is None else None if place in varying else arguments[place]
+            for value, place in zip(values, places, strict=True)
         ]
         self._filled = [(i, varying[place]) for i, place in enumerate(places) if place in varying]
         self._hash = _XLAC._get_graph_hash(outputs)
