@@ -157,7 +157,7 @@ class FakeDeviceRunner(ModelRunnerBase):
         arrays = unpack(packed, self._sections(size))
         block_size = self.vllm_config.cache_config.block_size
         slots = arrays["slot_blocks.0"] * block_size + arrays["slot_offsets.0"]
-        seen = {"slots": slots, "seq_lens": arrays["sample_slots"][1]}
+        seen = {"slots": slots, "seq_lens": arrays["sample_positions"]}
         if self.fake_device.attends:
             context: Any = get_forward_context()
             metadata = next(iter(context.attn_metadata.values()))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.paged import PagedAttentionMetadata
-from model_runner_base.attention.plan import FAN_IN, MASKED, AttentionPlan, PlanGeometry, make_plan, merge_tree
+from model_runner_base.attention.plan import FAN_IN, MASKED, AttentionPlan, PlanGeometry, fill_merge_tree, make_plan
 from model_runner_base.attention.steady import SteadyPlan
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
@@ -105,10 +105,8 @@ class PagedAttentionAdapter:
             views[f"pair_blocks.{index}"][: plan.num_pairs] = plan.pair_blocks
             if size.query_tile != 1:
                 pad_into(views[f"pair_last.{index}"], plan.pair_offset + plan.tile_len[plan.pair_tile] - 1, MASKED)
-            sizes = group.geometry.level_sizes(size.num_tiles, size.num_pairs)
-            trees = merge_tree(plan.pairs_per_tile, sizes, size.num_pairs)
-            for level, tree in enumerate(trees):
-                views[f"tree.{index}.{level}"][:] = tree
+            trees = [views[f"tree.{index}.{level}"] for level in range(group.geometry.num_levels)]
+            fill_merge_tree(trees, plan.pairs_per_tile, size.num_pairs)
         if size.query_tile != 1:
             plan = plans[0]
             index_in_tile = np.arange(size.query_tile)

@@ -74,7 +74,7 @@ MUTATIONS = [
     Mutation(
         "steady decode does not look up a block that it enters",
         "attention/steady.py",
-        "        self._pair_blocks[self._last[0][tiles], block_in_tile] = block_ids\n",
+        "        self._pair_blocks.put(phase.cells, block_ids)\n",
         "",
         STEPS,
     ),
@@ -110,8 +110,8 @@ MUTATIONS = [
     Mutation(
         "the merge tree takes the first pair of a tile for all",
         "attention/plan.py",
-        "first[node_tile, None] + child, neutral",
-        "first[node_tile, None] + 0 * child, neutral",
+        "first[:, None] + _LANES, neutral",
+        "first[:, None] + 0 * _LANES, neutral",
         STEPS,
     ),
     Mutation(

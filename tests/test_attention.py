@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.attention.paged import PagedAttentionImpl
-from model_runner_base.attention.plan import FAN_IN, AttentionPlan, PlanGeometry, make_plan, merge_tree
+from model_runner_base.attention.plan import FAN_IN, AttentionPlan, PlanGeometry, fill_merge_tree, make_plan
 from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
@@ -89,7 +89,8 @@ def test_merge_tree_reaches_each_pair_of_a_tile_once(counts: list[int], spare_pa
     geometry = PlanGeometry(block_size=1, kv_tile=1, max_kv_tiles=100)
     num_pairs = sum(counts) + 1 + spare_pairs
     sizes = geometry.level_sizes(len(counts) + spare_tiles, num_pairs)
-    levels = merge_tree(np.array(counts), sizes, num_pairs)
+    levels = [np.full((size, FAN_IN), -1, np.int32) for size in sizes]
+    fill_merge_tree(levels, np.array(counts), num_pairs)
     leaves = [{pair} for pair in range(sum(counts))] + [set()] * (num_pairs - sum(counts))
     for level in levels:
         assert level.shape[1] == FAN_IN

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 FAN_IN = 8
+_LANES = np.arange(FAN_IN)
 MASKED = -(1 << 30)
 """Offset that puts every position of a pair behind the causal mask."""
 
@@ -141,29 +142,28 @@ def make_plan(
     )
 
 
-def merge_tree(pairs_per_tile: np.ndarray, sizes: list[int], num_pairs: int) -> list[np.ndarray]:
-    """The merge tree, padded: for each level an array [nodes, FAN_IN] of node indices of the level below.
+def fill_merge_tree(trees: list[np.ndarray], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
+    """Fills the merge tree: for each level an array [nodes, FAN_IN] int32 of node indices of the level below.
 
     The last index of every level is a neutral node, to which all padding points.
 
     Args:
-        sizes: padded nodes a level, as ``PlanGeometry.level_sizes`` gives them.
+        trees: padded, as long as ``PlanGeometry.level_sizes`` says.
         num_pairs: padded number of pairs.
     """
-    levels = []
     counts = pairs_per_tile
     neutral = num_pairs - 1
-    for level, size in enumerate(sizes):
-        is_last = level == len(sizes) - 1
-        first = np.cumsum(counts) - counts
-        nodes_per_tile = np.ones_like(counts) if is_last else -(-counts // FAN_IN)
-        node_tile, node_index = _repeat_with_index(nodes_per_tile)
-        child = node_index[:, None] * FAN_IN + np.arange(FAN_IN)
-        tree = np.full((size, FAN_IN), neutral, np.int32)
-        tree[: len(node_tile)] = np.where(child < counts[node_tile, None], first[node_tile, None] + child, neutral)
-        levels.append(tree)
-        counts, neutral = nodes_per_tile, size - 1
-    return levels
+    for tree in trees:
+        # A node's children lie side by side.
+        first, num_children = np.cumsum(counts) - counts, counts
+        nodes_per_tile = np.ones_like(counts) if tree is trees[-1] else -(-counts // FAN_IN)
+        if len(nodes_per_tile) and nodes_per_tile.max() > 1:
+            tile, index = _repeat_with_index(nodes_per_tile)
+            first, num_children = first[tile] + index * FAN_IN, counts[tile] - index * FAN_IN
+        num_nodes = len(first)
+        tree[:num_nodes] = np.where(num_children[:, None] > _LANES, first[:, None] + _LANES, neutral)
+        tree[num_nodes:] = neutral
+        counts, neutral = nodes_per_tile, len(tree) - 1
 
 
 def _repeat_with_index(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,19 +5,22 @@ at the end of the list, hung into the merge tree behind the pairs it has. A plan
 another order and merges the same ones in the same order.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from model_runner_base.attention.plan import FAN_IN, AttentionPlan, PlanGeometry
 
 
-class Phase(NamedTuple):
-    """The requests that enter a block in the same step, and the block that each is in."""
+@dataclass
+class Phase:
+    """The requests that enter a block in the same step, and where each is."""
 
     tiles: np.ndarray
-    rows: np.ndarray
-    block: np.ndarray
+    entries: np.ndarray
+    """Flat index into the block table of the block that a request is in."""
+    cells: np.ndarray
+    """Flat index into ``pair_blocks`` of the same block."""
 
 
 class SteadyPlan:
@@ -75,8 +78,13 @@ class SteadyPlan:
         tiles = np.flatnonzero(self._slot_offsets == offset)
         if not len(tiles):
             return None
-        rows = self._rows[tiles]
-        return Phase(tiles, rows, self._positions[tiles] // self.geometry.block_size)
+        block = self._positions[tiles] // self.geometry.block_size
+        blocks_per_tile = self.geometry.blocks_per_tile
+        return Phase(
+            tiles,
+            entries=self._rows[tiles] * self._block_table.shape[1] + block,
+            cells=self._last[0][tiles] * blocks_per_tile + block % blocks_per_tile,
+        )
 
     def advance(self) -> bool:
         """Follows the growing sections, which have been moved on by one token a request.
@@ -89,42 +97,51 @@ class SteadyPlan:
 
     def _enter_blocks(self, phase: Phase) -> bool:
         """Looks up the blocks of the requests that have just reached the first position of one."""
-        tiles, block = phase.tiles, phase.block
-        block += 1
-        block_ids = self._block_table[phase.rows, block]
-        self._slot_offsets[tiles] = 0
-        self._slot_blocks[tiles] = block_ids
-        block_in_tile = block % self.geometry.blocks_per_tile
-        if not block_in_tile.all() and not self._enter_kv_tiles(tiles[block_in_tile == 0]):
-            return False
-        self._pair_blocks[self._last[0][tiles], block_in_tile] = block_ids
+        phase.entries += 1
+        phase.cells += 1
+        block_in_tile = phase.cells % self.geometry.blocks_per_tile
+        if not block_in_tile.all():  # 0: the pair that came before is full.
+            first = np.flatnonzero(block_in_tile == 0)
+            pairs = self._enter_kv_tiles(phase.tiles[first])
+            if pairs is None:
+                return False
+            phase.cells[first] = pairs * self.geometry.blocks_per_tile
+        block_ids = self._block_table.take(phase.entries)
+        self._slot_offsets.put(phase.tiles, 0)
+        self._slot_blocks.put(phase.tiles, block_ids)
+        self._pair_blocks.put(phase.cells, block_ids)
         return True
 
-    def _enter_kv_tiles(self, tiles: np.ndarray) -> bool:
-        """Gives each of ``tiles`` the pair of a KV tile whose first position it has just reached."""
-        if self.geometry.window is not None:
-            tiles = self._reuse_pairs(tiles)
+    def _enter_kv_tiles(self, tiles: np.ndarray) -> np.ndarray | None:
+        """Pairs of the KV tile whose first position each of ``tiles`` has just reached; None if there is no room."""
+        if self.geometry.window is None:
+            return self._add_pairs(tiles)
+        pairs = self._fallen_pairs(tiles)
+        self._pair_offset[pairs[pairs >= 0]] = 0
+        added = self._add_pairs(tiles[pairs < 0])
+        if added is not None:
+            pairs[pairs < 0] = added
+        return None if added is None else pairs
+
+    def _fallen_pairs(self, tiles: np.ndarray) -> np.ndarray:
+        """For each of ``tiles`` a pair that fell out of its window and gives up its place; -1 if there is none."""
+        reach = self.geometry.window + self.geometry.kv_tile - 1  # type: ignore[operator]
+        fallen = np.flatnonzero(self._pair_offset[: self.num_pairs] >= reach)
+        pair_of = np.full(len(self._slot_offsets), -1)
+        pair_of[self._pair_tile[fallen]] = fallen
+        return pair_of[tiles]
+
+    def _add_pairs(self, tiles: np.ndarray) -> np.ndarray | None:
         start, stop = self.num_pairs, self.num_pairs + len(tiles)
         if stop >= len(self._pair_offset):  # The last pair stays neutral.
-            return False
+            return None
         self.num_pairs = stop
         self._pair_tile[start:stop] = tiles
         self._pair_offset[start:stop] = 0
         self._pair_increments[start:stop] = 1
-        self._hang(tiles, np.arange(start, stop))
-        return True
-
-    def _reuse_pairs(self, tiles: np.ndarray) -> np.ndarray:
-        """A pair that has fallen out of its request's window gives up its place; returns the tiles without such."""
-        reach = self.geometry.window + self.geometry.kv_tile - 1  # type: ignore[operator]
-        fallen = np.flatnonzero(self._pair_offset[: self.num_pairs] >= reach)
-        place_of = np.full(len(self._slot_offsets), -1)
-        place_of[self._pair_tile[fallen]] = fallen
-        places = place_of[tiles]
-        is_reused = places >= 0
-        self._pair_offset[places[is_reused]] = 0
-        self._last[0][tiles[is_reused]] = places[is_reused]
-        return tiles[~is_reused]
+        pairs = np.arange(start, stop)
+        self._hang(tiles, pairs)
+        return pairs
 
     def _hang(self, tiles: np.ndarray, children: np.ndarray) -> None:
         """Adds one child a tile to the lowest level of the tree, and the nodes above that this takes."""
