@@ -45,9 +45,10 @@ class Launcher:
     def __init__(self, runner: Any, size: GraphSize) -> None:
         self.runner = runner
         self.size = size
-        self.buffer, views = runner._inputs.views(size)
-        runner.batch_builder.pack_padding(views)
-        runner.attention.pack_padding(views)
+        packed = runner._inputs.at(size)
+        runner.batch_builder.pack_padding(packed.views)
+        runner.attention.pack_padding(packed.views)
+        self.buffer = packed.buffer
 
     def ours(self) -> Any:
         packed = self.runner.device_ops.to_device(self.buffer)

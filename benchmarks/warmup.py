@@ -88,10 +88,10 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
     def inputs(count: int) -> tuple[GraphSize, torch.Tensor, torch.Tensor]:
         """A decode step of ``count`` rows of padding."""
         size = GraphSize(1, count, count, count, count + 1)
-        buffer, views = runner._inputs.views(size)
-        runner.batch_builder.pack_padding(views)
-        runner.attention.pack_padding(views)
-        return size, runner.device_ops.to_device(buffer), torch.zeros(65, dtype=torch.int32).to(runner.device)
+        packed = runner._inputs.at(size)
+        runner.batch_builder.pack_padding(packed.views)
+        runner.attention.pack_padding(packed.views)
+        return size, runner.device_ops.to_device(packed.buffer), torch.zeros(65, dtype=torch.int32).to(runner.device)
 
     forward = runner.graph_policy.wrap(runner._run_model, runner.kv_caches)
 
