@@ -38,11 +38,18 @@ def interleaved(
 
 
 def show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
+    show_tables({"rows": rows}, as_json)
+
+
+def show_tables(tables: Mapping[str, Sequence[Mapping[str, object]]], as_json: bool) -> None:
+    """One table below the other, or all of them in one JSON object."""
     if as_json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps(tables))
         return
-    columns = list(rows[0])
-    cells = [[f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    for line in [columns, *cells]:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    for rows in tables.values():
+        columns = list(rows[0])
+        cells = [[f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        for line in [columns, *cells]:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        print()

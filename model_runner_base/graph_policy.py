@@ -103,6 +103,13 @@ class GraphPolicy:
         """
         return function
 
+    def compile_ahead(self, warm_up: Callable[[], None]) -> None:
+        """Called once before ``warm_up`` is.
+
+        A policy that can compile functions without running them calls it here, with functions that compile and return
+        tensors without contents, so that compilations may go side by side.
+        """
+
 
 class BucketPolicy(GraphPolicy):
     """A fixed list of sizes; a step runs at the cheapest that holds it."""

@@ -360,11 +360,17 @@ class ModelRunnerBase:
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, dearest first, under a progress bar."""
         self._warm_up_host()
+        dearest_first = sorted(sizes, reverse=True)
+        self.graph_policy.compile_ahead(lambda: self._run_each(dearest_first))
+        what = {"desc": "Capturing graphs", "unit": "graph"} if self.use_piecewise_graph else {"desc": "Warming up"}
+        self._run_each(tqdm(dearest_first, **what))
+        self.device_ops.synchronize()
+
+    def _run_each(self, sizes: Iterable[GraphSize]) -> None:
+        """Runs each size on padding; the parts of sampling once a number of tokens or requests."""
         num_reqs_seen: set[int] = set()
         num_tokens_seen: set[int] = set()
-        what = {"desc": "Capturing graphs", "unit": "graph"} if self.use_piecewise_graph else {"desc": "Warming up"}
-        for size in (progress := tqdm(sorted(sizes, reverse=True), **what)):
-            progress.set_postfix_str(str(size))
+        for size in sizes:
             logits, sample_slots, hidden_states = self._dummy_run(size)
             if size.num_tokens not in num_tokens_seen:
                 num_tokens_seen.add(size.num_tokens)
@@ -372,7 +378,6 @@ class ModelRunnerBase:
             if size.num_reqs not in num_reqs_seen:
                 num_reqs_seen.add(size.num_reqs)
                 self.sampling.warm_up(logits, sample_slots)
-        self.device_ops.synchronize()
 
     def _warm_up_host(self) -> None:
         """Has the host's loops compiled: a request of padding decodes into its second block, then has two tokens."""

@@ -2,8 +2,7 @@
 
 ``torch.compile(backend="openxla")`` re-traces a model in Dynamo and AOTAutograd for every size, which costs several
 times what XLA's own compilation does. Here Dynamo captures a function once with symbolic sizes, and the captured graph
-goes to openxla's own bridge (``torch_xla._dynamo.dynamo_bridge``) for every size, with AOTAutograd left out: nothing
-here needs gradients.
+is traced lazily by torch_xla for every size (``executable.py``), with AOTAutograd left out: nothing needs gradients.
 
 State that the function updates in place (KV caches, last tokens) is donated, so that XLA writes it in place. In the
 captured graph each such input is cloned, which costs nothing under lazy tracing; the clone is updated instead and
@@ -25,12 +24,8 @@ import torch
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
-from torch_xla._dynamo import config as bridge_config
-from torch_xla._dynamo.dynamo_bridge import extract_internal
-from torch_xla.experimental.eager import eager_mode_context
 
-# The bridge would otherwise look for pending work on every input of every run; inputs here are always materialised.
-bridge_config.skip_input_data_check = True
+from neuron_runner.executable import Compiler, Executable
 
 # Dynamo names a graph input after the expression it came from.
 _INT_ARGUMENT = re.compile(r"L_ints_(\d+)_$")
@@ -51,7 +46,7 @@ class Source(NamedTuple):
 
 
 class Capture:
-    """A function as Dynamo saw it, compiled by the bridge for every combination of sizes it is run with."""
+    """A function as Dynamo saw it, compiled for every combination of sizes it is run with."""
 
     def __init__(
         self, function: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]
@@ -65,13 +60,11 @@ class Capture:
             for node, source in zip(placeholders, sources, strict=True)
             if source.kind == "tensor"
         }
-        # Weights are most of the inputs and never change: only the others are filled in for a run.
-        self._arguments = [source.constant for source in sources]
-        self._varying = [(i, source) for i, source in enumerate(sources) if source.kind != "constant"]
-        state_inputs = [i for i, source in self._varying if source.kind == "state"]
-        self._state_order = [sources[i].place for i in state_inputs]
+        self._sources = sources
+        state_inputs = [i for i, source in enumerate(sources) if source.kind == "state"]
+        self.state_order = [sources[i].place for i in state_inputs]
+        """Places in the state of the first outputs."""
         _donate(self._graph, state_inputs)
-        self._compiled: Callable[..., Any] | None = None
 
     def fits(self, ints: list[int], tensors: list[torch.Tensor]) -> bool:
         """Whether the graph is right for these sizes too."""
@@ -83,22 +76,24 @@ class Capture:
         )
         return dtypes_fit and shapes_fit and self._guards.hold(ints, tensors)
 
-    def run(self, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs at the given sizes, compiling if they are new; replaces the elements of ``state``."""
-        arguments = self._arguments.copy()
-        holders: dict[str, list[Any]] = {"int": ints, "tensor": tensors, "state": state}
-        for position, (kind, place, dim, _) in self._varying:
-            arguments[position] = tensors[place].shape[dim] if kind == "size" else holders[kind][place]
-        if self._compiled is None:
-            self._graph.xla_args = arguments  # type: ignore[assignment]
-            with eager_mode_context(False):
-                self._compiled = extract_internal(self._graph)
-        outputs = self._compiled(*arguments)
-        if isinstance(outputs, torch.Tensor):  # The bridge unpacks a single output.
-            outputs = [outputs]
-        for index, tensor in zip(self._state_order, outputs, strict=False):
-            state[index] = tensor
-        return outputs[len(self._state_order) :]
+    def at(
+        self, compiler: Compiler, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]
+    ) -> Executable:
+        """Compiled for the given sizes; to be run on ``[*tensors, *state]``."""
+        arguments: list[Any] = []
+        varying: dict[int, int] = {}
+        for index, (kind, place, dim, constant) in enumerate(self._sources):
+            if kind == "tensor":
+                varying[index] = place
+                arguments.append(compiler.undonated(tensors[place]))
+            elif kind == "state":
+                varying[index] = len(tensors) + place
+                arguments.append(state[place])
+            elif kind == "constant":
+                arguments.append(constant)
+            else:
+                arguments.append(ints[place] if kind == "int" else tensors[place].shape[dim])
+        return compiler.make(self._graph, arguments, varying)
 
 
 def _find_sources(
@@ -175,25 +170,41 @@ class _SizeGuards:
 class CompiledFunction:
     """A function of tensors and named tuples of sizes, whose first element, the kind, is static; updates ``state``."""
 
-    def __init__(self, function: Callable[..., Any], state: list[torch.Tensor]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], state: list[torch.Tensor], compiler: Compiler | None = None
+    ) -> None:
         self.function = function
         self.state = state
+        self._compiler = compiler or Compiler()
+        self._compiler.states.append(state)
         self._captures: dict[Any, list[Capture]] = {}
-        self._chosen: dict[Any, Capture] = {}
+        self._executables: dict[Any, tuple[Executable, list[int]]] = {}
         self._retired: deque[list[torch.Tensor]] = deque(maxlen=3)
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the function. State tensors among the arguments are recognised as such."""
+        """Runs the function, or stands in for its results while the compiler is ahead.
+
+        State tensors among the arguments are recognised as such.
+        """
+        key = tuple(arg if isinstance(arg, tuple) else (arg.shape, arg.dtype) for arg in args)
+        executable, state_order = self._executables.get(key) or self._compile(key, args)
+        if self._compiler.is_ahead:
+            outputs = executable.stand_ins(len(state_order))
+        else:
+            outputs = executable.run([*(arg for arg in args if isinstance(arg, torch.Tensor)), *self.state])
+            self._retired.append(self.state.copy())
+            for index in state_order:
+                self.state[index] = outputs.pop(0)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _compile(self, key: Any, args: tuple[Any, ...]) -> tuple[Executable, list[int]]:
         sizes = tuple(arg for arg in args if isinstance(arg, tuple))
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         ints = [value for size in sizes for value in size[1:]]
-        key = (sizes, *((tensor.shape, tensor.dtype) for tensor in tensors))
-        capture = self._chosen.get(key)
-        if capture is None:
-            capture = self._chosen[key] = self._capture_for(args, sizes, ints, tensors)
-        self._retired.append(list(self.state))
-        outputs = capture.run(ints, tensors, self.state)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        capture = self._capture_for(args, sizes, ints, tensors)
+        executable = capture.at(self._compiler, ints, tensors, self.state)
+        self._executables[key] = executable, capture.state_order
+        return self._executables[key]
 
     def _capture_for(self, args: Any, sizes: Any, ints: list[int], tensors: list[torch.Tensor]) -> Capture:
         """A capture that is right for these sizes: one that stands, else a new one."""

@@ -1,11 +1,14 @@
 """Which sizes are compiled, and the compilation: the graph policy of openxla buckets."""
 
+from collections.abc import Callable
+
 import torch
 
 from model_runner_base.graph_policy import BucketPolicy, GraphSize, StepFunction, StepLimits, geometric
 from model_runner_base.size_placement import place_sizes
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.config import NeuronConfig
+from neuron_runner.executable import Compiler
 from neuron_runner.metrics import CompilationCount
 
 
@@ -19,6 +22,7 @@ class OpenXlaPolicy(BucketPolicy):
 
     def __init__(self, config: NeuronConfig) -> None:
         self.config = config
+        self._compiler = Compiler()
 
     def configure(self, limits: StepLimits) -> None:
         config = self.config
@@ -60,4 +64,8 @@ class OpenXlaPolicy(BucketPolicy):
         return count.compilations + count.captures
 
     def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
-        return CompiledFunction(function, state)
+        return CompiledFunction(function, state, self._compiler)
+
+    def compile_ahead(self, warm_up: Callable[[], None]) -> None:
+        with self._compiler.ahead():
+            warm_up()

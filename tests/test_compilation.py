@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch_xla
 from conftest import engine
@@ -14,6 +15,7 @@ from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import runner_of
 from model_runner_base.testing.models import TinyModel
 from neuron_runner.compilation import CompiledFunction
+from neuron_runner.executable import Compiler, Executable, UnsupportedGraphError
 from neuron_runner.metrics import CompilationCount
 
 
@@ -191,3 +193,58 @@ def test_numbers_in_host_tensors_become_constants() -> None:
 
     compiled = CompiledFunction(step, state)
     assert compiled(torch.ones(3).to(device)).tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        lambda x: (x + 1, x),
+        lambda x: (x.sum(),) * 2,
+        lambda x: (x.add_(1.0) * 2,),
+        lambda x: (x + torch.rand_like(x),),
+    ],
+    ids=["returns an input", "returns a value twice", "updates what is not its state", "draws"],
+)
+def test_what_a_graph_cannot_take_over_is_refused(graph: Callable[[torch.Tensor], tuple[torch.Tensor]]) -> None:
+    with pytest.raises(UnsupportedGraphError):
+        Executable(graph, [torch.ones(3).to(torch_xla.device())], {0: 0})
+
+
+def test_compiling_ahead_runs_nothing_and_donates_only_to_those_that_update() -> None:
+    device = torch_xla.device()
+    state, compiler = [torch.zeros(4).to(device)], Compiler()
+    add = CompiledFunction(lambda x, total: total.add_(x).sum(), state, compiler)
+    read = CompiledFunction(lambda total, x: (total * 2, x + 1), [], compiler)
+    before = CompilationCount.now()
+    x = torch.ones(4).to(device)
+
+    def warm_up() -> None:
+        for _ in range(2):
+            add(x, state[0])
+            doubled, _ = read(state[0], x)
+            assert doubled.tolist() == [0, 0, 0, 0]
+
+    with compiler.ahead():
+        warm_up()
+    compiled = CompilationCount.now()
+    assert compiled.compilations == before.compilations + 2
+    assert state[0].tolist() == [0, 0, 0, 0]
+    for count in (1, 2, 3):
+        assert add(x, state[0]).item() == 4 * count
+        assert read(state[0], x)[0].tolist() == [2 * count] * 4
+        assert state[0].tolist() == [count] * 4
+    assert CompilationCount.now() == compiled
+
+
+def test_an_error_while_compiling_ahead_ends_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler()
+    function = CompiledFunction(lambda x: x + 1, [], compiler)
+    x = torch.ones(5).to(torch_xla.device())
+
+    def fail(self: Executable) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError), compiler.ahead():
+        patch.setattr(Executable, "compile", fail)
+        function(x)
+    assert not compiler.is_ahead

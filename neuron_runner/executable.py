@@ -1,0 +1,145 @@
+"""A captured graph at one size: traced lazily, compiled by XLA, run by openxla's cached-graph call.
+
+The bridge behind ``torch.compile(backend="openxla")`` (``torch_xla._dynamo.dynamo_bridge``) does this for graphs of
+every kind and asks on each call which kind it has. Here a graph is checked once, when it is traced, and a call fills
+the inputs that vary into a list that holds the weights already.
+
+XLA compiles without Python's lock and without the device's, as long as every input of a graph has contents (torch_xla's
+own placeholder tensors would take the device's lock). So graphs are compiled while others are traced.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch_xla
+from torch_xla import _XLAC
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+from tqdm import tqdm
+
+
+class UnsupportedGraphError(RuntimeError):
+    """A function does what a graph cannot take over from it."""
+
+
+class Executable:
+    """One size of a graph: traced by the constructor, compiled once by ``compile``, then run any number of times."""
+
+    def __init__(
+        self, graph: Callable[..., Sequence[torch.Tensor]], arguments: list[Any], varying: dict[int, int]
+    ) -> None:
+        """``arguments``: numbers, weights, and examples of what varies from run to run.
+
+        ``varying`` says for the index of each example which of the tensors given to ``run`` takes its place.
+        """
+        outputs = list(graph(*arguments))
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        _check(tensors, outputs)
+        place_of = {_XLAC._xla_get_tensor_id(x): i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)}
+        ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)
+        if _XLAC._get_seed_info_id() in ids:
+            raise UnsupportedGraphError("a compiled function may not draw from torch's random generator")
+        places = [place_of.get(tensor_id) for tensor_id in ids]
+        # A weight stands here as the model's own tensor, so that one that is loaded anew counts; tracing's constants by
+        # their values; what varies is filled in for a run.
+        self._inputs = [
+            value if place is None else None if place in varying else arguments[place]
+            for value, place in zip(values, places, strict=True)
+        ]
+        self._filled = [(i, varying[place]) for i, place in enumerate(places) if place in varying]
+        self._hash = _XLAC._get_graph_hash(outputs)
+        self._traced: list[torch.Tensor] | None = outputs
+        self._results = [(output.shape, output.dtype) for output in outputs]
+
+    def compile(self) -> None:
+        """XLA's part; other threads may trace or compile at the same time."""
+        traced, self._traced = self._traced, None
+        _XLAC._xla_warm_up_cache(traced, [])
+
+    def stand_ins(self, start: int) -> list[torch.Tensor]:
+        """Zeros in place of a run's results from ``start`` on."""
+        return [_zeros(shape, dtype) for shape, dtype in self._results[start:]]
+
+    def run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Launches the graph."""
+        inputs = self._inputs.copy()
+        for position, index in self._filled:
+            inputs[position] = given[index]
+        return _XLAC._run_cached_graph(self._hash, inputs)
+
+
+def _check(inputs: list[torch.Tensor], outputs: list[Any]) -> None:
+    """Raises UnsupportedGraphError for what the bridge would mend on every call."""
+    if not all(isinstance(output, torch.Tensor) and output.device.type == "xla" for output in outputs):
+        raise UnsupportedGraphError("a compiled function may return nothing but tensors on the device")
+    if any(_XLAC._check_tensor_need_materialization(inputs)):
+        raise UnsupportedGraphError("a compiled function may update nothing in place but its state")
+    is_input = {id(x) for x in inputs} & {id(x) for x in outputs}
+    if is_input or len({_XLAC._unique_id_for_ir_and_data(x) for x in outputs}) < len(outputs):
+        raise UnsupportedGraphError("a compiled function may return nothing twice, and no input: return a clone")
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype).to(torch_xla.device())
+
+
+class Compiler:
+    """Compiles executables: one at a time, or within ``ahead`` side by side, while others are being traced."""
+
+    WIDTH = min(8, os.cpu_count() or 1)
+    """Compilations at a time. XLA's own threads share the cores between all of them."""
+
+    def __init__(self) -> None:
+        self.states: list[list[torch.Tensor]] = []
+        self._submit: Callable[[Callable[[], None]], None] | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether executables are only compiled at present, not run."""
+        return self._submit is not None
+
+    def undonated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or zeros like it where it is the state of any function.
+
+        Tracing a function marks its state as donated. A graph that only reads the tensor must not see the mark, and may
+        be compiling when it is made.
+        """
+        is_state = any(tensor is other for state in self.states for other in state)
+        return _zeros(tensor.shape, tensor.dtype) if is_state else tensor
+
+    def make(self, *arguments: Any) -> Executable:
+        """``Executable(*arguments)``, which is compiled now or, within ``ahead``, by its end."""
+        with alias_with_buffer_donor_config():
+            executable = Executable(*arguments)
+            if self._submit:
+                self._submit(executable.compile)
+            else:
+                executable.compile()
+        return executable
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Within it nothing is run; when it ends, everything that was traced is compiled. Shows its progress."""
+        futures: list[Future[None]] = []
+        with (
+            alias_with_buffer_donor_config(),  # For all threads, until the last of them is done.
+            tqdm(desc="Compiling graphs", unit="graph", total=0) as progress,
+            ThreadPoolExecutor(self.WIDTH) as pool,
+        ):
+
+            def submit(task: Callable[[], None]) -> None:
+                progress.total += 1
+                futures.append(pool.submit(task))
+                futures[-1].add_done_callback(lambda _: progress.update())
+
+            self._submit = submit
+            try:
+                yield
+                for future in futures:
+                    future.result()
+            finally:
+                self._submit = None
+                pool.shutdown(cancel_futures=True)
