@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from neuron_runner import environment
 
 UNPACKED_ROWS = 24
-"""XLA:CPU multiplies up to so many rows without copying the weight into blocks first."""
+"""Measured on XLA:CPU: with a row more, a product takes twice as long, and as long as two of half the rows."""
 
 
 @torch.library.custom_op("neuron_runner::matmul", mutates_args=())
@@ -40,7 +40,7 @@ def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _matmul_in_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Fast path of XLA:CPU a little above UNPACKED_ROWS: reading a weight twice costs less than copying it once."""
+    """Fast path of XLA:CPU a little above UNPACKED_ROWS."""
     return torch.cat([torch.matmul(half, weight) for half in x.chunk(2)])
 
 

@@ -168,9 +168,10 @@ def test_paged_attention_equals_dense(
     cache = torch.full((num_blocks, geometry.block_size, 2 * num_kv_heads, head_size), float("nan"))
     cache[0] = 0.0
     history = {}
-    for row, length in zip(batch.rows, batch.seq_lens, strict=True):
+    for row, length, computed in zip(batch.rows, batch.seq_lens, batch.num_computed, strict=True):
         history[row] = rng.normal(size=(length, 2 * num_kv_heads, head_size)).astype(np.float32)
-        for position in range(length):
+        # What lies before every window may have been given to another request.
+        for position in range(max(0, computed - geometry.window + 1) if geometry.window else 0, length):
             block = table.table[row, position // geometry.block_size]
             cache[block, position % geometry.block_size] = torch.from_numpy(history[row][position])
     new = np.stack([history[r][p] for r, p in zip(batch.token_rows, batch.positions, strict=True)])

@@ -164,26 +164,17 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         keys = kv_cache[:, :, :kv_heads][meta.pair_blocks].view(-1, kv_tile, kv_heads, head_size)
         values = kv_cache[:, :, kv_heads:][meta.pair_blocks].view(-1, kv_tile, kv_heads, head_size)
 
-        scores = torch.matmul(tiles, keys.permute(0, 2, 3, 1)).float() * self.scale
-        if self.logits_soft_cap:
-            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
-
         # How far each key lies behind each query: negative ones are in the query's future.
         position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
         index = torch.arange(tile, dtype=torch.int32, device=query.device)
         distance = meta.pair_offset.view(-1, 1, 1) + index.view(1, -1, 1) - position.view(1, 1, -1)
         distance = distance.view(-1, 1, tile, 1, kv_tile).expand(-1, 1, tile, group, kv_tile)
         distance = distance.reshape(-1, 1, tile * group, kv_tile)
-        visible = distance >= 0
-        if self.sliding_window is not None:
-            visible = visible & (distance < self.sliding_window)
-        if self.alibi_slopes is not None:
-            scores = scores - self._by_row(scores.new_tensor(self.alibi_slopes), tile) * distance
+        products = torch.matmul(tiles, keys.permute(0, 2, 3, 1))
+        slopes = None if self.alibi_slopes is None else self._by_row(products.new_tensor(self.alibi_slopes), tile)
+        scores, visible = self._scores(products, distance, slopes)
 
-        scores = torch.where(visible, scores, MASK_VALUE)
-        # Behind the tile's last token lies whatever other requests left: a weight of 0 would not silence a NaN there.
-        written = position.view(1, -1, 1, 1) <= meta.pair_last.view(-1, 1, 1, 1)
-        values = torch.where(written, values, 0.0)
+        values = torch.where(self._is_own(meta, position).view(-1, kv_tile, 1, 1), values, 0.0)
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
         total = weights.sum(dim=-1, keepdim=True)
@@ -207,21 +198,13 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         keys = kv_cache[:, :, :kv_heads][meta.pair_blocks].view(-1, kv_tile, kv_heads * head_size)
         values = kv_cache[:, :, kv_heads:][meta.pair_blocks].view(-1, kv_tile, kv_heads * head_size)
 
-        scores = torch.matmul(keys, tiles).float() * self.scale
-        if self.logits_soft_cap:
-            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
         position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
         distance = (meta.pair_offset.view(-1, 1) - position.view(1, -1)).unsqueeze(-1)
-        written = distance >= 0
-        visible = written
-        if self.sliding_window is not None:
-            visible = visible & (distance < self.sliding_window)
-        if self.alibi_slopes is not None:
-            scores = scores - scores.new_tensor(self.alibi_slopes) * distance
+        products = torch.matmul(keys, tiles)
+        slopes = None if self.alibi_slopes is None else products.new_tensor(self.alibi_slopes)
+        scores, visible = self._scores(products, distance, slopes)
 
-        scores = torch.where(visible, scores, MASK_VALUE)
-        # Behind the token lies whatever other requests left: a weight of 0 would not silence a NaN there.
-        values = torch.where(written, values, 0.0)
+        values = torch.where(self._is_own(meta, position).unsqueeze(-1), values, 0.0)
         maximum = scores.amax(dim=1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
         total = weights.sum(dim=1)
@@ -230,6 +213,31 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         out = torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1)
         rows = (-1, kv_heads, group, 1)
         return out.float(), maximum.view(rows), total.view(rows)
+
+    def _scores(
+        self, products: torch.Tensor, distance: torch.Tensor, slopes: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of products of queries and keys, in float32, and which of them the queries see."""
+        scores = products.float() * self.scale
+        if self.logits_soft_cap:
+            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
+        visible = distance >= 0
+        if self.sliding_window is not None:
+            visible = visible & (distance < self.sliding_window)
+        if slopes is not None:
+            scores = scores - slopes * distance
+        return torch.where(visible, scores, MASK_VALUE), visible
+
+    def _is_own(self, meta: PagedAttentionMetadata, position: torch.Tensor) -> torch.Tensor:
+        """[P, S] bool: whether an entry of a pair's KV tile is the request's, and in a token's sight.
+
+        Behind the tile's last token, and before its window, lies whatever other requests left: a weight of 0 would not
+        silence a NaN there.
+        """
+        is_own = position.view(1, -1) <= meta.pair_last.view(-1, 1)
+        if self.sliding_window is not None:
+            is_own = is_own & (meta.pair_offset.view(-1, 1) - position.view(1, -1) < self.sliding_window)
+        return is_own
 
     def _untile(
         self,
