@@ -88,9 +88,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the window of a query tile is that of its last token",
-        "attention/plan.py",
-        "np.maximum(0, tile_position - geometry.window + 1) // kv_tile",
-        "np.maximum(0, tile_position + tile_len - geometry.window) // kv_tile",
+        "attention/loops.py",
+        "max(0, position - window + 1) // kv_tile",
+        "max(0, position + length - window) // kv_tile",
         WINDOW,
     ),
     Mutation(
@@ -102,16 +102,16 @@ MUTATIONS = [
     ),
     Mutation(
         "the last KV tile of a context is left out",
-        "attention/plan.py",
-        "kv_end = (tile_position + tile_len - 1) // kv_tile + 1",
-        "kv_end = np.maximum(1, (tile_position + tile_len - 1) // kv_tile)",
+        "attention/loops.py",
+        "(position + length - 1) // kv_tile + 1 - first_kv_tile[tile]",
+        "max(1, (position + length - 1) // kv_tile - first_kv_tile[tile])",
         STEPS,
     ),
     Mutation(
         "the merge tree takes the first pair of a tile for all",
-        "attention/plan.py",
-        "first[:, None] + _LANES, neutral",
-        "first[:, None] + 0 * _LANES, neutral",
+        "attention/loops.py",
+        "= child + lane if child + lane < last else neutral",
+        "= child if child + lane < last else neutral",
         STEPS,
     ),
     Mutation(
@@ -123,9 +123,9 @@ MUTATIONS = [
     ),
     Mutation(
         "keys are written one slot further",
-        "attention_metadata.py",
-        'pad_into(views[f"slot_offsets.{index}"], offsets, 0)',
-        'pad_into(views[f"slot_offsets.{index}"], (offsets + 1) % table.block_size, 0)',
+        "attention/loops.py",
+        "= positions[token] - block * block_size",
+        "= (positions[token] - block * block_size + 1) % block_size",
         STEADY,
     ),
     # Output

@@ -44,7 +44,14 @@ def run_kit(mutation: Mutation, directory: Path) -> subprocess.CompletedProcess[
     device = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
     return subprocess.run(
         [sys.executable, "-m", f"{BASE}.testing", *device, "-x", "--no-shrinking", "-k", mutation.selection],
-        env={**os.environ, "PYTHONPATH": str(directory), "VLLM_PLUGINS": "", "COLUMNS": "200"},
+        # The host's loops as plain Python: every copy would have to compile its own.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(directory),
+            "VLLM_PLUGINS": "",
+            "COLUMNS": "200",
+            "NUMBA_DISABLE_JIT": "1",
+        },
         cwd=directory,
         capture_output=True,
         text=True,
