@@ -13,6 +13,7 @@ Then what attention pairs cost in these graphs against tokens, mixed lengths aga
 """
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks import padding
 from benchmarks.bare_steps import ExactWorker, HostWorker, decode_graph, host_time, padded_graph, worker
 from benchmarks.report import interleaved, make_parser, show
 from benchmarks.traffic import CHAT
-from model_runner_base.graph_policy import GraphSize
+from model_runner_base.graph_policy import GraphPolicy, GraphSize
 
 KV_TILE = 256
 WINDOW = 1024
@@ -90,6 +91,15 @@ def least(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, float
     return interleaved(cases, repeats, min)
 
 
+def dispatch_time(policy: GraphPolicy) -> float:
+    """Microseconds that a step of a size that was not seen before waits for its graph's."""
+    needs = [GraphSize(1, ROWS, ROWS, ROWS, 1 + ROWS - index) for index in range(ROWS)]
+    start = time.thread_time()
+    for need in needs:
+        policy.dispatch(need)
+    return (time.thread_time() - start) / len(needs) * 1e6
+
+
 def host_curves() -> list[Curve]:
     names = ("batch", "context", "context, mixed lengths", "number of sizes")
     batch, context, lengths, sizes = curves = [Curve(name, "host") for name in names]
@@ -101,7 +111,7 @@ def host_curves() -> list[Curve]:
         policy: Any = bare.model_runner.graph_policy
         for count in NUM_SIZES:
             policy.set_sizes([GraphSize(1, ROWS, ROWS, ROWS, ROWS + 1 + index) for index in range(count)])
-            sizes.points[count] = host_time(bare, uniform(KV_TILE))
+            sizes.points[count] = dispatch_time(policy)
     layers, cache = Curve("layers", "host"), Curve("cache tokens", "host")
     for count in LAYERS[::2]:
         with worker(HostWorker, 1 << 14, MODEL | {"num_hidden_layers": count}, **LIMITS) as bare:
@@ -126,11 +136,11 @@ def device_curves(repeats: int) -> tuple[list[Curve], padding.Weights]:
             name = f"{grows} {size}"
             needs[name], cases[name] = decode_graph(exact, rows)
             if name == FEW_ROWS:
-                sizes.points[len(cases)] = least({name: cases[name]}, 3 * repeats)[name]
+                sizes.points[len(cases)] = least({name: cases[name]}, repeats)[name]
         for need in (GraphSize(16, *prefill) for prefill in PREFILLS):
             needs[str(need)], cases[str(need)] = need, padded_graph(exact, need)
         times = least(cases, repeats)
-    sizes.points[len(cases)] = times[FEW_ROWS]
+        sizes.points[len(cases)] = least({FEW_ROWS: cases[FEW_ROWS]}, repeats)[FEW_ROWS]
     curves = [
         Curve(name, "device", {size: times[f"{name} {size}"] for grows, size in sorted(lengths) if grows == name})
         for name in ("batch", "context", "context, mixed lengths")

@@ -42,10 +42,7 @@ def show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
 
 
 def show_tables(tables: Mapping[str, Sequence[Mapping[str, object]]], as_json: bool) -> None:
-    """One table below the other, or all of them in one JSON object."""
-    if as_json:
-        print(json.dumps(tables))
-        return
+    """One table below the other, and if asked for all of them in one JSON object on the last line."""
     for rows in tables.values():
         columns = list(rows[0])
         cells = [[f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
@@ -53,3 +50,5 @@ def show_tables(tables: Mapping[str, Sequence[Mapping[str, object]]], as_json: b
         for line in [columns, *cells]:
             print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
         print()
+    if as_json:
+        print(json.dumps(tables))

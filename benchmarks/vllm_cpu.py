@@ -56,7 +56,10 @@ def set_up() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Its process's variables: Intel's OpenMP, as vLLM's documentation advises, and threads bound to all cores."""
+    """Its process's variables: Intel's OpenMP, and threads bound to all cores.
+
+    vLLM's documentation advises TCMalloc too, which is no Python package and is left out.
+    """
     return {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         "LD_PRELOAD": str(VENV / "lib" / "libiomp5.so"),

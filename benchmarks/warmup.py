@@ -5,8 +5,9 @@ Each line is one way to come by the model's graph at another size:
 - `lazy trace`: the model run on lazy tensors and compiled. Nothing can do with less than this, so what `runner`
   takes beyond its memory is the runner's own.
 - `torch.compile`: plain torch.compile(backend="openxla", dynamic=False).
-`once_s` is what the first size costs beyond that (the capture), `bucket_s` each further one (median), `xla_s` XLA's own
-compile time in it, `ratio` the two; `first_s` and `last_s` show whether a bucket costs more the more there are.
+`once_s` is what the first size costs beside XLA's time (the capture), `bucket_s` each further one (median), `xla_s`
+XLA's own compile time in it, `ratio` the two; `first_s` and `last_s` show whether a bucket costs more the more there
+are.
 `mb` is the growth of the process's resident memory a graph.
 
 `together`: seconds and CPU seconds of so many graphs one after the other, and side by side as a start does it.
@@ -41,23 +42,27 @@ class Growth:
     """Seconds, CPU seconds, XLA's seconds and resident megabytes that a block of code took."""
 
     def __enter__(self) -> "Growth":
-        self._before = self._now()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self._memory, self._clocks = self._resident(), self._now()
         return self
 
     def __exit__(self, *_: object) -> None:
-        before, after = self._before, self._now()
-        self.seconds, self.cpu, self.xla, self.megabytes = (b - a for a, b in zip(before, after, strict=True))
+        self.seconds, self.cpu, self.xla = (b - a for a, b in zip(self._clocks, self._now(), strict=True))
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self.megabytes = self._resident() - self._memory
 
     def _now(self) -> tuple[float, ...]:
         import torch_xla.debug.metrics as met
 
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        process = psutil.Process()
-        cpu = process.cpu_times()
+        cpu = psutil.Process().cpu_times()
         compiled = met.metric_data("CompileTime")
         xla = compiled[1] / 1e9 if compiled else 0.0
-        return time.perf_counter(), cpu.user + cpu.system, xla, process.memory_info().rss / 2**20
+        return time.perf_counter(), cpu.user + cpu.system, xla
+
+    def _resident(self) -> float:
+        return psutil.Process().memory_info().rss / 2**20
 
 
 def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -139,7 +144,7 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
         }
 
     with torch.no_grad(), set_forward_context(None, runner.vllm_config):
-        counts = range(20, 20 + BUCKETS + 1)
+        counts = range(34, 34 + BUCKETS + 1)
         lines = [line("runner", by_runner, list(counts)), line("lazy trace", by_lazy_trace, [n + 10 for n in counts])]
         if with_naive:
             lines.append(line("torch.compile", by_torch_compile, [n + 20 for n in counts[:3]]))

@@ -53,8 +53,14 @@ class PagedAttentionAdapter:
 
     def steady_plans(
         self, batch: InputBatch, plans: list[AttentionPlan], views: dict[str, np.ndarray]
-    ) -> list[SteadyPlan]:
-        """What keeps the packed ``plans`` of a step of pure decode up while it is repeated."""
+    ) -> list[SteadyPlan] | None:
+        """What keeps the packed ``plans`` of a step of pure decode up while it is repeated.
+
+        None has every step built from scratch: so it is where a subclass packs in its own way, until it also says here
+        how that moves on.
+        """
+        if type(self).pack is not PagedAttentionAdapter.pack:
+            return None
         return [
             SteadyPlan(group.geometry, plan, group.block_table.table, batch.rows, views, index)
             for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True))

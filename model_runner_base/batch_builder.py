@@ -1,4 +1,4 @@
-"""From the scheduler's output to the input batch, without a loop over requests."""
+"""From the scheduler's output to the input batch, built from scratch."""
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput

@@ -4,8 +4,9 @@ As array expressions they are some fifty NumPy calls a step, each over a few hun
 into the calls. Without numba, or with its own ``NUMBA_DISABLE_JIT=1``, the same functions run as plain Python: slower,
 with the same results.
 
-Types decide what is compiled, so arguments keep theirs: int64 for what describes a batch, int32 for what is sent to the
-device. Compiled code is kept on disk, beside the file that the loop is in or where ``NUMBA_CACHE_DIR`` says.
+Compiled code is kept on disk, beside the file that the loop is in or where ``NUMBA_CACHE_DIR`` says, as long as that
+file stays the same: so a loop reads no value that another file defines. Types decide what is compiled, so arguments
+keep theirs: int64 for what describes a batch, int32 for what is sent to the device.
 """
 
 from collections.abc import Callable
@@ -20,4 +21,7 @@ def compiled(function: Function) -> Function:
         from numba import njit
     except ImportError:
         return function
-    return njit(cache=True)(function)
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # There is no directory that can be written to.
+        return njit(function)

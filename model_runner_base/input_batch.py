@@ -24,12 +24,17 @@ class Section(NamedTuple):
     name: str
     shape: tuple[int, ...]
     grows: bool = False
-    """Whether its values grow by one from one step of steady decode to the next; such sections come first."""
+    """Whether its values grow by one from one step of steady decode to the next (see ``SteadyDecode``, which has to be
+    told which of them are not padding); such sections come first."""
 
 
 @dataclass
 class InputBatch:
-    """The scheduled requests of one step, unpadded: R requests, T tokens."""
+    """The scheduled requests of one step, unpadded: R requests, T tokens.
+
+    In steady decode one batch serves many steps: what follows its progress are views of the packed buffer then, int32,
+    and ``token_ids`` are left from the first.
+    """
 
     req_ids: list[str]
     rows: np.ndarray
@@ -100,6 +105,7 @@ class PackedStep:
     """The host side of the packed buffer at one size."""
 
     def __init__(self, size: GraphSize, sections: Sequence[Section]) -> None:
+        assert list(sections) == in_order(sections)
         self.size = size
         self._sections = sections
         self.buffer = np.zeros(sum(prod(section.shape) for section in sections), np.int32)

@@ -115,6 +115,7 @@ class ModelRunnerBase:
         return partial(sample, mode, reads_processed(self.model_config.logprobs_mode))
 
     def _make_output(self, batch: InputBatch, sampled: SampledStep) -> AsyncModelRunnerOutput:
+        """``batch`` is valid until the next step, which may move its arrays on: an output copies what it keeps."""
         return StepOutput(batch, sampled, self.device_ops)
 
     # ---- The engine's contract: before the first step ----
@@ -166,6 +167,7 @@ class ModelRunnerBase:
 
         # One for all steps: a step's attention metadata is put into it while the model runs (see _run_model).
         self._forward_context = create_forward_context(None, self.vllm_config)
+        self._forward_context.all_moe_layers = None  # Layers by their own names: a list would be used up by one step.
         wrap = self.graph_policy.wrap
         self._forward = wrap(self._run_model, self.kv_caches)
         samplers = {mode: wrap(self._make_sampler(mode), self.last_tokens) for mode in SamplingMode}
@@ -296,7 +298,8 @@ class ModelRunnerBase:
         self._steady = None
         if batch.is_uniform_decode and batch.is_sampled.all():
             steady_plans = self.attention.steady_plans(batch, plans, packed.views)
-            self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)
+            if steady_plans is not None:
+                self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)
         return packed
 
     def _sections(self, size: GraphSize) -> list[Section]:
@@ -358,12 +361,12 @@ class ModelRunnerBase:
             return self._forward(size, self.device_ops.to_device(packed.buffer), self.last_tokens[0], *padding)
 
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
-        """Runs every size, and all that sampling may need after it, once, dearest first, under a progress bar."""
+        """Runs every size, and all that sampling may need after it, once, largest first, under a progress bar."""
         self._warm_up_host()
-        dearest_first = sorted(sizes, reverse=True)
-        self.graph_policy.compile_ahead(lambda: self._run_each(dearest_first))
+        largest_first = sorted(sizes, reverse=True)
+        self.graph_policy.compile_ahead(lambda: self._run_each(largest_first))
         what = {"desc": "Capturing graphs", "unit": "graph"} if self.use_piecewise_graph else {"desc": "Warming up"}
-        self._run_each(tqdm(dearest_first, **what))
+        self._run_each(tqdm(largest_first, **what))
         self.device_ops.synchronize()
 
     def _run_each(self, sizes: Iterable[GraphSize]) -> None:
@@ -380,17 +383,21 @@ class ModelRunnerBase:
                 self.sampling.warm_up(logits, sample_slots)
 
     def _warm_up_host(self) -> None:
-        """Has the host's loops compiled: a request of padding decodes into its second block, then has two tokens."""
+        """Has the host's loops compiled: a request of padding decodes into its second block, then has two tokens.
+
+        As far as the limits allow: what they rule out, no step will call.
+        """
         req_id = "warm-up"
         step = SchedulerOutput.make_empty()
         step.scheduled_cached_reqs.req_ids.append(req_id)
-        self.requests.add(req_id, RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0]), [0], 0)
-        for num_tokens in (1, min(2, self.max_model_len)):
+        info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0])
+        for num_tokens in range(1, 1 + min(2, self.max_model_len, self.scheduler_config.max_num_batched_tokens)):
+            self.requests.add(req_id, info, [0], 0)
             step.num_scheduled_tokens = {req_id: num_tokens}
             step.total_num_scheduled_tokens = num_tokens
             self._pack(self.batch_builder.build(step))
             if self._steady is not None:
-                for _ in range(self.vllm_config.cache_config.block_size):
+                for _ in range(min(self.vllm_config.cache_config.block_size, self.max_model_len - 1)):
                     self._steady.advance(step)
         self.requests.remove(req_id)
         self._steady = None

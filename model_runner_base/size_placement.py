@@ -82,7 +82,7 @@ def _mixed_step(limits: StepLimits, kv_tiles: np.ndarray, prompts: list[int], rn
 
 
 @lru_cache(maxsize=8)
-def place_sizes(limits: StepLimits, max_padding: float) -> list[GraphSize]:
+def place_sizes(limits: StepLimits, max_padding: float) -> tuple[GraphSize, ...]:
     """Sizes with at most ``max_padding`` of the expected work spent on padding; few, since greedily found."""
     steps = expect_steps(limits)
     needs, frequency = steps.sizes, steps.frequency
@@ -101,7 +101,7 @@ def place_sizes(limits: StepLimits, max_padding: float) -> list[GraphSize]:
             break
         sizes.append(GraphSize(*candidates[best].tolist()))
         paid = np.where(holds[best], np.minimum(paid, cost[best]), paid)
-    return sizes
+    return tuple(sizes)
 
 
 def _candidate(limits: StepLimits, need: GraphSize) -> GraphSize:

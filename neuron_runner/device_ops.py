@@ -5,6 +5,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
+from neuron_runner.allocator import give_back_freed_memory
 
 
 class XlaDeviceOps(DeviceOps):
@@ -17,6 +18,7 @@ class XlaDeviceOps(DeviceOps):
 
     def memory_info(self) -> MemoryInfo:
         if xm.xla_device_hw(self.device) == "CPU":
+            give_back_freed_memory()
             return super().memory_info()
         info = xm.get_memory_info(self.device)
         total = int(info["bytes_limit"])

@@ -35,8 +35,11 @@ class Executable:
 
         ``varying`` says for the index of each example which of the tensors given to ``run`` takes its place.
         """
-        outputs = list(graph(*arguments))
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        contents = [_XLAC._unique_id_for_ir_and_data(x) for x in tensors]
+        if any(contents.count(_XLAC._unique_id_for_ir_and_data(arguments[i])) > 1 for i in varying):
+            raise UnsupportedGraphError("a compiled function may not be given a tensor twice: give it a clone")
+        outputs = list(graph(*arguments))
         _check(tensors, outputs)
         place_of = {_XLAC._xla_get_tensor_id(x): i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)}
         ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)
@@ -122,7 +125,10 @@ class Compiler:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Within it nothing is run; when it ends, everything that was traced is compiled. Shows its progress."""
+        """Within it nothing is run; when it ends, everything that was traced is compiled. Shows its progress.
+
+        Nothing may call ``torch_xla.sync`` within: it would run what was traced.
+        """
         futures: list[Future[None]] = []
         with (
             alias_with_buffer_donor_config(),  # For all threads, until the last of them is done.
@@ -131,6 +137,9 @@ class Compiler:
         ):
 
             def submit(task: Callable[[], None]) -> None:
+                for future in futures:
+                    if future.done():
+                        future.result()  # What went wrong ends the phase now, not when all is traced.
                 progress.total += 1
                 futures.append(pool.submit(task))
                 futures[-1].add_done_callback(lambda _: progress.update())

@@ -19,29 +19,27 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from neuron_runner import environment
 
 UNPACKED_ROWS = 24
-"""Measured on XLA:CPU: with a row more, a product takes twice as long, and as long as two of half the rows."""
+"""Measured on XLA:CPU: with a row more a product takes twice as long, more than two products of half the rows."""
+PACKED_ROWS = 32
+"""From here on the rows pay for that."""
 
 
 @torch.library.custom_op("neuron_runner::matmul", mutates_args=())
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x`` [T, in] by ``weight`` [in, out].
+    """``x`` [..., in] by ``weight`` [in, out].
 
     An operator of its own, so that a capture with symbolic sizes leaves the choice to each size's compilation.
     """
-    rows = x.shape[0]
-    if UNPACKED_ROWS < rows <= 32 and not environment.neuron_device_visible():
-        return _matmul_in_halves(x, weight)
+    is_slow = x.dim() == 2 and UNPACKED_ROWS < x.shape[0] <= PACKED_ROWS
+    if is_slow and not environment.neuron_device_visible():
+        # Two products of half the rows.
+        return torch.cat([torch.matmul(half, weight) for half in x.chunk(2)])
     return torch.matmul(x, weight)
 
 
 @matmul.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]))
-
-
-def _matmul_in_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Fast path of XLA:CPU a little above UNPACKED_ROWS."""
-    return torch.cat([torch.matmul(half, weight) for half in x.chunk(2)])
+    return x.new_empty((*x.shape[:-1], weight.shape[1]))
 
 
 class TransposedLinearMethod(UnquantizedLinearMethod):

@@ -85,7 +85,7 @@ def scheduled(req_ids: list[str]) -> Any:
     block_size=st.sampled_from([1, 2, 4]),
     blocks_per_tile=st.sampled_from([1, 2, 8]),
     window=st.sampled_from([None, 1, 3, 9, 40]),
-    lengths=st.lists(st.integers(0, 260), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(0, MAX_LENGTH - 61), min_size=1, max_size=4),
     steps=st.integers(1, 60),
     room=st.integers(1, 40),
 )

@@ -171,7 +171,9 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         distance = distance.view(-1, 1, tile, 1, kv_tile).expand(-1, 1, tile, group, kv_tile)
         distance = distance.reshape(-1, 1, tile * group, kv_tile)
         products = torch.matmul(tiles, keys.permute(0, 2, 3, 1))
-        slopes = None if self.alibi_slopes is None else self._by_row(products.new_tensor(self.alibi_slopes), tile)
+        slopes = self._slopes(query.device)
+        if slopes is not None:
+            slopes = self._by_row(slopes, tile)
         scores, visible = self._scores(products, distance, slopes)
 
         values = torch.where(self._is_own(meta, position).view(-1, kv_tile, 1, 1), values, 0.0)
@@ -201,8 +203,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
         distance = (meta.pair_offset.view(-1, 1) - position.view(1, -1)).unsqueeze(-1)
         products = torch.matmul(keys, tiles)
-        slopes = None if self.alibi_slopes is None else products.new_tensor(self.alibi_slopes)
-        scores, visible = self._scores(products, distance, slopes)
+        scores, visible = self._scores(products, distance, self._slopes(query.device))
 
         values = torch.where(self._is_own(meta, position).unsqueeze(-1), values, 0.0)
         maximum = scores.amax(dim=1, keepdim=True)
@@ -213,6 +214,11 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         out = torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1)
         rows = (-1, kv_heads, group, 1)
         return out.float(), maximum.view(rows), total.view(rows)
+
+    def _slopes(self, device: torch.device) -> torch.Tensor | None:
+        """[H] float32, whatever the model's dtype: distances are long."""
+        slopes = self.alibi_slopes
+        return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
 
     def _scores(
         self, products: torch.Tensor, distance: torch.Tensor, slopes: torch.Tensor | None

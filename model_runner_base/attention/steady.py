@@ -2,7 +2,7 @@
 
 Nothing is planned again: a request that enters a block gets its id written, and one that enters a KV tile gets a pair
 at the end of the list, hung into the merge tree behind the pairs it has. A plan made from scratch lists the pairs in
-another order and merges the same ones in the same order.
+another order; without a window it merges the same ones in the same order.
 """
 
 import numpy as np
@@ -156,8 +156,9 @@ def fallen_pair(
 def hang(tree: tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray, np.ndarray], tile: int, child: int) -> None:
     """Adds a child to a tile's lowest level of the tree, and the nodes above that this takes."""
     levels, counts, last, totals = tree
+    fan_in = levels[0].shape[1]
     for level in range(len(levels)):
-        place = counts[level, tile] % FAN_IN
+        place = counts[level, tile] % fan_in
         counts[level, tile] += 1
         last[level, tile] = child
         if level == len(levels) - 1:
