@@ -22,7 +22,7 @@ from model_runner_base.input_batch import InputBatch, Section, unpack
 from neuron_runner.compilation import CompiledFunction
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 64
-MAX_LENGTH, BLOCK_SIZE, KV_TILE = 8192, 32, 256
+MAX_LENGTH, BLOCK_SIZE, KV_TILE = 8192, 32, 64
 
 CASES = {
     "mixed 256..8192": [256, 512, 768, 1024, 2048, 4096, 6144, 8192],

@@ -29,7 +29,8 @@ from benchmarks.report import interleaved, make_parser, show
 from benchmarks.traffic import CHAT
 from model_runner_base.graph_policy import GraphPolicy, GraphSize
 
-KV_TILE = 256
+SHORT = 256
+"""Tokens of context where it is not what grows; whole KV tiles."""
 WINDOW = 1024
 ROWS = 8
 BATCHES = (1, 4, 16, 64, 256, 1024)
@@ -73,17 +74,15 @@ class Curve:
 
 def uniform(context: int, rows: int = ROWS) -> list[int]:
     """As many KV tiles each as ``context`` tokens have, with room to grow; rows reach a new block in turn."""
-    return [context - KV_TILE // 2 + row % 32 for row in range(rows)]
+    return [context - SHORT // 2 + row % 32 for row in range(rows)]
 
 
 def mixed(context: int) -> list[int]:
     """The tokens and KV tiles of ``uniform``, given to the rows by SHARES."""
-    num_tiles = ROWS * context // KV_TILE
+    num_tiles = ROWS * context // SHORT
     tiles = np.maximum(1, SHARES * num_tiles).astype(int)
     tiles[-1] += num_tiles - tiles.sum()
-    return [
-        length + (count * KV_TILE - context) for length, count in zip(uniform(context), tiles.tolist(), strict=True)
-    ]
+    return [length + (count * SHORT - context) for length, count in zip(uniform(context), tiles.tolist(), strict=True)]
 
 
 def least(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
@@ -105,7 +104,7 @@ def host_curves() -> list[Curve]:
     batch, context, lengths, sizes = curves = [Curve(name, "host") for name in names]
     with worker(HostWorker, 1 << 19, MODEL | {"num_hidden_layers": 1}, **LIMITS) as bare:
         for _ in range(2):  # The first round makes the graphs.
-            batch.points = {rows: host_time(bare, uniform(KV_TILE, rows)) for rows in BATCHES}
+            batch.points = {rows: host_time(bare, uniform(SHORT, rows)) for rows in BATCHES}
             context.points = {tokens: host_time(bare, uniform(tokens)) for tokens in CONTEXTS}
             lengths.points = {tokens: host_time(bare, mixed(tokens)) for tokens in MIXED_CONTEXTS}
         policy: Any = bare.model_runner.graph_policy
@@ -115,17 +114,17 @@ def host_curves() -> list[Curve]:
     layers, cache = Curve("layers", "host"), Curve("cache tokens", "host")
     for count in LAYERS[::2]:
         with worker(HostWorker, 1 << 14, MODEL | {"num_hidden_layers": count}, **LIMITS) as bare:
-            layers.points[count] = host_time(bare, uniform(KV_TILE))
+            layers.points[count] = host_time(bare, uniform(SHORT))
     for tokens in CACHE_TOKENS[::2]:
         with worker(HostWorker, tokens, MODEL | {"num_hidden_layers": 1}, **LIMITS) as bare:
-            cache.points[tokens] = host_time(bare, uniform(KV_TILE))
+            cache.points[tokens] = host_time(bare, uniform(SHORT))
     return [*curves, layers, cache]
 
 
 def device_curves(repeats: int) -> tuple[list[Curve], padding.Weights]:
     """Of one engine, and what tokens, rows and pairs cost in it."""
     # The largest batch first: tracing takes sizes of 1 for constants.
-    lengths = {("batch", rows): uniform(KV_TILE, rows) for rows in reversed(BATCHES)}
+    lengths = {("batch", rows): uniform(SHORT, rows) for rows in reversed(BATCHES)}
     lengths |= {("context", tokens): uniform(tokens) for tokens in CONTEXTS}
     lengths |= {("context, mixed lengths", tokens): mixed(tokens) for tokens in MIXED_CONTEXTS}
     needs: dict[str, GraphSize] = {}
@@ -167,7 +166,7 @@ def engine_curve(name: str, engines: dict[int, tuple[int, dict[str, Any]]], repe
     curve = Curve(name, "device")
     for size, (cache_tokens, config) in engines.items():
         with worker(ExactWorker, cache_tokens, MODEL | config, **LIMITS) as exact:
-            curve.points[size] = least({name: decode_graph(exact, uniform(KV_TILE))[1]}, repeats)[name]
+            curve.points[size] = least({name: decode_graph(exact, uniform(SHORT))[1]}, repeats)[name]
     return curve
 
 

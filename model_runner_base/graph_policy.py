@@ -136,7 +136,7 @@ def step_cost(sizes: np.ndarray) -> np.ndarray:
     cheaper.
     """
     query_tile, num_tokens, num_reqs, _, num_pairs = np.moveaxis(sizes, -1, 0)
-    return num_tokens + 0.2 * num_reqs + num_pairs * (1 + query_tile / 16)
+    return num_tokens + 0.2 * num_reqs + num_pairs * (1 + query_tile / 16) / 4
 
 
 def geometric(start: int, stop: int, factor: int = 2) -> list[int]:

@@ -40,11 +40,8 @@ class OpenXlaPolicy(BucketPolicy):
     def _decode_grid(self, limits: StepLimits) -> list[GraphSize]:
         """Requests x mean context; the list that is not given grows twofold."""
         requests = self.config.num_seqs_buckets or geometric(1, limits.max_num_reqs)
-        contexts = self.config.context_length_buckets
-        if contexts is None:
-            tiles = geometric(1, limits.max_kv_tiles)
-        else:
-            tiles = sorted({-(-context // limits.kv_tile) for context in contexts})
+        contexts = self.config.context_length_buckets or [limits.kv_tile, *geometric(256, limits.max_model_len)]
+        tiles = sorted({-(-context // limits.kv_tile) for context in contexts})
         return [GraphSize(1, n, n, n, n * kv_tiles + 1) for n in requests for kv_tiles in tiles]
 
     def _mixed_grid(self, limits: StepLimits, tokens: list[int]) -> list[GraphSize]:
