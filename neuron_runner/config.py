@@ -24,7 +24,7 @@ class NeuronConfig(BaseModel):
         default=None, description="Mean context tokens a request that a step is sized for; the last is max_model_len."
     )
     max_padding: float = Field(
-        default=0.12,
+        default=0.14,
         gt=0,
         lt=1,
         description="Share of the expected work that may be padding; less of it takes more graphs.",
