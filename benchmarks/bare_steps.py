@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -24,6 +23,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from benchmarks.fake_device import FakeDevice
+from benchmarks.models import BUNDLED_MODEL
 from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, GraphSize, StepFunction
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
@@ -31,7 +31,6 @@ from model_runner_base.worker import ModelRunnerWorker
 from neuron_runner.model_runner import NeuronModelRunner
 from neuron_runner.worker import NeuronWorker
 
-MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 BLOCK_SIZE = 32
 
 
@@ -98,7 +97,7 @@ def worker(
 ) -> Iterator[ModelRunnerWorker]:
     """A worker with random weights: the bundled model's config with changes, and a cache of so many tokens."""
     llm = LLM(
-        str(MODEL),
+        str(BUNDLED_MODEL),
         load_format="dummy",
         skip_tokenizer_init=True,
         worker_cls=f"{worker_cls.__module__}.{worker_cls.__qualname__}",

@@ -10,15 +10,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import gc
 from functools import partial
-from pathlib import Path
 
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 
+from benchmarks.models import BUNDLED_MODEL
 from benchmarks.report import interleaved, parse, show
 
-MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 ROWS = (1, 16)
 STEPS = 100
 
@@ -27,7 +26,7 @@ def measure(megabytes: int, repeats: int) -> dict[int, float]:
     """Milliseconds a decode step by rows, through the whole engine."""
     buckets = {"num_seqs_buckets": list(ROWS), "num_batched_tokens_buckets": [64]}
     llm = LLM(
-        str(MODEL),
+        str(BUNDLED_MODEL),
         max_num_seqs=max(ROWS),
         max_num_batched_tokens=64,
         max_model_len=256,

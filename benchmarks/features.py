@@ -9,15 +9,14 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from benchmarks.models import BUNDLED_MODEL
 from benchmarks.report import interleaved, parse, show
 
-MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 ROWS = 16
 STEPS = 100
 
@@ -39,7 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def main() -> None:
     args = parse(__doc__)
     llm = LLM(
-        str(MODEL),
+        str(BUNDLED_MODEL),
         max_num_seqs=ROWS,
         max_num_batched_tokens=64,
         max_model_len=256,

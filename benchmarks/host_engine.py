@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +28,10 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.fake_device import CLOCK_NS, VOCAB_SIZE, FakeDevice, FakeDeviceRunner
+from benchmarks.models import BUNDLED_MODEL
 from benchmarks.stock_runner import StockBackend, StockRunner
 from model_runner_base.attention.paged import PagedAttentionBackend
 
-MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 MAX_NUM_SEQS = 1024
 MAX_NUM_TOKENS = 4096
 MAX_MODEL_LEN = 4096
@@ -66,7 +65,7 @@ def init_process() -> None:
 
 def make_config(is_async: bool, backend: type[AttentionBackend]) -> VllmConfig:
     config = EngineArgs(
-        str(MODEL),
+        str(BUNDLED_MODEL),
         skip_tokenizer_init=True,
         hf_overrides={"max_position_embeddings": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE},
         max_model_len=MAX_MODEL_LEN,

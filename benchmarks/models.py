@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+BUNDLED_MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
+
 
 @contextmanager
 def random_llama(num_layers: int, hidden_size: int = 64, num_heads: int = 4, vocab_size: int = 512) -> Iterator[Path]:

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -24,10 +23,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from benchmarks.models import BUNDLED_MODEL
 from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, make_plan
 from model_runner_base.graph_policy import GraphSize, StepLimits
 
-MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 BLOCK_SIZE = 32
 QUERY_TILE = 16
 
@@ -67,7 +66,7 @@ def step_limits(max_num_reqs: int, max_num_tokens: int, max_model_len: int) -> S
 def make_scheduler(limits: StepLimits) -> Scheduler:
     """vLLM's scheduler with room in its cache for every request at its longest."""
     config = EngineArgs(
-        str(MODEL),
+        str(BUNDLED_MODEL),
         skip_tokenizer_init=True,
         hf_overrides={"max_position_embeddings": limits.max_model_len},
         max_model_len=limits.max_model_len,

@@ -26,19 +26,21 @@ class OpenXlaPolicy(BucketPolicy):
 
     def configure(self, limits: StepLimits) -> None:
         config = self.config
-        placed = place_sizes(limits, config.max_padding)
         if config.num_seqs_buckets or config.context_length_buckets:
             decode = self._decode_grid(limits)
         else:
-            decode = [size for size in placed if size.query_tile == 1]
+            decode = [size for size in self._placed(limits) if size.query_tile == 1]
         if config.num_batched_tokens_buckets:
             mixed = self._mixed_grid(limits, config.num_batched_tokens_buckets)
         else:
-            mixed = [size for size in placed if size.query_tile != 1]
+            mixed = [size for size in self._placed(limits) if size.query_tile != 1]
         self.set_sizes([*decode, *mixed])
 
+    def _placed(self, limits: StepLimits) -> tuple[GraphSize, ...]:
+        return place_sizes(limits, self.config.max_padding)
+
     def _decode_grid(self, limits: StepLimits) -> list[GraphSize]:
-        """Requests x mean context; the list that is not given grows twofold."""
+        """Requests x mean context; a list that is not given grows twofold, contexts from 256 on."""
         requests = self.config.num_seqs_buckets or geometric(1, limits.max_num_reqs)
         contexts = self.config.context_length_buckets or [limits.kv_tile, *geometric(256, limits.max_model_len)]
         tiles = sorted({-(-context // limits.kv_tile) for context in contexts})
