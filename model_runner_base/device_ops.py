@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Device memory in bytes."""
+    """Device memory in bytes; zeros where the device does not report it."""
 
     free: int
     total: int

@@ -70,6 +70,17 @@ class StepLimits:
         )
 
 
+@dataclass(frozen=True)
+class SortLimits:
+    """What a device's graphs may sort. By default anything: tokens are drawn from the whole vocabulary, exactly."""
+
+    max_candidates: int | None = None
+    """A token is drawn among so many likeliest of its row, at most; None: among all. Where several tie for the last
+    place, all of them are candidates."""
+    max_width: int | None = None
+    """The longest row that the largest numbers are searched in at a time; None: any."""
+
+
 StepFunction = Callable[..., Any]
 WrapFunction = Callable[[StepFunction, list[torch.Tensor]], StepFunction]
 """``GraphPolicy.wrap``, as it is handed to the rooms that have functions of their own."""
@@ -83,6 +94,7 @@ class GraphPolicy:
     """Eager: no sizes, no padding beyond the plan's neutral pair, functions run as they are."""
 
     sizes: Sequence[GraphSize] = ()
+    sort_limits = SortLimits()
 
     def configure(self, limits: StepLimits) -> None:
         """Called when model length, block size and scheduler limits are known, and again if the engine changes them."""

@@ -111,8 +111,8 @@ class ModelRunnerBase:
         return PagedAttentionAdapter(groups, step_limits)
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction:
-        """A function like ``sample`` without its first two parameters."""
-        return partial(sample, mode, reads_processed(self.model_config.logprobs_mode))
+        """A function like ``sample`` without its first three parameters."""
+        return partial(sample, mode, reads_processed(self.model_config.logprobs_mode), self.graph_policy.sort_limits)
 
     def _make_output(self, batch: InputBatch, sampled: SampledStep) -> AsyncModelRunnerOutput:
         """``batch`` is valid until the next step, which may move its arrays on: an output copies what it keeps."""
@@ -180,6 +180,7 @@ class ModelRunnerBase:
             compute_logits,
             self.last_tokens,
             wrap,
+            self.graph_policy.sort_limits,
             self.device_ops,
         )
 

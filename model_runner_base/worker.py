@@ -67,13 +67,15 @@ class ModelRunnerWorker(WorkerBase):
         step_memory = self.model_runner.profile_run()
         memory = self.model_runner.device_ops.memory_info()
         if asked := self.cache_config.kv_cache_memory_bytes:
-            if asked + step_memory > memory.free:
+            if memory.total and asked + step_memory > memory.free:
                 raise ValueError(
                     f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
                     f"step do not fit the {memory.free / GiB_bytes:.2f} GiB that are free: lower "
                     "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
                 )
             return asked
+        if not memory.total:
+            raise ValueError("the device does not report its memory: set kv_cache_memory_bytes")
         allowed = int(memory.total * self.cache_config.gpu_memory_utilization)
         return max(0, allowed - (memory.total - memory.free) - step_memory)
 
@@ -85,8 +87,9 @@ class ModelRunnerWorker(WorkerBase):
         self.cache_config.num_cpu_blocks = num_cpu_blocks
 
     def compile_or_warm_up_model(self) -> None:
-        with current_platform.inference_mode():
+        with current_platform.inference_mode(), DeviceMemoryProfiler(self.model_runner.device_ops) as profiler:
             self.model_runner.capture_model()
+        logger.info("Graphs and warm-up took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
         # Building and profiling the model must not move the seed of what follows.
         set_random_seed(self.model_config.seed)
 

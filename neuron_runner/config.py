@@ -1,42 +1,112 @@
-"""The ``neuron_config`` of ``additional_config``: which sizes are compiled ahead."""
+"""The options of ``neuron_config``: which sizes are compiled, how tokens are drawn, how weights are kept.
 
-from typing import Annotated, Any
+They come from ``additional_config["neuron_config"]``; ``override_neuron_config`` beside it is laid over that, option by
+option; and three of them may come from the environment instead. What is given in both places must be the same.
+``python -m neuron_runner.config_help`` prints them all.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-Buckets = Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)]
-BUCKET_LISTS = ("num_batched_tokens_buckets", "num_seqs_buckets", "context_length_buckets")
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+
+POWERS_OF_TWO = "powers_of_two"
+
+MAX_CANDIDATES = 256
+"""Neuron's compiler finds so many of the largest numbers of a row."""
+
+SECTIONS = ("neuron_config", "override_neuron_config", "override-neuron-config")
+"""Keys of ``additional_config``, the one that counts most last."""
+
+VARIABLES = {
+    "NEURON_CONTEXT_LENGTH_BUCKETS": "num_batched_tokens_buckets",
+    "NEURON_TOKEN_GEN_BUCKETS": "context_length_buckets",
+    "NEURON_QUANT_DTYPE": "quant_dtype",
+}
+"""The environment variables that give an option each."""
+
+ALIASES = {
+    "decode_context_length_buckets": "context_length_buckets",
+    "context_encoding_buckets": "num_batched_tokens_buckets",
+    "token_generation_buckets": "context_length_buckets",
+    "quantization": "quant_dtype",
+}
+"""What Neuron's own plugins call some of the options."""
 
 
-class NeuronConfig(BaseModel):
-    """Bucket lists, each sorted and without repeats. Without them, sizes are placed where traffic is expected."""
+def _check_buckets(value: Any) -> list[int] | str:
+    if value == POWERS_OF_TWO:
+        return POWERS_OF_TWO
+    buckets = value if isinstance(value, list) else [value]
+    if not buckets or any(type(bucket) is not int or bucket < 1 for bucket in buckets):
+        raise ValueError(f'must be a list of whole numbers above 0, one such number, or "{POWERS_OF_TWO}"')
+    if buckets != sorted(set(buckets)):
+        raise ValueError("must rise strictly")
+    return buckets
 
+
+Buckets = Annotated[list[int] | Literal["powers_of_two"], PlainValidator(_check_buckets)]
+"""Sizes that rise strictly; a number is a list of one; "powers_of_two" doubles up to the limit, and ends with it."""
+
+
+class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class OnDeviceSamplingConfig(_Options):
+    """Drawing among the likeliest tokens only, in a graph that never sorts the vocabulary."""
+
+    global_topk: int = Field(
+        default=MAX_CANDIDATES,
+        ge=1,
+        le=MAX_CANDIDATES,
+        description="A token outside the so many likeliest is never drawn: a request's top_k above it, or none, acts "
+        "as this number, and top_p and min_p choose among what it leaves. Greedy requests are as without it.",
+    )
+    dynamic: Literal[True] = Field(
+        default=True,
+        description="Each request brings its own temperature, top_k and top_p. There is no other way here.",
+    )
+
+
+class NeuronConfig(_Options):
+    """Without bucket lists, sizes are placed where traffic is expected."""
 
     num_batched_tokens_buckets: Buckets | None = Field(
         default=None,
-        description="Token counts of steps that mix prefill and decode; the last is max_num_batched_tokens.",
+        description="Tokens of a step that mixes prefill and decode (transformers-neuronx: context encoding). The "
+        "last is max_num_batched_tokens; longer prompts are taken in chunks. Placed if left out. Powers of two start "
+        "at 128.",
     )
     num_seqs_buckets: Buckets | None = Field(
-        default=None, description="Request counts of pure decode steps; the last is max_num_seqs."
+        default=None,
+        description="Requests of a pure decode step. The last is max_num_seqs. Placed if left out, or powers of two "
+        "if context_length_buckets is given. Powers of two start at 1.",
     )
     context_length_buckets: Buckets | None = Field(
-        default=None, description="Mean context tokens a request that a step is sized for; the last is max_model_len."
+        default=None,
+        description="Mean context of the requests of a pure decode step (transformers-neuronx: token generation). The "
+        "last is max_model_len. Placed if left out, or 64, 256, 512, ... if num_seqs_buckets is given. Powers of two "
+        "start at 128.",
     )
     max_padding: float = Field(
         default=0.14,
         gt=0,
         lt=1,
-        description="Share of the expected work that may be padding; less of it takes more graphs.",
+        description="Share of the expected work that may be padding, where sizes are placed; 0.2 takes about half the "
+        "graphs of 0.14, and start-up time with them.",
     )
-
-    @model_validator(mode="after")
-    def _sorted(self) -> "NeuronConfig":
-        for name in BUCKET_LISTS:
-            buckets = getattr(self, name)
-            if buckets is not None and buckets != sorted(set(buckets)):
-                raise ValueError(f"{name} must rise strictly, got {buckets}")
-        return self
+    compile_backend: Literal["openxla"] = Field(default="openxla", description="What compiles the graphs.")
+    on_device_sampling_config: OnDeviceSamplingConfig | None = Field(
+        default=None,
+        description="Limits of drawing on the device. Left out, tokens are drawn from the whole vocabulary on PJRT "
+        "CPU; on Neuron devices, whose compiler cannot sort a vocabulary, the defaults below hold.",
+    )
+    quant_dtype: Literal["s8"] | None = Field(
+        default=None, description="s8 keeps the weights of linear layers as int8, with a scale for each output channel."
+    )
 
     def check_limits(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
         """Raises ValueError unless each given list ends at the engine's limit, which every step must fit."""
@@ -45,22 +115,68 @@ class NeuronConfig(BaseModel):
             "num_seqs_buckets": ("max_num_seqs", max_num_seqs),
             "context_length_buckets": ("max_model_len", max_model_len),
         }
-        for name, (limit_name, limit) in limits.items():
-            buckets = getattr(self, name)
-            if buckets is not None and buckets[-1] != limit:
+        variables = {key: variable for variable, key in VARIABLES.items() if os.environ.get(variable)}
+        for key, (limit_name, limit) in limits.items():
+            buckets = getattr(self, key)
+            if isinstance(buckets, list) and buckets[-1] != limit:
                 raise ValueError(
-                    f"neuron_config.{name} must end at {limit_name}={limit}, got {buckets}: "
+                    f"{variables.get(key, f'neuron_config.{key}')} must end at {limit_name}={limit}, got {buckets}: "
                     f"change the list's last value or {limit_name}"
                 )
 
+    def written_into(self, additional_config: dict[str, Any]) -> dict[str, Any]:
+        """``additional_config`` with what was decided here in the place of its sections: nobody need decide again."""
+        others = {key: value for key, value in additional_config.items() if key not in SECTIONS}
+        return others | {"neuron_config": self.model_dump(exclude_unset=True)}
+
 
 def read_neuron_config(additional_config: Any) -> NeuronConfig:
-    """Parses ``additional_config["neuron_config"]``; one line names the first thing that is wrong with it."""
-    values = additional_config.get("neuron_config", {}) if isinstance(additional_config, dict) else {}
+    """The options as given; ValueError with one line that names the first thing that is wrong with them."""
+    values: dict[str, Any] = {}
+    if isinstance(additional_config, dict):
+        for section in SECTIONS:
+            values |= _read_section(section, additional_config.get(section) or {})
+    for variable, key in VARIABLES.items():
+        text = os.environ.get(variable, "").strip()
+        if not text:
+            continue
+        value = _checked({key: _numbers(text) if key.endswith("buckets") else text}, {key: variable})[key]
+        if values.setdefault(key, value) != value:
+            raise ValueError(
+                f"{variable} gives {value!r}, neuron_config.{key} gives {values[key]!r}: leave one of them out"
+            )
+    return NeuronConfig.model_validate(values)
+
+
+def _read_section(section: str, values: Any) -> dict[str, Any]:
+    """The options of a section by their own names."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{section} must be a dictionary of options, got {values!r}")
+    written: dict[str, str] = {}
+    name: str
+    for name in values:
+        key = ALIASES.get(name, name)
+        if key in written:
+            raise ValueError(f"{section} gives {written[key]} and {name}, which are one option: leave one of them out")
+        written[key] = name
+    labels = {key: f"{section}.{name}" for key, name in written.items()}
+    return _checked({key: values[name] for key, name in written.items()}, labels)
+
+
+def _checked(values: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+    """``values`` as the fields of a NeuronConfig take them; ``labels`` name the options in errors."""
     try:
-        return NeuronConfig.model_validate(values)
+        return NeuronConfig.model_validate(values).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(["neuron_config", *map(str, first["loc"])])
-        allowed = ", ".join(NeuronConfig.model_fields)
-        raise ValueError(f"{where}: {first['msg']} (keys: {allowed})") from None
+    key, *rest = [str(part) for part in first["loc"]]
+    where = ".".join([labels[key], *rest])
+    if first["type"] == "extra_forbidden":
+        options = OnDeviceSamplingConfig.model_fields if rest else NeuronConfig.model_fields
+        raise ValueError(f"{where}: unknown option (options: {', '.join(options)})")
+    raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}")
+
+
+def _numbers(text: str) -> list[int] | str:
+    """ "128,512" as numbers; what is no list of numbers stays as it is, to be refused as such."""
+    return [int(part) for part in text.split(",")] if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) else text

@@ -1,18 +1,31 @@
-"""What this machine has: torch_xla, Neuron devices, Neuron's own packages."""
+"""What this machine has: torch_xla, Neuron devices and the cores of them that are ours, Neuron's own packages."""
 
 import glob
+import os
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 TORCH_XLA_VERSION = "2.9"
+VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
+NUM_CORES = "NEURON_RT_NUM_CORES"
 
 
 class MissingRequirementError(RuntimeError):
-    """A package this platform stands on is missing or of another version."""
+    """A package or device this platform stands on is missing, or of another version."""
 
 
 def neuron_device_visible() -> bool:
-    """Whether Neuron's driver shows a device and its runtime package is a real one."""
-    return bool(glob.glob("/dev/neuron*")) and neuron_package_is_real()
+    """Whether steps run on Neuron: its driver shows a device, its runtime package is a real one, and ``PJRT_DEVICE``,
+    which torch_xla goes by, names no other."""
+    return _neuron_wanted() and _driver_shows_device() and neuron_package_is_real()
+
+
+def _neuron_wanted() -> bool:
+    return os.environ.get("PJRT_DEVICE", "NEURON") == "NEURON"
+
+
+def _driver_shows_device() -> bool:
+    return bool(glob.glob("/dev/neuron*"))
 
 
 def neuron_package_is_real() -> bool:
@@ -33,8 +46,56 @@ def check_torch_xla() -> None:
         raise MissingRequirementError(f"torch_xla is not installed: {command}") from None
     if not found.startswith(f"{TORCH_XLA_VERSION}."):
         raise MissingRequirementError(f"torch_xla {found} does not match torch {TORCH_XLA_VERSION}: {command}")
-    if glob.glob("/dev/neuron*") and not neuron_package_is_real():
+    if os.environ.get("PJRT_DEVICE") == "NEURON" and not _driver_shows_device():
+        raise MissingRequirementError(
+            "PJRT_DEVICE=NEURON, but the Neuron driver shows no device (/dev/neuron*): install the driver, or set "
+            "PJRT_DEVICE=CPU"
+        )
+    if _neuron_wanted() and _driver_shows_device() and not neuron_package_is_real():
         raise MissingRequirementError(
             "Neuron devices are visible, but the installed Neuron packages are placeholders or missing: install "
-            "torch-neuronx from the index that the AWS Neuron documentation names"
+            "torch-neuronx from the index that the AWS Neuron documentation names, or set PJRT_DEVICE=CPU"
         )
+
+
+def check_device(hardware: str) -> None:
+    """Raises MissingRequirementError if torch_xla's device (``xm.xla_device_hw``) is not what the engine was set up
+    for."""
+    if neuron_device_visible() and hardware != "NEURON":
+        raise MissingRequirementError(
+            f"Neuron devices are visible, but torch_xla runs on {hardware}: check that torch-neuronx and torch_xla "
+            f"{TORCH_XLA_VERSION} belong together, or set PJRT_DEVICE=CPU"
+        )
+
+
+def check_cores(num_workers: int) -> None:
+    """Raises ValueError if the Neuron runtime was given fewer cores than this host's workers, which take one each."""
+    if os.environ.get(VISIBLE_CORES):
+        variable, cores = VISIBLE_CORES, _count_cores(os.environ[VISIBLE_CORES])
+    elif os.environ.get(NUM_CORES):
+        variable, cores = NUM_CORES, _whole_number(os.environ[NUM_CORES])
+    else:
+        return
+    if cores is None:
+        form = 'core numbers and ranges such as "0-3,6"' if variable == VISIBLE_CORES else "a whole number"
+        raise ValueError(f"{variable} must be {form}, got {os.environ[variable]!r}")
+    if cores < num_workers:
+        raise ValueError(
+            f"{num_workers} workers take a Neuron core each, but {variable}={os.environ[variable]} gives {cores}: give "
+            "more cores, or lower tensor_parallel_size or pipeline_parallel_size"
+        )
+
+
+def _whole_number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def _count_cores(text: str) -> int | None:
+    """How many cores "0-3,6" names; None if it cannot be read so."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None:
+            return None
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return len(cores)

@@ -4,12 +4,24 @@ from collections.abc import Callable
 
 import torch
 
-from model_runner_base.graph_policy import BucketPolicy, GraphSize, StepFunction, StepLimits, geometric
+from model_runner_base.graph_policy import (
+    BucketPolicy,
+    GraphPolicy,
+    GraphSize,
+    SortLimits,
+    StepFunction,
+    StepLimits,
+    geometric,
+)
 from model_runner_base.size_placement import place_sizes
+from neuron_runner import environment
 from neuron_runner.compilation import CompiledFunction
-from neuron_runner.config import NeuronConfig
+from neuron_runner.config import NeuronConfig, OnDeviceSamplingConfig
 from neuron_runner.executable import Compiler
 from neuron_runner.metrics import CompilationCount
+
+MAX_SORT_WIDTH = 16384
+"""Neuron's compiler searches longer rows for no more than a few largest numbers."""
 
 
 class OpenXlaPolicy(BucketPolicy):
@@ -22,16 +34,19 @@ class OpenXlaPolicy(BucketPolicy):
 
     def __init__(self, config: NeuronConfig) -> None:
         self.config = config
+        self.sort_limits = _sort_limits(config)
         self._compiler = Compiler()
 
     def configure(self, limits: StepLimits) -> None:
-        config = self.config
-        if config.num_seqs_buckets or config.context_length_buckets:
-            decode = self._decode_grid(limits)
+        requests = _given(self.config.num_seqs_buckets, 1, limits.max_num_reqs)
+        contexts = _given(self.config.context_length_buckets, 128, limits.max_model_len)
+        tokens = _given(self.config.num_batched_tokens_buckets, 128, limits.max_num_tokens)
+        if requests or contexts:
+            decode = self._decode_grid(limits, requests, contexts)
         else:
             decode = [size for size in self._placed(limits) if size.query_tile == 1]
-        if config.num_batched_tokens_buckets:
-            mixed = self._mixed_grid(limits, config.num_batched_tokens_buckets)
+        if tokens:
+            mixed = self._mixed_grid(limits, tokens)
         else:
             mixed = [size for size in self._placed(limits) if size.query_tile != 1]
         self.set_sizes([*decode, *mixed])
@@ -39,10 +54,12 @@ class OpenXlaPolicy(BucketPolicy):
     def _placed(self, limits: StepLimits) -> tuple[GraphSize, ...]:
         return place_sizes(limits, self.config.max_padding)
 
-    def _decode_grid(self, limits: StepLimits) -> list[GraphSize]:
+    def _decode_grid(
+        self, limits: StepLimits, requests: list[int] | None, contexts: list[int] | None
+    ) -> list[GraphSize]:
         """Requests x mean context; a list that is not given grows twofold, contexts from 256 on."""
-        requests = self.config.num_seqs_buckets or geometric(1, limits.max_num_reqs)
-        contexts = self.config.context_length_buckets or [limits.kv_tile, *geometric(256, limits.max_model_len)]
+        requests = requests or geometric(1, limits.max_num_reqs)
+        contexts = contexts or [limits.kv_tile, *geometric(256, limits.max_model_len)]
         tiles = sorted({-(-context // limits.kv_tile) for context in contexts})
         return [GraphSize(1, n, n, n, n * kv_tiles + 1) for n in requests for kv_tiles in tiles]
 
@@ -68,3 +85,20 @@ class OpenXlaPolicy(BucketPolicy):
     def compile_ahead(self, warm_up: Callable[[], None]) -> None:
         with self._compiler.ahead():
             warm_up()
+
+
+def _given(buckets: list[int] | str | None, start: int, limit: int) -> list[int] | None:
+    """A list as the user means it: powers of two begin at ``start`` and end at the limit."""
+    return geometric(start, limit) if isinstance(buckets, str) else buckets
+
+
+def _sort_limits(config: NeuronConfig) -> SortLimits:
+    sampling = config.on_device_sampling_config
+    if sampling is None and not environment.neuron_device_visible():
+        return SortLimits()
+    sampling = sampling or OnDeviceSamplingConfig()
+    return SortLimits(sampling.global_topk, MAX_SORT_WIDTH)
+
+
+POLICIES: dict[str, Callable[[NeuronConfig], GraphPolicy]] = {"openxla": OpenXlaPolicy}
+"""By ``compile_backend``."""

@@ -14,11 +14,11 @@ class NeuronModelRunner(ModelRunnerBase):
         if self.model_config.enforce_eager:
             return  # The device is torch's own CPU (see NeuronWorker.make_device): the base's defaults serve it.
         from neuron_runner.device_ops import XlaDeviceOps
-        from neuron_runner.graph_policy import OpenXlaPolicy
+        from neuron_runner.graph_policy import POLICIES
 
         config = read_neuron_config(self.vllm_config.additional_config)
         self.device_ops = XlaDeviceOps(self.device)
-        self.graph_policy: GraphPolicy = OpenXlaPolicy(config)
+        self.graph_policy: GraphPolicy = POLICIES[config.compile_backend](config)
         self.use_piecewise_graph = True
 
     def load_model(self) -> None:

@@ -46,7 +46,11 @@ class NeuronPlatform(PagedPlatform):
 
         super().check_and_update_config(vllm_config)
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        if environment.neuron_device_visible():
+            environment.check_cores(vllm_config.parallel_config.local_world_size)
+        config = read_neuron_config(vllm_config.additional_config)
         if model is not None:
-            read_neuron_config(vllm_config.additional_config).check_limits(
-                scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
-            )
+            config.check_limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len)
+        if isinstance(vllm_config.additional_config, dict):
+            # The environment is read here, once: workers, also those on other hosts, are handed what it said.
+            vllm_config.additional_config = config.written_into(vllm_config.additional_config)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ def start(model: Path, **options: Any) -> None:
         ({"kv_cache_memory_bytes": 1 << 50}, "lower kv_cache_memory_bytes"),
         ({"additional_config": {"neuron_config": {"num_seqs_buckets": [3, 1]}}}, "must rise strictly"),
         ({"additional_config": {"neuron_config": {"num_seqs_buckets": [1, 2]}}}, "must end at max_num_seqs=4"),
-        ({"additional_config": {"neuron_config": {"seqs": [1]}}}, "neuron_config.seqs: Extra inputs"),
+        ({"additional_config": {"neuron_config": {"seqs": [1]}}}, "neuron_config.seqs: unknown option"),
         ({"tensor_parallel_size": 2}, "parallelism"),
         ({"enable_lora": True}, "LoRA adapters are not supported yet"),
         ({"kv_cache_dtype": "fp8"}, "^paged attention in plain torch does not support: kv_cache_dtype=fp8"),
@@ -140,8 +141,9 @@ def test_torch_xla_must_be_there(found: Any, message: str) -> None:
         environment.check_torch_xla()
 
 
-def test_placeholder_neuron_package_is_named() -> None:
+def test_placeholder_neuron_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public index's libneuronxla raises on import; with devices visible that must not pass for CPU."""
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)  # torch_xla has set it.
     with (
         mock.patch.object(environment.glob, "glob", return_value=["/dev/neuron0"]),
         mock.patch.dict(sys.modules, {"libneuronxla": None}),
@@ -149,6 +151,53 @@ def test_placeholder_neuron_package_is_named() -> None:
         assert not environment.neuron_device_visible()
         with pytest.raises(environment.MissingRequirementError, match="placeholders or missing"):
             environment.check_torch_xla()
+
+
+def neuron_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a machine with Neuron's driver and its real runtime package."""
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setattr(environment.glob, "glob", lambda pattern: ["/dev/neuron0"])
+    monkeypatch.setitem(sys.modules, "libneuronxla", SimpleNamespace(__version__="2.2"))
+
+
+def test_torch_xlas_own_variable_chooses_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    neuron_machine(monkeypatch)
+    assert environment.neuron_device_visible()
+    with pytest.raises(environment.MissingRequirementError, match=r"torch_xla runs on CPU.*PJRT_DEVICE=CPU"):
+        environment.check_device("CPU")
+    environment.check_device("NEURON")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert not environment.neuron_device_visible()
+    environment.check_device("CPU")
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+    monkeypatch.setattr(environment.glob, "glob", lambda pattern: [])
+    with pytest.raises(environment.MissingRequirementError, match="driver shows no device"):
+        environment.check_torch_xla()
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "workers", "message"),
+    [
+        (None, None, 64, None),
+        ("0-3", None, 4, None),
+        ("0-1, 4,6", "1", 4, None),  # The list goes before the number.
+        ("2", None, 2, "2 workers take a Neuron core each, but NEURON_RT_VISIBLE_CORES=2 gives 1"),
+        (None, "2", 4, "4 workers .* NEURON_RT_NUM_CORES=2 gives 2: give more cores, or lower tensor_parallel_size"),
+        ("first", None, 1, "NEURON_RT_VISIBLE_CORES must be core numbers and ranges .* got 'first'"),
+        ("3-1", None, 1, "NEURON_RT_VISIBLE_CORES=3-1 gives 0"),
+        (None, "all", 1, "NEURON_RT_NUM_CORES must be a whole number, got 'all'"),
+    ],
+)
+def test_workers_need_a_core_each(
+    visible: str | None, number: str | None, workers: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ((environment.VISIBLE_CORES, visible), (environment.NUM_CORES, number)):
+        monkeypatch.setenv(name, value or "")
+    if message is None:
+        environment.check_cores(workers)
+    else:
+        with pytest.raises(ValueError, match=message):
+            environment.check_cores(workers)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from model_runner_base.graph_policy import (
     step_cost,
 )
 from model_runner_base.size_placement import expect_steps, place_sizes
-from neuron_runner.config import NeuronConfig, read_neuron_config
+from neuron_runner.config import NeuronConfig
 from neuron_runner.graph_policy import OpenXlaPolicy
 
 
@@ -102,6 +102,16 @@ def test_lists_that_the_user_gives_are_the_sizes() -> None:
     }
 
 
+def test_powers_of_two_end_at_the_limits() -> None:
+    lists = ("num_batched_tokens_buckets", "num_seqs_buckets", "context_length_buckets")
+    policy = OpenXlaPolicy(NeuronConfig(**dict.fromkeys(lists, "powers_of_two")))
+    policy.configure(StepLimits(600, 6, 700, 16, 64))
+    assert {size.num_tokens for size in policy.sizes if size.query_tile != 1} == {128, 256, 512, 600}
+    assert {(size.num_reqs, (size.num_pairs - 1) / size.num_reqs) for size in policy.sizes if size.query_tile == 1} == {
+        (n, tiles) for n in (1, 2, 4, 6) for tiles in (2, 4, 8, 11)
+    }
+
+
 @pytest.mark.parametrize("limits", [StepLimits(512, 64, 2048, 16, 256), StepLimits(64, 4, 256, 16, 256)])
 def test_placed_sizes_keep_the_padding_that_was_asked_for(limits: StepLimits) -> None:
     """Counted again step by step, through the dispatch."""
@@ -142,27 +152,3 @@ def test_eager_runs_at_the_size_it_has() -> None:
 )
 def test_geometric(args: tuple[int, ...], expected: list[int]) -> None:
     assert geometric(*args) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"num_seqs_buckets": [4, 2]}, "neuron_config.*num_seqs_buckets must rise strictly"),
-        ({"num_seqs_buckets": [2, 2, 4]}, "must rise strictly"),
-        ({"num_seqs_buckets": []}, "neuron_config.num_seqs_buckets.*at least 1 item"),
-        ({"num_seqs_buckets": [0, 4]}, "neuron_config.num_seqs_buckets.0.*greater than 0"),
-        ({"num_seqs_buckets": "1,2"}, "neuron_config.num_seqs_buckets.*list"),
-        ({"bucket": [1]}, "neuron_config.bucket.*keys: num_batched_tokens_buckets"),
-        ({"max_padding": 0}, "neuron_config.max_padding.*greater than 0"),
-    ],
-)
-def test_bad_bucket_lists_are_named(config: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_neuron_config({"neuron_config": config})
-
-
-def test_bucket_lists_must_reach_the_limits() -> None:
-    config = read_neuron_config({"neuron_config": {"num_seqs_buckets": [1, 4]}})
-    with pytest.raises(ValueError, match=r"num_seqs_buckets must end at max_num_seqs=8, got \[1, 4\]"):
-        config.check_limits(64, 8, 256)
-    config.check_limits(64, 4, 256)

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
 
 from model_runner_base import DeviceMemoryProfiler, DeviceOps, MemoryInfo, ModelRunnerWorker
+from neuron_runner.device_ops import XlaDeviceOps
 
 
 class ScriptedOps(DeviceOps):
@@ -47,6 +50,37 @@ def test_available_memory(asked: int | None, used: int, step: int, expected: int
         cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
     )
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
+
+
+def test_device_without_a_report_needs_to_be_told() -> None:
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(
+            device_ops=SimpleNamespace(memory_info=lambda: MemoryInfo(0, 0)), profile_run=lambda: 700
+        ),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
+    )
+    with pytest.raises(ValueError, match="does not report its memory: set kv_cache_memory_bytes"):
+        ModelRunnerWorker.determine_available_memory(worker)  # type: ignore[arg-type]
+    worker.cache_config.kv_cache_memory_bytes = 400
+    assert ModelRunnerWorker.determine_available_memory(worker) == 400  # type: ignore[arg-type]
+
+
+def test_runtimes_report_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_xla's report as its documentation shows it, in place of that of a Neuron device."""
+    ops = XlaDeviceOps(torch_xla.device())
+    monkeypatch.setattr(xm, "xla_device_hw", lambda device: "NEURON")
+    # PJRT CPU, asked as if it were a device with memory of its own, reports none.
+    assert ops.memory_info() == MemoryInfo(free=0, total=0)
+    report = {"bytes_used": 290816, "bytes_limit": 34088157184, "peak_bytes_used": 500816}
+    monkeypatch.setattr(xm, "get_memory_info", lambda device: report)
+    assert ops.memory_info() == MemoryInfo(free=34088157184 - 290816, total=34088157184)
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("INTERNAL: the runtime is gone")
+
+    monkeypatch.setattr(xm, "get_memory_info", fail)
+    with pytest.raises(RuntimeError, match="gone"):
+        ops.memory_info()
 
 
 def test_asking_for_more_than_is_free_names_the_limits() -> None:

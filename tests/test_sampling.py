@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 from vllm import LLM, SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import SortLimits
 from model_runner_base.sample.params import SamplingMode, SamplingStates
 from model_runner_base.sample.random import _gumbel, gumbel_noise
 from model_runner_base.sample.sampler import sample
@@ -45,7 +46,7 @@ def draw(logits: np.ndarray, params: SamplingParams, seeds: list[int], positions
     slots = torch.tensor([list(range(count)), positions], dtype=torch.int32)
     last_tokens = torch.zeros(count + 1, dtype=torch.int32)
     rows = torch.from_numpy(np.tile(logits, (count, 1)).astype(np.float32))
-    tokens = sample(states.mode(np.arange(count)), False, rows, slots, *states.tables(), last_tokens)
+    tokens = sample(states.mode(np.arange(count)), False, SortLimits(), rows, slots, *states.tables(), last_tokens)
     assert torch.equal(last_tokens[:count], tokens)
     return tokens.numpy()
 
@@ -121,7 +122,7 @@ def test_greedy_rows_take_the_maximum_in_every_mode() -> None:
     states.set(2, SamplingParams(temperature=0), 3)
     slots = torch.tensor([[0, 1, 2], [5, 5, 5]], dtype=torch.int32)
     for mode in SamplingMode:
-        tokens = sample(mode, False, logits, slots, *states.tables(), torch.zeros(4, dtype=torch.int32))
+        tokens = sample(mode, False, SortLimits(), logits, slots, *states.tables(), torch.zeros(4, dtype=torch.int32))
         assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(-1).tolist()
     assert states.mode(np.array([0, 2])) == SamplingMode.GREEDY
     assert states.mode(np.array([0, 1])) == SamplingMode.SORTED

@@ -15,6 +15,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.sample.likeliest import likeliest
 
 NUM_ON_DEVICE = 20
 """As many as the OpenAI API allows."""
@@ -36,15 +37,15 @@ def _values(takes_logits: bool, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _top(
-    takes_logits: bool, logits: torch.Tensor, tokens: torch.Tensor
+    takes_logits: bool, max_width: int | None, logits: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids and values [S, 1 + NUM_ON_DEVICE], ranks [S], of logits [S, V] and chosen tokens [S]."""
     values = _values(takes_logits, logits)
     chosen = tokens.view(-1, 1)
     chosen_value = values.gather(-1, chosen.long())
-    top_values, top_tokens = values.topk(min(NUM_ON_DEVICE, values.shape[-1]), dim=-1)
+    top_values, top_tokens = likeliest(values, min(NUM_ON_DEVICE, values.shape[-1]), max_width)
     ranks = (values >= chosen_value).sum(dim=-1).to(torch.int32)
-    return torch.cat((chosen, top_tokens.to(torch.int32)), 1), torch.cat((chosen_value, top_values), 1), ranks
+    return torch.cat((chosen, top_tokens), 1), torch.cat((chosen_value, top_values), 1), ranks
 
 
 @dataclass
@@ -75,10 +76,13 @@ class DeviceLogprobs:
 
 
 class LogprobsGatherer:
-    """Makes ``DeviceLogprobs``, in log probabilities or, if ``takes_logits``, in plain logits."""
+    """Makes ``DeviceLogprobs``, in log probabilities or, if ``takes_logits``, in plain logits.
 
-    def __init__(self, takes_logits: bool, wrap: WrapFunction) -> None:
-        self._top = wrap(partial(_top, takes_logits), [])
+    ``max_width`` is that of ``SortLimits``.
+    """
+
+    def __init__(self, takes_logits: bool, max_width: int | None, wrap: WrapFunction) -> None:
+        self._top = wrap(partial(_top, takes_logits, max_width), [])
         self._full = wrap(partial(_values, takes_logits), [])
 
     def gather(self, count: int, logits: torch.Tensor, tokens: torch.Tensor) -> DeviceLogprobs:

@@ -17,8 +17,9 @@ from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.request_states import RequestInfo
 from model_runner_base.sample.stage import LogitsStage, SampleInputs
 
-IN_PROMPT = 1 << 24
-"""Stands beside the output's count in the same int32; no output is that long."""
+IN_PROMPT = 1 << 23
+"""Stands beside the output's count in the same int32; no output is that long. The two together stay below 2**24: some
+devices add integers as float32."""
 
 NEUTRAL = (0.0, 0.0, 1.0)
 

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.sample.logits_processor import LogitsProcessor, MinPLogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import StepFunction, WrapFunction
+from model_runner_base.graph_policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.input_batch import InputBatch
 from model_runner_base.outputs import SampledStep
 from model_runner_base.prompt_logprobs import PromptLogprobs
@@ -65,6 +65,7 @@ class SamplingPipeline:
         compute_logits: StepFunction,
         last_tokens: list[torch.Tensor],
         wrap: WrapFunction,
+        sort_limits: SortLimits,
         device_ops: DeviceOps,
     ) -> None:
         model_config = vllm_config.model_config
@@ -88,9 +89,11 @@ class SamplingPipeline:
         ]
         mode = model_config.logprobs_mode
         self._reads_processed = reads_processed(mode)
-        self._logprobs = LogprobsGatherer(reads_logits(mode), wrap)
+        self._logprobs = LogprobsGatherer(reads_logits(mode), sort_limits.max_width, wrap)
         # Prompts have no processed logits; vLLM always answers with log probabilities there.
-        prompt_gatherer = LogprobsGatherer(False, wrap) if reads_logits(mode) else self._logprobs
+        prompt_gatherer = self._logprobs
+        if reads_logits(mode):
+            prompt_gatherer = LogprobsGatherer(False, sort_limits.max_width, wrap)
         self.prompt_logprobs = PromptLogprobs(compute_logits, prompt_gatherer, max_num_reqs, vocab_size, device_ops)
         self._count_nans = wrap(_count_nans, []) if vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS else _count_nothing
 

@@ -1,11 +1,14 @@
 """The sampler: from logits to tokens, static shapes, no branch on data.
 
 Order as in vLLM: temperature, min-p, top-k, top-p (over what top-k left), draw; a greedy request takes the maximum of
-the untouched logits. Where values tie at a threshold, all of them are kept.
+the untouched logits. Where values tie at a threshold, all of them are kept. A device that cannot sort a vocabulary caps
+every request's top-k (``SortLimits.max_candidates``): the cap is one more top-k, and draws within it are the same.
 """
 
 import torch
 
+from model_runner_base.graph_policy import SortLimits
+from model_runner_base.sample.likeliest import likeliest
 from model_runner_base.sample.params import GREEDY_TEMPERATURE, SamplingMode
 from model_runner_base.sample.random import gumbel_noise
 
@@ -13,6 +16,7 @@ from model_runner_base.sample.random import gumbel_noise
 def sample(
     mode: SamplingMode,
     returns_logits: bool,
+    sort_limits: SortLimits,
     logits: torch.Tensor,
     slots: torch.Tensor,
     floats: torch.Tensor,
@@ -41,8 +45,9 @@ def sample(
         is_greedy = temperature < GREEDY_TEMPERATURE
         scaled = logits / torch.where(is_greedy, 1.0, temperature)
         floor = scaled.amax(dim=-1, keepdim=True) + torch.log(min_p)
-        if mode == SamplingMode.SORTED:
-            floor = torch.maximum(floor, _sorted_floor(scaled, floor, top_k.unsqueeze(-1), top_p))
+        if mode == SamplingMode.SORTED or sort_limits.max_candidates is not None:
+            ordered = _descending(scaled, sort_limits)
+            floor = torch.maximum(floor, _sorted_floor(ordered, floor, top_k.unsqueeze(-1), top_p))
         scaled = torch.where(scaled >= floor, scaled, float("-inf"))
         noise = gumbel_noise(seed_low, seed_high, positions, logits.shape[-1])
         drawn = (scaled + noise).argmax(dim=-1).to(torch.int32)
@@ -52,9 +57,16 @@ def sample(
     return (tokens, scaled.clone()) if returns_logits else tokens
 
 
-def _sorted_floor(logits: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest logit that min-p (``floor``), top-k and then top-p keep, [S, 1]."""
-    ordered = logits.sort(dim=-1, descending=True).values
+def _descending(logits: torch.Tensor, sort_limits: SortLimits) -> torch.Tensor:
+    """The candidates' logits, largest first: [S, max_candidates], or [S, V] if all are candidates."""
+    if sort_limits.max_candidates is None:
+        return logits.sort(dim=-1, descending=True).values
+    return likeliest(logits, min(sort_limits.max_candidates, logits.shape[-1]), sort_limits.max_width)[0]
+
+
+def _sorted_floor(ordered: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest of the logits in ``ordered`` that min-p (``floor``), top-k and then top-p keep, [S, 1]."""
+    top_k = top_k.clamp(max=ordered.shape[-1])
     floor = torch.maximum(floor, ordered.gather(-1, (top_k - 1).long()))
     probabilities = torch.where(ordered >= floor, ordered, float("-inf")).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
