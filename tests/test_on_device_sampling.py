@@ -39,7 +39,7 @@ def test_likeliest_are_found_piece_by_piece(data: st.DataObject) -> None:
     number = st.sampled_from([-np.inf, -1.0, 0.0, 0.5, 3.0]) | st.floats(-9, 9, width=32)
     numbers = data.draw(st.lists(number, min_size=rows * width, max_size=rows * width))
     values = np.array(numbers, np.float32).reshape(rows, width)
-    top, places = likeliest(torch.from_numpy(values), count, data.draw(st.sampled_from([None, 7, 16, 64])))
+    top, places = likeliest(torch.from_numpy(values), count, data.draw(st.sampled_from([None, 12, 16, 64])))
     np.testing.assert_array_equal(top.numpy(), -np.sort(-values)[:, :count])
     np.testing.assert_array_equal(np.take_along_axis(values, places.numpy(), 1), top.numpy())
     assert all(len(set(row)) == count and max(row) < width for row in places.tolist())
@@ -67,14 +67,14 @@ def draw(logits: np.ndarray, params: SamplingParams, count: int, limits: SortLim
     ],
     ids=str,
 )
-@pytest.mark.parametrize("max_width", [None, 13])
+@pytest.mark.parametrize("max_width", [None, 16])
 def test_draws_follow_the_capped_distribution(params: dict, max_width: int | None) -> None:
     """A top-k of the cap, then top-p over what it leaves: by the rules in float64."""
     cap = 8
     logits = np.random.default_rng(1).normal(size=VOCAB) * 2
     wanted = SamplingParams(**params)
     capped = SamplingParams(**(params | {"top_k": min(cap, wanted.top_k) if wanted.top_k > 0 else cap}))
-    drawn = draw(logits, wanted, 20000, SortLimits(cap, max_width))
+    drawn = draw(logits, wanted, 10000, SortLimits(cap, max_width))
     check_counts(np.bincount(drawn, minlength=VOCAB), distribution(logits, capped), params)
 
 
@@ -82,9 +82,9 @@ def test_cap_that_does_not_bind_changes_no_draw() -> None:
     logits = np.random.default_rng(2).normal(size=VOCAB) * 2
     params = SamplingParams(top_k=6, top_p=0.9)
     exact = draw(logits, params, 2000, SortLimits())
-    np.testing.assert_array_equal(draw(logits, params, 2000, SortLimits(8, 13)), exact)
+    np.testing.assert_array_equal(draw(logits, params, 2000, SortLimits(8, 16)), exact)
     greedy = SamplingParams(temperature=0)
-    assert set(draw(logits, greedy, 5, SortLimits(8, 13))) == {logits.argmax()}
+    assert set(draw(logits, greedy, 5, SortLimits(8, 16))) == {logits.argmax()}
 
 
 def hlo_of(function: Callable[..., object], *arguments: torch.Tensor) -> str:

@@ -9,8 +9,8 @@ def likeliest(values: torch.Tensor, count: int, max_width: int | None) -> tuple[
 
     Args:
         values: [S, V] float, V >= count.
-        max_width: the longest row that may be searched at a time, at least twice ``count``; None: any. Longer rows are cut
-            into pieces of one length, and the largest of every piece searched again. Places are counted in integers
+        max_width: the longest row that may be searched at a time, at least twice ``count``; None: any. Longer rows are
+            cut into pieces of one length, and the largest of every piece searched again. Places are counted in integers
             throughout, so they are exact in vocabularies of any size.
     """
     num_rows, width = values.shape
