@@ -123,8 +123,7 @@ def test_neuron_graph_sorts_no_vocabulary(mode: SamplingMode) -> None:
     assert sorted_rows(hlo_of(logprobs, arguments[0], tokens)) == [(12500, 20), (80, 20)]
 
 
-@pytest.mark.parametrize("limits", [SortLimits(), NEURON_LIMITS], ids=["whole", "capped"])
-@pytest.mark.parametrize("temperature", [0.0, 0.01])
+@pytest.mark.parametrize(("limits", "temperature"), [(SortLimits(), 0.0), (NEURON_LIMITS, 0.01)], ids=str)
 def test_ids_above_two_to_the_24_are_exact(limits: SortLimits, temperature: float) -> None:
     """They are odd, so float32 has no room for them: what passed through it would come out as a neighbour."""
     vocab, token = (1 << 24) + 40, (1 << 24) + 33
