@@ -170,7 +170,7 @@ MUTATIONS = [
         "top-k keeps one token more",
         "sample/sampler.py",
         "ordered.gather(-1, (top_k - 1).long())",
-        "ordered.gather(-1, top_k.clamp(max=logits.shape[-1] - 1).long())",
+        "ordered.gather(-1, top_k.clamp(max=ordered.shape[-1] - 1).long())",
         "test_kept_tokens",
     ),
     Mutation(
