@@ -38,17 +38,19 @@ def run(name: str) -> str:
 
 
 def check_offline_inference(printed: str) -> None:
-    found = re.findall(r"^Prompt: '(.*)', Generated text: '(.*)'$", printed, re.MULTILINE)
-    assert len(found) == 4
-    assert found == [
-        (prompt, greedy_text(prompt, count)) for (prompt, _), count in zip(found, (32, 8, 16, 24), strict=True)
+    prompts = [
+        ("In the beginning God created", 32),
+        ("And it came to pass, when the king heard", 8),
+        ("Blessed are they that", 16),
+        ("The LORD is my shepherd;", 24),
     ]
+    lines = [f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, count)!r}" for prompt, count in prompts]
+    assert [line for line in printed.splitlines() if line.startswith("Prompt: ")] == lines
 
 
 def check_openai_server(printed: str) -> None:
     assert f"Completion: {greedy_text('A wise man', 24)!r}\n" in printed
-    (answer,) = re.findall(r"^Chat: '(.+)'$", printed, re.MULTILINE)
-    assert len(answer) > 20
+    assert re.search(r"^Chat: .{20,}$", printed, re.MULTILINE)
 
 
 def check_bucketing(printed: str) -> None:
