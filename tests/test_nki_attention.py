@@ -139,3 +139,15 @@ def test_pairs_of_decode_may_lie_in_any_order(runtime: str) -> None:
         merge_tree=[place[meta.merge_tree[0]], *meta.merge_tree[1:]],
     )
     check(case, step)
+
+
+@pytest.mark.parametrize("requests", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_dynamo_captures_the_layer_as_one_graph(runtime: str, requests: tuple[tuple[int, int], ...]) -> None:
+    """With symbolic sizes, as the runner captures a step; the capture serves another step."""
+    case = Case(requests)
+    impl = NkiAttentionImpl(4, 16, 0.25, 2)
+    graph = torch.compile(impl.attend, backend="eager", fullgraph=True, dynamic=True)
+    for seed in (0, 1):
+        step = make_step(replace(case, seed=seed, padding=3 + seed))
+        query, cache = step.query.reshape(len(step.query), -1), torch.nan_to_num(step.cache)
+        torch.testing.assert_close(graph(query, cache, step.metadata), impl.attend(query, cache, step.metadata))

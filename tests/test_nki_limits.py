@@ -15,8 +15,8 @@ from nki_standin import language as nl
 from nki_standin import memory
 
 from model_runner_base.attention.plan import kv_tile_for
+from neuron_runner.nki import nki_available, use_nki
 from neuron_runner.nki.attention import NkiAttentionImpl, paged_flash_attention
-from neuron_runner.nki.availability import nki_available
 from neuron_runner.nki.tiling import Tiling
 
 
@@ -211,3 +211,31 @@ def test_the_estimate_of_memory_covers_what_a_kernel_takes(case: Case) -> None:
     paged_flash_attention(step.query, torch.nan_to_num(step.cache), step.metadata, 0.1)
     tiling = Tiling(*case.heads, case.head_size, case.query_tile, kv_tile_for(case.block_size, case.reach), 4)
     assert tiling.sbuf_bytes / 2 < memory.usage.peak["sbuf"] <= tiling.sbuf_bytes
+
+
+# Who runs them.
+
+
+@pytest.mark.usefixtures("standin")
+def test_the_kernels_run_where_there_is_a_device_and_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_NEURON_NKI", raising=False)
+    assert not use_nki()
+    monkeypatch.setenv("VLLM_NEURON_NKI", "1")
+    with pytest.raises(RuntimeError, match="no Neuron device is visible"):
+        use_nki()
+    monkeypatch.setattr("neuron_runner.environment.neuron_device_visible", lambda: True)
+    assert use_nki()
+    monkeypatch.delenv("VLLM_NEURON_NKI")
+    assert use_nki()
+    monkeypatch.setenv("VLLM_NEURON_NKI", "0")
+    assert not use_nki()
+    monkeypatch.setenv("VLLM_NEURON_NKI", "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1"):
+        use_nki()
+
+
+@pytest.mark.skipif(nki_available(), reason="Neuron's SDK is installed")
+def test_kernels_that_are_asked_for_without_the_sdk_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NEURON_NKI", "1")
+    with pytest.raises(RuntimeError, match="needs nki"):
+        use_nki()

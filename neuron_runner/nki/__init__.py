@@ -3,6 +3,6 @@
 Only ``dialect.py`` and ``kernel.py`` import ``nki``; everything else is importable without the SDK.
 """
 
-from neuron_runner.nki.availability import nki_available
+from neuron_runner.nki.availability import nki_available, use_nki
 
-__all__ = ["nki_available"]
+__all__ = ["nki_available", "use_nki"]

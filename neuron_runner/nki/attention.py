@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl, PagedAttentionMetadata
-from neuron_runner.nki.availability import require_nki
+from neuron_runner.nki.availability import NKI_VARIABLE, require_nki
 from neuron_runner.nki.operands import decode_operands, tile_operands
 from neuron_runner.nki.tiling import Tiling
 
@@ -33,7 +33,7 @@ class NkiAttentionImpl(PagedAttentionImpl):
         lacking = [name for name in ("alibi_slopes", "sinks") if getattr(self, name) is not None]
         if lacking:
             raise NotImplementedError(
-                f"the NKI attention kernel does not support {' and '.join(lacking)}: set VLLM_NEURON_NKI=0 to run "
+                f"the NKI attention kernel does not support {' and '.join(lacking)}: set {NKI_VARIABLE}=0 to run "
                 f"attention as plain torch"
             )
 

@@ -82,13 +82,13 @@ def decode_operands(meta: PagedAttentionMetadata, tiling: Tiling, window: int | 
     levels = []
     for tree in meta.merge_tree:
         rows = (tree.unsqueeze(1) * heads + head.view(1, -1, 1)).view(-1, tree.shape[1])
-        levels.append(torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % PARTITIONS)))
+        levels.append(torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % PARTITIONS)))
     return DecodeOperands(
         rows=_cache_rows(meta, window),
         bounds=_bounds(meta, tiling),
         queries=meta.pair_tile.view(-1, 1) * heads + head,
         tree=torch.cat(levels),
-        level_rows=tuple(len(level) for level in levels),
+        level_rows=tuple(level.shape[0] for level in levels),
     )
 
 

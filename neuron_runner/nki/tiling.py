@@ -11,6 +11,9 @@ PARTITIONS = 128
 PSUM_BANK_BYTES = 2048
 SBUF_PARTITION_BYTES = 192 * 1024
 MAX_MOVING = 512
+KERNEL_QUERY_TILE = 128
+KERNEL_KV_TILE = 512
+"""What the runner plans for where the kernels run: all partitions, and all that a product takes at a time."""
 MAX_OUTPUT = 1024
 """Columns of a pass's output over all its KV heads, two PSUM banks of float32."""
 
@@ -58,7 +61,7 @@ class Tiling:
         if self.sbuf_bytes > SBUF_PARTITION_BYTES:
             raise ValueError(
                 f"a pair takes {self.sbuf_bytes} bytes of each SBUF partition, which has {SBUF_PARTITION_BYTES}: "
-                f"choose a smaller KV tile than {self.kv_tile}, or spread the KV heads by tensor parallelism"
+                f"choose a smaller KV tile (or block) than {self.kv_tile}, or spread the KV heads by tensor parallelism"
             )
 
     @property
