@@ -42,13 +42,10 @@ class NeuronPlatform(PagedPlatform):
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any) -> str:
-        from vllm.config import get_current_vllm_config
-
         from neuron_runner.nki import use_nki
 
-        backend = super().get_attn_backend_cls(selected_backend, attn_selector_config)
-        is_eager = get_current_vllm_config().model_config.enforce_eager  # On the host, without graphs.
-        return backend if is_eager or not use_nki() else "neuron_runner.nki.attention.NkiAttentionBackend"
+        plain = super().get_attn_backend_cls(selected_backend, attn_selector_config)
+        return "neuron_runner.nki.attention.NkiAttentionBackend" if use_nki() else plain
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -7,6 +7,7 @@ Neuron hardware.
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 
 from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl, PagedAttentionMetadata
 from neuron_runner.nki.availability import NKI_VARIABLE, require_nki
@@ -15,13 +16,10 @@ from neuron_runner.nki.tiling import Tiling
 
 
 class NkiAttentionBackend(PagedAttentionBackend):
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return False
-
     @staticmethod
-    def get_impl_cls() -> type["NkiAttentionImpl"]:
-        return NkiAttentionImpl
+    def get_impl_cls() -> type[PagedAttentionImpl]:
+        """With ``enforce_eager`` the model runs on the host, where there are no kernels."""
+        return PagedAttentionImpl if get_current_vllm_config().model_config.enforce_eager else NkiAttentionImpl
 
 
 class NkiAttentionImpl(PagedAttentionImpl):
