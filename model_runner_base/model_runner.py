@@ -114,7 +114,8 @@ class ModelRunnerBase:
 
     def _make_kv_caches(self, kv_cache_config: KVCacheConfig) -> tuple[list[torch.Tensor], dict[str, int]]:
         """The caches on the device, and the index of each attention layer's."""
-        return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
+        with self.device_ops.memory_pool("kv_cache"):
+            return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
 
     def _make_attention_adapter(self, groups: list[AttentionGroup], step_limits: StepLimits) -> AttentionAdapter:
         """The base's own plan where the platform chose the base's attention, else the backends' metadata builders."""
@@ -376,6 +377,20 @@ class ModelRunnerBase:
             self.attention.prepare(None, packed)
             padding = self.prompt_embeds.padding(size)
             return self._forward(size, packed.on_device, self.last_tokens[0], *padding)
+
+    def _profile_step(self) -> None:
+        """Runs the largest step without KV caches, attention left out, and the sampling that takes most memory."""
+        num_tokens = self.scheduler_config.max_num_batched_tokens
+        num_reqs = min(self.scheduler_config.max_num_seqs, num_tokens)
+        token_ids = self.device_ops.zeros((num_tokens,), torch.int32)
+        with override_forward_context(create_forward_context(None, self.vllm_config)):
+            hidden_states = self.model(
+                input_ids=token_ids, positions=token_ids, intermediate_tensors=None, inputs_embeds=None
+            )
+            logits = self._compute_logits(hidden_states, token_ids[:num_reqs])
+        slots = self.device_ops.zeros((2, num_reqs), torch.int32)
+        tables = (self.device_ops.zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
+        self._make_sampler(SamplingMode.SORTED)(logits, slots, *tables, token_ids)
 
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, largest first, under a progress bar."""
