@@ -1,7 +1,6 @@
 """Memory measurement and sizing, on a device whose memory figures are scripted."""
 
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -55,19 +54,18 @@ def test_available_memory(asked: int | None, used: int, step: int, expected: int
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
 
 
-def test_device_without_a_report_needs_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_a_report_needs_to_be_told() -> None:
     """Before anything is loaded; what it is told is then taken as it is."""
-    for name in ("init_distributed_environment", "ensure_model_parallel_initialized", "set_random_seed"):
-        monkeypatch.setattr(f"model_runner_base.worker.{name}", lambda *args: None)
     ops = SimpleNamespace(memory_info=lambda: MemoryInfo(free=0, total=0))
-    worker = MagicMock()
-    worker.model_runner_cls.return_value = SimpleNamespace(device_ops=ops, profile_run=lambda: 700)
-    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
+    )
     with pytest.raises(ValueError, match="does not report its memory: set kv_cache_memory_bytes"):
-        ModelRunnerWorker.init_device(worker)
+        ModelRunnerWorker.measure_at_start(worker)  # type: ignore[arg-type]
     worker.cache_config.kv_cache_memory_bytes = 400
-    ModelRunnerWorker.init_device(worker)
-    assert ModelRunnerWorker.determine_available_memory(worker) == 400
+    ModelRunnerWorker.measure_at_start(worker)  # type: ignore[arg-type]
+    assert ModelRunnerWorker.determine_available_memory(worker) == 400  # type: ignore[arg-type]
 
 
 def test_runtimes_report_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
