@@ -21,11 +21,14 @@ from examples.plain_device import PlainWorker
 
 
 class Faulty(PlainWorker):
-    '''Says another token than the model's, and dies on the model of the speed section.'''
+    '''Says another token than the model's, and dies on the model of the memory section.'''
 
-    def sample_tokens(self, grammar_output):
+    def load_model(self):
         if self.model_config.get_vocab_size() == 128:
             os._exit(9)
+        super().load_model()
+
+    def sample_tokens(self, grammar_output):
         output = super().sample_tokens(grammar_output)
         return Wrong(output) if hasattr(output, "get_output") else wrong(output)
 
@@ -47,7 +50,7 @@ def run(*options: str, path: Path | None = None) -> tuple[int, dict[str, Any], s
     """Exit status, the JSON object, and everything before it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(path or ROOT)])}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--json", *options],
+        [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--json", "--minutes", "60", *options],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -77,11 +80,11 @@ def test_rehearsal() -> None:
 
 def test_faults_are_reported(tmp_path: Path) -> None:
     (tmp_path / "faulty_device.py").write_text(FAULTY)
-    status, results, table = run("--only", "tokens,speed", "--ours", "faulty_device.Faulty", path=tmp_path)
+    status, results, table = run("--only", "tokens,memory", "--ours", "faulty_device.Faulty", path=tmp_path)
     assert status == 1
     assert [row["status"] for row in results["tokens"]] == ["FAILED", "FAILED"]
     assert {row["differing"] for row in results["tokens"]} == {"12 of 12"}
-    (row,) = results["speed"]
+    (row,) = results["memory"]
     assert row["status"] == "FAILED" and "status 9" in row["detail"] and "[ours]" in row["detail"]
     assert "FAILED" in table and "3 failed" in table
 
