@@ -1,6 +1,6 @@
 """The ``neuron_config`` of ``additional_config``: which sizes are compiled ahead."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -29,6 +29,7 @@ class NeuronConfig(BaseModel):
         lt=1,
         description="Share of the expected work that may be padding; less of it takes more graphs.",
     )
+    quant_dtype: Literal["s8"] | None = Field(default=None, description="s8 stores weights as int8.")
 
     @model_validator(mode="after")
     def _sorted(self) -> "NeuronConfig":

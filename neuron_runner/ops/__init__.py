@@ -1,0 +1,27 @@
+"""vLLM's layers as Neuron computes them, put in place of vLLM's own by its registry of out-of-tree custom ops.
+
+An override is a subclass whose ``forward_oot`` runs: on the device by the SDK's fused operator where there is one,
+otherwise by ours. A layer class that derives from one of these (``Llama3RotaryEmbedding``) is another name to the
+registry and keeps its own forward. Experts are not here: ``model_runner_base/layers/fused_moe.py`` serves every device.
+"""
+
+from vllm.model_executor.custom_op import op_registry_oot
+
+
+def register() -> None:
+    """Takes vLLM's layers over in this process; asked again, it changes nothing.
+
+    Called by the worker, when vLLM has settled on this platform: another platform's process never gets here.
+    """
+    from neuron_runner.ops.activation import NeuronGeluAndMul, NeuronSiluAndMul
+    from neuron_runner.ops.logits import NeuronLogitsProcessor
+    from neuron_runner.ops.norms import NeuronRMSNorm
+    from neuron_runner.ops.rotary import NeuronRotaryEmbedding
+
+    overrides = (NeuronGeluAndMul, NeuronLogitsProcessor, NeuronRMSNorm, NeuronRotaryEmbedding, NeuronSiluAndMul)
+    for override in overrides:
+        (replaced,) = override.__bases__
+        if op_registry_oot.get(replaced.__name__) is not override:
+            name = override.name
+            replaced.register_oot(override)  # Which renames it; custom_ops goes by the name that vLLM gave.
+            override.name = name
