@@ -5,6 +5,8 @@ otherwise by ours. A layer class that derives from one of these (``Llama3RotaryE
 registry and keeps its own forward. Experts are not here: ``model_runner_base/layers/fused_moe.py`` serves every device.
 """
 
+from typing import Any
+
 from vllm.model_executor.custom_op import op_registry_oot
 
 
@@ -18,8 +20,14 @@ def register() -> None:
     from neuron_runner.ops.norms import NeuronRMSNorm
     from neuron_runner.ops.rotary import NeuronRotaryEmbedding
 
-    overrides = (NeuronGeluAndMul, NeuronLogitsProcessor, NeuronRMSNorm, NeuronRotaryEmbedding, NeuronSiluAndMul)
-    for override in overrides:
+    override: Any
+    for override in (
+        NeuronGeluAndMul,
+        NeuronLogitsProcessor,
+        NeuronRMSNorm,
+        NeuronRotaryEmbedding,
+        NeuronSiluAndMul,
+    ):
         (replaced,) = override.__bases__
         if op_registry_oot.get(replaced.__name__) is not override:
             name = override.name
