@@ -1,9 +1,7 @@
 """Overrides of vLLM's layers: they take vLLM's place, agree with its native forward, and use the SDK's operators."""
 
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,7 +15,6 @@ from vllm.config import (
     CompilationConfig,
     CompilationMode,
     VllmConfig,
-    get_cached_compilation_config,
     set_current_vllm_config,
 )
 from vllm.model_executor.custom_op import op_registry_oot
@@ -25,7 +22,9 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
+import neuron_runner
 from neuron_runner import ops
 from neuron_runner.compilation import CompiledFunction
 
@@ -84,6 +83,11 @@ def assert_close(got: Any, want: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.cpu(), other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def native(layers: list[Any], run: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """What vLLM makes of the same."""
+    return [x for layer, inputs in zip(layers, run, strict=True) for x in as_list(layer.forward_native(*inputs))]
+
+
 @given(dtype=DTYPES, rows=st.integers(1, 9))
 @settings(max_examples=20, deadline=None)
 def test_eager_agrees_with_vllm(dtype: torch.dtype, rows: int) -> None:
@@ -99,30 +103,38 @@ class Rows(NamedTuple):
     count: int
 
 
-def compiled(layer: Any) -> Callable[..., list[torch.Tensor]]:
-    """The layer as openxla runs it, from one capture for all numbers of rows."""
-    layer.to(torch_xla.device())
-    function = CompiledFunction(lambda size, *inputs: [x * size.count for x in as_list(layer(*inputs))], [])
+def run_compiled(layers: list[Any], *runs: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
+    """What the layers make of their inputs in each run, by openxla; one capture serves all numbers of rows."""
+    lengths = [len(inputs) for inputs in runs[0]]
+    for layer in layers:
+        layer.to(torch_xla.device())
 
-    def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        count = len(inputs[0])
-        with torch.no_grad():
-            on_device = (tensor.to(torch_xla.device()) for tensor in inputs)
-            results = [x.cpu() / count for x in as_list(function(Rows("rows", count), *on_device))]
-        assert sum(map(len, function._captures.values())) == 1
+    def function(size: Rows, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        rest, results = list(tensors), []
+        for layer, length in zip(layers, lengths, strict=True):
+            inputs, rest = rest[:length], rest[length:]
+            results += [x * size.count for x in as_list(layer(*inputs))]
         return results
 
-    return call
+    compiled = CompiledFunction(function, [])
+    outputs = []
+    for run in runs:
+        count = len(run[0][0])
+        tensors = [tensor.to(torch_xla.device()) for inputs in run for tensor in inputs]
+        with torch.no_grad():
+            results = compiled(Rows("rows", count), *tensors)
+        outputs.append([x.cpu() / count for x in as_list(results)])
+    assert sum(map(len, compiled._captures.values())) == 1
+    return outputs
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f32", "bf16"])
 def test_openxla_agrees_with_vllm(dtype: torch.dtype) -> None:
-    for index, (layer, inputs) in enumerate(cases(dtype, 2)):
-        others = cases(dtype, 8)[index][1]
-        want = [layer.forward_native(*these) for these in (inputs, others)]
-        run = compiled(layer)
-        for these, result in zip((inputs, others), want, strict=True):
-            assert_close(run(*these), result, dtype)
+    layers = [layer for layer, _ in cases(dtype, 2)]
+    runs = [[inputs for _, inputs in cases(dtype, rows)] for rows in (2, 8)]
+    want = [native(layers, run) for run in runs]
+    for results, natives in zip(run_compiled(layers, *runs), want, strict=True):
+        assert_close(results, natives, dtype)
 
 
 def test_bfloat16_is_nearer_to_the_formula_than_vllm() -> None:
@@ -135,8 +147,8 @@ def test_bfloat16_is_nearer_to_the_formula_than_vllm() -> None:
         else:
             exact, exact_inputs = layer, [inputs[0].double()]
         want = as_list(exact.forward_native(*exact_inputs))
-        ours, native = as_list(layer(*inputs)), as_list(layer.forward_native(*inputs))
-        for one, other, best in zip(ours, native, want, strict=True):
+        ours, theirs = as_list(layer(*inputs)), as_list(layer.forward_native(*inputs))
+        for one, other, best in zip(ours, theirs, want, strict=True):
             assert (one.double() - best).abs().mean() < (other.double() - best).abs().mean()
 
 
@@ -176,11 +188,12 @@ def sdk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_sdks_operators_are_used_on_the_device(sdk: list[str]) -> None:
-    for layer, inputs in cases(torch.float32, 4)[:5]:
-        want = layer.forward_native(*inputs)
-        assert_close(layer(*inputs), want, torch.float32)  # On the host's CPU they cannot run.
-        assert SdkRmsNorm.calls == 0 or not isinstance(layer, RMSNorm) or len(inputs) == 2
-        assert_close(compiled(layer)(*inputs), want, torch.float32)
+    layers, run = map(list, zip(*cases(torch.float32, 4)[:5], strict=True))
+    want = native(layers, run)
+    for layer, inputs in zip(layers, run, strict=True):
+        layer(*inputs)
+    assert SdkRmsNorm.calls == 0 and sdk == []  # On the host's CPU they cannot run.
+    assert_close(*run_compiled(layers, run), want, torch.float32)
     assert SdkRmsNorm.calls == 2
     assert sdk == ["silu", "gelunone", "gelutanh"]
 
@@ -193,22 +206,13 @@ def test_placeholder_packages_count_as_none(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(sys, "meta_path", [Placeholder(), *sys.meta_path])
     (layer, inputs), *_ = cases(torch.float32, 2)
-    assert_close(
-        compiled(layer)(*inputs), layer.forward_native(*(x.to(torch_xla.device()) for x in inputs)).cpu(), torch.float32
-    )
+    want = native([layer], [inputs])
+    assert_close(*run_compiled([layer], [inputs]), want, torch.float32)
 
 
 def test_derived_layers_keep_their_own_forward() -> None:
     llama3 = Llama3RotaryEmbedding(16, 16, 64, 10_000, True, torch.float32, 8.0, 1.0, 4.0, 32)
     assert type(llama3) is Llama3RotaryEmbedding and type(GemmaRMSNorm(8)) is GemmaRMSNorm
-
-
-def test_custom_ops_still_turns_one_off() -> None:
-    """By the name that vLLM's own layer has."""
-    compilation = CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all", "-silu_and_mul"])
-    get_cached_compilation_config.cache_clear()
-    with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
-        assert SiluAndMul()._forward_method is SiluAndMul.forward_native
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f32", "bf16"])
@@ -224,11 +228,12 @@ def test_logits_are_capped_and_scaled_as_vllm_does(dtype: torch.dtype) -> None:
     )
 
 
-def test_another_platforms_process_keeps_vllms_layers() -> None:
-    """Loading the platform alone registers nothing: the worker does, in its own process."""
-    code = (
-        "import neuron_runner, vllm.model_executor.layers.layernorm as norms;"
-        "from vllm.model_executor.custom_op import op_registry_oot; neuron_runner.register();"
-        "assert 'RMSNorm' not in op_registry_oot"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"VLLM_NEURON_RUNNER": "0"})
+def test_the_platform_alone_registers_nothing() -> None:
+    """The runner does, in its worker's process: where another platform is chosen, vLLM's layers stay."""
+    op_registry_oot.clear()
+    neuron_runner.register()
+    assert resolve_obj_by_qualname("neuron_runner.platform.NeuronPlatform").device_name == "xla"
+    assert not op_registry_oot
+    ops.register()
+    ops.register()
+    assert sorted(op_registry_oot) == ["GeluAndMul", "LogitsProcessor", "RMSNorm", "RotaryEmbedding", "SiluAndMul"]

@@ -104,7 +104,7 @@ def test_experts_compute_with_the_rounded_weights(num_tokens: int) -> None:
     torch.testing.assert_close(got, run_experts(plain, hidden, ids, weights), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma", "mixtral"])
 def test_tokens_are_those_of_rounded_weights(name: str, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
     """Also after weights were loaded anew, and nothing is compiled for any of it."""
     old = tiny_model(name)

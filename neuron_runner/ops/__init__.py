@@ -30,6 +30,4 @@ def register() -> None:
     ):
         (replaced,) = override.__bases__
         if op_registry_oot.get(replaced.__name__) is not override:
-            name = override.name
-            replaced.register_oot(override)  # Which renames it; custom_ops goes by the name that vLLM gave.
-            override.name = name
+            replaced.register_oot(override)
