@@ -30,24 +30,33 @@ class NeuronModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         """Loads on the host, lays the weights out for the device there, then moves them."""
-        self.model = load_checkpoint(self.vllm_config)
-        if not self.model_config.enforce_eager:
-            from neuron_runner.weights import move, transpose_linear_weights
+        from neuron_runner import ops, quantization, weights
 
-            transpose_linear_weights(self.model)
-            move(self.model, self.device)
+        ops.register()
+        is_quantized = read_neuron_config(self.vllm_config.additional_config).quant_dtype is not None
+        if is_quantized:
+            quantization.check_quantizable(self.model_config)
+        self.model = load_checkpoint(self.vllm_config)
+        if is_quantized:
+            quantization.quantize_weights(self.model)
+        if not self.model_config.enforce_eager:
+            weights.transpose_linear_weights(self.model)
+            weights.move(self.model, self.device)
 
     def profile_run(self) -> int:
         """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""
         self.graph_policy.configure(self._step_limits())
         sizes = self.graph_policy.sizes or self._step_limits().largest_sizes
-        return estimate_step_memory(
+        from neuron_runner.quantization import largest_float_bytes
+
+        step_memory = estimate_step_memory(
             sizes,
             self.get_kv_cache_spec(),
             self.model_config,
             kv_tile_target=self.KV_TILE,
             gathers_cache=not self._has_attention_kernel,
         )
+        return step_memory + largest_float_bytes(self.model)
 
     def capture_model(self) -> None:
         self._warm_up(self.graph_policy.sizes or self._step_limits().largest_sizes)

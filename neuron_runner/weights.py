@@ -30,16 +30,21 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     An operator of its own, so that a capture with symbolic sizes leaves the choice to each size's compilation.
     """
-    is_slow = x.dim() == 2 and UNPACKED_ROWS < x.shape[0] <= PACKED_ROWS
-    if is_slow and not environment.neuron_device_visible():
-        # Two products of half the rows.
-        return torch.cat([torch.matmul(half, weight) for half in x.chunk(2)])
-    return torch.matmul(x, weight)
+    return product(x, weight)
 
 
 @matmul.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[1]))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight`` as the device does it fastest. Its choice goes by sizes: call it where a capture does not look."""
+    is_slow = x.dim() == 2 and UNPACKED_ROWS < x.shape[0] <= PACKED_ROWS
+    if is_slow and not environment.neuron_device_visible():
+        # Two products of half the rows.
+        return torch.cat([torch.matmul(half, weight) for half in x.chunk(2)])
+    return torch.matmul(x, weight)
 
 
 class TransposedLinearMethod(UnquantizedLinearMethod):
@@ -70,7 +75,7 @@ def transpose_linear_weights(model: nn.Module) -> None:
         if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod:
             module.quant_method = TransposedLinearMethod()
             module.quant_method.process_weights_after_loading(module)
-    for head in _logits_heads(model):
+    for head in logits_heads(model):
         head.quant_method = TransposedLogitsMethod()
         head.quant_method.process_weights_after_loading(head)
         # Whoever shares the head's weight shares the copy: it is renewed with the one that a checkpoint names.
@@ -102,7 +107,7 @@ def _transposed(weight: Any) -> nn.Parameter:
     return nn.Parameter(weight.data.t().contiguous(), requires_grad=False)
 
 
-def _logits_heads(model: nn.Module) -> list[Any]:
+def logits_heads(model: nn.Module) -> list[Any]:
     """The modules that the model's logits are computed with: its LM heads, or tied embeddings."""
     heads: dict[int, Any] = {
         id(module): module

@@ -155,6 +155,17 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         layer.w13_weight = _transposed(layer.w13_weight)
         layer.w2_weight = _transposed(layer.w2_weight)
 
+    def experts(self, layer: Any) -> Experts:
+        """The layer's weights; a device with a layout of its own returns what ``run_experts`` can use instead."""
+        has_bias = layer.moe_config.has_bias
+        return Experts(
+            layer.w13_weight,
+            layer.w2_weight,
+            layer.activation,
+            layer.w13_bias if has_bias else None,
+            layer.w2_bias if has_bias else None,
+        )
+
 
 def use_plain_experts(model: nn.Module) -> None:
     """Makes every mixture-of-experts layer of a loaded model run in plain torch.
@@ -205,15 +216,7 @@ def forward(
     if layer.apply_router_weight_on_input:
         hidden = hidden * weights.to(hidden.dtype)
         weights = torch.ones_like(weights)
-    has_bias = layer.moe_config.has_bias
-    experts = Experts(
-        layer.w13_weight,
-        layer.w2_weight,
-        layer.activation,
-        layer.w13_bias if has_bias else None,
-        layer.w2_bias if has_bias else None,
-    )
-    out = run_experts(experts, hidden, ids, weights)
+    out = run_experts(layer.quant_method.experts(layer), hidden, ids, weights)
     if shared is None:
         return _reduced(layer, out)
     return _reduced(layer, shared), _reduced(layer, out)

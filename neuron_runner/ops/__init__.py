@@ -1,0 +1,33 @@
+"""vLLM's layers as Neuron computes them, put in place of vLLM's own by its registry of out-of-tree custom ops.
+
+An override is a subclass whose ``forward_oot`` runs: on the device by the SDK's fused operator where there is one,
+otherwise by ours. A layer class that derives from one of these (``Llama3RotaryEmbedding``) is another name to the
+registry and keeps its own forward. Experts are not here: ``model_runner_base/layers/fused_moe.py`` serves every device.
+"""
+
+from typing import Any
+
+from vllm.model_executor.custom_op import op_registry_oot
+
+
+def register() -> None:
+    """Takes vLLM's layers over in this process; asked again, it changes nothing.
+
+    Called by the worker, when vLLM has settled on this platform: another platform's process never gets here.
+    """
+    from neuron_runner.ops.activation import NeuronGeluAndMul, NeuronSiluAndMul
+    from neuron_runner.ops.logits import NeuronLogitsProcessor
+    from neuron_runner.ops.norms import NeuronRMSNorm
+    from neuron_runner.ops.rotary import NeuronRotaryEmbedding
+
+    override: Any
+    for override in (
+        NeuronGeluAndMul,
+        NeuronLogitsProcessor,
+        NeuronRMSNorm,
+        NeuronRotaryEmbedding,
+        NeuronSiluAndMul,
+    ):
+        (replaced,) = override.__bases__
+        if op_registry_oot.get(replaced.__name__) is not override:
+            replaced.register_oot(override)
