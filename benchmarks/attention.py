@@ -76,7 +76,7 @@ class Layer:
             token_sources=rows,
         )
         plans = self.adapter.plan(batch)
-        size = self.adapter.needed_size(batch, plans)
+        size = self.adapter.needed_sizes(batch, plans)[0]
         sections: list[Section] = self.adapter.sections(size)
         views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
         self.adapter.pack(batch, plans, size, views)

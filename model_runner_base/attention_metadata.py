@@ -13,7 +13,7 @@ import torch
 from model_runner_base.attention.loops import FAN_IN, MASKED, fill_pair_ends, fill_slots, fill_tiles
 from model_runner_base.attention.paged import PagedAttentionMetadata
 from model_runner_base.attention.plan import AttentionPlan, PlanGeometry, fill_merge_tree, make_plan
-from model_runner_base.attention.steady import SteadyPlan
+from model_runner_base.attention.steady import Steady, SteadyPlan
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.input_batch import InputBatch, Section, pad_into
@@ -52,8 +52,8 @@ class PagedAttentionAdapter:
         ]
 
     def steady_plans(
-        self, batch: InputBatch, plans: list[AttentionPlan], views: dict[str, np.ndarray]
-    ) -> list[SteadyPlan] | None:
+        self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]
+    ) -> list[Steady] | None:
         """What keeps the packed ``plans`` of a step of pure decode up while it is repeated.
 
         None has every step built from scratch: so it is where a subclass packs in its own way, until it also says here
@@ -61,17 +61,22 @@ class PagedAttentionAdapter:
         """
         if type(self).pack is not PagedAttentionAdapter.pack:
             return None
+        return self._steady_pairs(batch, plans, views)
+
+    def _steady_pairs(
+        self, batch: InputBatch, plans: list[AttentionPlan], views: dict[str, np.ndarray]
+    ) -> list[Steady]:
         return [
             SteadyPlan(group.geometry, plan, group.block_table.table, batch.rows, views, index)
             for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True))
         ]
 
-    def needed_size(self, batch: InputBatch, plans: list[AttentionPlan]) -> GraphSize:
-        """The size of this step before padding; one pair stays neutral."""
+    def needed_sizes(self, batch: InputBatch, plans: list[AttentionPlan]) -> list[GraphSize]:
+        """The size of this step before padding, for each way it can be run; one pair stays neutral."""
         num_pairs = max((plan.num_pairs for plan in plans), default=0)
         num_tiles = max((plan.num_tiles for plan in plans), default=0)
         query_tile = plans[0].query_tile if plans else self.limits.query_tile
-        return GraphSize(query_tile, batch.num_tokens, batch.num_reqs, num_tiles, num_pairs + 1)
+        return [GraphSize(query_tile, batch.num_tokens, batch.num_reqs, num_tiles, num_pairs + 1)]
 
     def sections(self, size: GraphSize) -> list[Section]:
         query_tile, num_tokens, _, num_tiles, num_pairs = size

@@ -1,5 +1,6 @@
 """KV-cache specs, allocation and binding. vLLM's unstable KVCacheConfig is read here and nowhere else."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
-from model_runner_base.attention.plan import PlanGeometry, kv_tile_for
+from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, stored_block_size
 from model_runner_base.attention_metadata import AttentionGroup
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.device_ops import DeviceOps
@@ -46,6 +47,30 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     return specs
 
 
+def is_contiguous(vllm_config: VllmConfig) -> bool:
+    """Whether a block holds a whole request (``block_size=max_model_len``), so that a request has one cache line."""
+    block_size = vllm_config.cache_config.block_size
+    fits = block_size >= vllm_config.model_config.max_model_len
+    return fits and block_size % kv_tile_for(block_size) == 0
+
+
+def useful_memory(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> float:
+    """Bytes of KV cache that may come to use: a contiguous cache needs a line a request, and the null block.
+
+    A paged cache can use any amount, at least to remember prefixes.
+    """
+    if not is_contiguous(vllm_config):
+        return math.inf
+    num_lines = vllm_config.scheduler_config.max_num_seqs + 1
+    return num_lines * sum(spec.page_size_bytes for spec in specs.values())
+
+
+def num_lines(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
+    """Lines of a contiguous cache, the null block not counted, if no more than there may be requests; else 0."""
+    count = kv_cache_config.num_blocks - 1
+    return count if is_contiguous(vllm_config) and count <= vllm_config.scheduler_config.max_num_seqs else 0
+
+
 def allocate(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, device_ops: DeviceOps
 ) -> tuple[list[torch.Tensor], dict[str, int]]:
@@ -62,8 +87,9 @@ def allocate(
     for tensor in kv_cache_config.kv_cache_tensors:
         spec = specs[tensor.shared_by[0]]
         backend = layers[tensor.shared_by[0]].get_attn_backend()
-        num_blocks = tensor.size // spec.page_size_bytes
-        shape = backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+        block_size = stored_block_size(spec.block_size)
+        num_blocks = tensor.size // spec.page_size_bytes * (spec.block_size // block_size)
+        shape = backend.get_kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size)
         index_of.update(dict.fromkeys(tensor.shared_by, len(caches)))
         caches.append(device_ops.zeros(shape, spec.dtype))
     index_of.update({name: index_of[target] for name, target in shared_caches(vllm_config).items()})
@@ -85,9 +111,10 @@ def attention_groups(
     sharing = shared_caches(vllm_config)
     tables, groups = [], []
     for group in kv_cache_config.kv_cache_groups:
-        block_size = group.kv_cache_spec.block_size
-        kv_tile = kv_tile_for(block_size)
-        table = BlockTable(max_num_reqs, max_model_len, block_size, kv_tile // block_size)
+        kv_tile = kv_tile_for(group.kv_cache_spec.block_size)
+        block_size = stored_block_size(group.kv_cache_spec.block_size)
+        parts = group.kv_cache_spec.block_size // block_size
+        table = BlockTable(max_num_reqs, max_model_len, block_size, kv_tile // block_size, parts)
         tables.append(table)
         by_window: dict[int | None, list[str]] = {}
         readers = [name for name, target in sharing.items() if target in group.layer_names]

@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from model_runner_base import kv_cache, limits
-from model_runner_base.attention.plan import kv_tile_for
+from model_runner_base.attention.lines import ContiguousAdapter
+from model_runner_base.attention.plan import AttentionPlan, kv_tile_for
 from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
 from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
@@ -108,7 +109,8 @@ class ModelRunnerBase:
         return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
 
     def _make_attention_adapter(self, groups: list[AttentionGroup], step_limits: StepLimits) -> PagedAttentionAdapter:
-        return PagedAttentionAdapter(groups, step_limits)
+        adapter = ContiguousAdapter if step_limits.num_lines else PagedAttentionAdapter
+        return adapter(groups, step_limits)
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction:
         """A function like ``sample`` without its first two parameters."""
@@ -134,6 +136,10 @@ class ModelRunnerBase:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return kv_cache.collect_specs(self.vllm_config)
 
+    def useful_cache_memory(self) -> float:
+        """Bytes of KV cache beyond which more would lie idle."""
+        return kv_cache.useful_memory(self.vllm_config, self.get_kv_cache_spec())
+
     def update_max_model_len(self, max_model_len: int) -> None:
         """The engine fitted the model length to the memory that is left, before the KV cache exists.
 
@@ -158,7 +164,7 @@ class ModelRunnerBase:
         self.block_tables, groups = kv_cache.attention_groups(
             kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len
         )
-        step_limits = self._step_limits()
+        step_limits = self._step_limits(kv_cache.num_lines(kv_cache_config, self.vllm_config))
         self.attention = self._make_attention_adapter(groups, step_limits)
         self.batch_builder = BatchBuilder(self.requests)
         self.prompt_embeds = self._make_prompt_embeds()
@@ -193,13 +199,14 @@ class ModelRunnerBase:
         hidden_size = self.model_config.get_inputs_embeds_size()
         return EmbedInputs(self.requests, hidden_size, self.device_ops)
 
-    def _step_limits(self) -> StepLimits:
+    def _step_limits(self, num_lines: int = 0) -> StepLimits:
         return StepLimits(
             max_num_tokens=self.scheduler_config.max_num_batched_tokens,
             max_num_reqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.max_model_len,
             query_tile=self.MIXED_QUERY_TILE,
             kv_tile=kv_tile_for(self.vllm_config.cache_config.block_size),
+            num_lines=num_lines,
         )
 
     # ---- The engine's contract: one step ----
@@ -292,12 +299,15 @@ class ModelRunnerBase:
     def _pack(self, batch: InputBatch) -> PackedStep:
         """Plans the step, picks its size and fills that size's buffer."""
         plans = self.attention.plan(batch)
-        packed = self._inputs.at(self.graph_policy.dispatch(self.attention.needed_size(batch, plans)))
+        return self._pack_at(self.graph_policy.choose(self.attention.needed_sizes(batch, plans)), batch, plans)
+
+    def _pack_at(self, size: GraphSize, batch: InputBatch, plans: list[AttentionPlan]) -> PackedStep:
+        packed = self._inputs.at(size)
         self.batch_builder.pack(batch, packed.views)
         self.attention.pack(batch, plans, packed.size, packed.views)
         self._steady = None
         if batch.is_uniform_decode and batch.is_sampled.all():
-            steady_plans = self.attention.steady_plans(batch, plans, packed.views)
+            steady_plans = self.attention.steady_plans(batch, plans, packed.size, packed.views)
             if steady_plans is not None:
                 self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)
         return packed
@@ -395,9 +405,13 @@ class ModelRunnerBase:
             self.requests.add(req_id, info, [0], 0)
             step.num_scheduled_tokens = {req_id: num_tokens}
             step.total_num_scheduled_tokens = num_tokens
-            self._pack(self.batch_builder.build(step))
+            batch = self.batch_builder.build(step)
+            plans = self.attention.plan(batch)
+            # The first way that a step can be run is the one with loops.
+            self._pack_at(self.graph_policy.dispatch(self.attention.needed_sizes(batch, plans)[0]), batch, plans)
             if self._steady is not None:
-                for _ in range(min(self.vllm_config.cache_config.block_size, self.max_model_len - 1)):
+                block_size = max((table.block_size for table in self.block_tables), default=0)
+                for _ in range(min(block_size, self.max_model_len - 1)):
                     self._steady.advance(step)
         self.requests.remove(req_id)
         self._steady = None

@@ -63,10 +63,15 @@ class ModelRunnerWorker(WorkerBase):
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: what was asked for, else the allowed share of the device less what is taken."""
+        """Bytes for the KV cache: what was asked for, else the allowed share of the device less what is taken.
+
+        No more than may come to use.
+        """
         step_memory = self.model_runner.profile_run()
         memory = self.model_runner.device_ops.memory_info()
+        useful = self.model_runner.useful_cache_memory()
         if asked := self.cache_config.kv_cache_memory_bytes:
+            asked = int(min(asked, useful))
             if asked + step_memory > memory.free:
                 raise ValueError(
                     f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
@@ -75,7 +80,7 @@ class ModelRunnerWorker(WorkerBase):
                 )
             return asked
         allowed = int(memory.total * self.cache_config.gpu_memory_utilization)
-        return max(0, allowed - (memory.total - memory.free) - step_memory)
+        return int(min(useful, max(0, allowed - (memory.total - memory.free) - step_memory)))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)

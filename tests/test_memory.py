@@ -32,18 +32,20 @@ def test_plain_host_reports_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "used", "step", "expected"),
+    ("asked", "used", "step", "useful", "expected"),
     [
-        (None, 200, 100, 600),  # 90 % of 1000, less 200 taken, less 100 for a step
-        (None, 950, 100, 0),
-        (400, 200, 100, 400),
+        (None, 200, 100, float("inf"), 600),  # 90 % of 1000, less 200 taken, less 100 for a step
+        (None, 950, 100, float("inf"), 0),
+        (400, 200, 100, float("inf"), 400),
+        (None, 200, 100, 500, 500),
+        (2000, 200, 100, 500, 500),  # Asking for more than is free does no harm if less is of use.
     ],
 )
-def test_available_memory(asked: int | None, used: int, step: int, expected: int) -> None:
+def test_available_memory(asked: int | None, used: int, step: int, useful: float, expected: int) -> None:
     ops = ScriptedOps(torch.device("cpu"))
     ops.used = used
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step),
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: useful),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
     )
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
@@ -52,7 +54,7 @@ def test_available_memory(asked: int | None, used: int, step: int, expected: int
 def test_asking_for_more_than_is_free_names_the_limits() -> None:
     ops = ScriptedOps(torch.device("cpu"))
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700),
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700, useful_cache_memory=lambda: float("inf")),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=400, gpu_memory_utilization=0.9),
     )
     with pytest.raises(ValueError, match="lower kv_cache_memory_bytes, max_num_batched_tokens"):
