@@ -1,0 +1,1 @@
+"""Operations of their own that the Neuron graphs are made of."""
