@@ -66,9 +66,13 @@ def useful_memory(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> flo
 
 
 def num_lines(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
-    """Lines of a contiguous cache, the null block not counted, if no more than there may be requests; else 0."""
+    """Lines of a contiguous cache, the null block not counted, or 0 where reading all of them would not pay.
+
+    So it is with more lines than there may be requests, and where a request has a line in each of several groups.
+    """
     count = kv_cache_config.num_blocks - 1
-    return count if is_contiguous(vllm_config) and count <= vllm_config.scheduler_config.max_num_seqs else 0
+    pays = len(kv_cache_config.kv_cache_groups) == 1 and count <= vllm_config.scheduler_config.max_num_seqs
+    return count if pays and is_contiguous(vllm_config) else 0
 
 
 def allocate(
