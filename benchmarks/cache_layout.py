@@ -15,10 +15,10 @@ import torch_xla.core.xla_model as xm
 
 from benchmarks.attention import HEAD_SIZE, HEADS, KV_HEADS, KV_TILE, decode_batch, pack
 from benchmarks.report import interleaved, parse, show
+from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.lines import ContiguousAdapter
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import PlanGeometry
-from model_runner_base.attention_metadata import AttentionGroup
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.input_batch import unpack

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
+from model_runner_base.attention.adapter import AttentionGroup
+from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, stored_block_size
-from model_runner_base.attention_metadata import AttentionGroup
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.limits import UnsupportedConfigError
@@ -91,13 +93,36 @@ def allocate(
     for tensor in kv_cache_config.kv_cache_tensors:
         spec = specs[tensor.shared_by[0]]
         backend = layers[tensor.shared_by[0]].get_attn_backend()
-        block_size = stored_block_size(spec.block_size)
+        block_size = _stored_block_size(spec, backend)
         num_blocks = tensor.size // spec.page_size_bytes * (spec.block_size // block_size)
-        shape = backend.get_kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        shape = backend.get_kv_cache_shape(
+            num_blocks,
+            block_size,
+            spec.num_kv_heads,
+            spec.head_size,
+            cache_dtype_str=vllm_config.cache_config.cache_dtype,
+        )
         index_of.update(dict.fromkeys(tensor.shared_by, len(caches)))
-        caches.append(device_ops.zeros(shape, spec.dtype))
+        caches.append(_zeros(shape, spec.dtype, backend, device_ops))
     index_of.update({name: index_of[target] for name, target in shared_caches(vllm_config).items()})
     return caches, index_of
+
+
+def _stored_block_size(spec: KVCacheSpec, backend: type[AttentionBackend]) -> int:
+    """Kernels of a backend's own take blocks as they are."""
+    return stored_block_size(spec.block_size) if issubclass(backend, PagedAttentionBackend) else spec.block_size
+
+
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, backend: type[AttentionBackend], device_ops: DeviceOps
+) -> torch.Tensor:
+    """A cache in its backend's shape, with the dimensions in memory in the order that the backend wants, if any."""
+    try:
+        order = backend.get_kv_cache_stride_order()
+    except (AttributeError, NotImplementedError):
+        return device_ops.zeros(shape, dtype)
+    cache = device_ops.zeros(tuple(shape[dim] for dim in order), dtype)
+    return cache.permute(*(order.index(dim) for dim in range(len(order))))
 
 
 def bind(caches: list[torch.Tensor], index_of: dict[str, int], vllm_config: VllmConfig) -> None:
@@ -110,21 +135,23 @@ def bind(caches: list[torch.Tensor], index_of: dict[str, int], vllm_config: Vllm
 def attention_groups(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int
 ) -> tuple[list[BlockTable], list[AttentionGroup]]:
-    """One block table a KV-cache group, and one attention group for each window among the group's layers."""
+    """One block table a KV-cache group, one attention group for each backend and window among the group's layers."""
     layers = attention_layers(vllm_config)
     sharing = shared_caches(vllm_config)
     tables, groups = [], []
     for group in kv_cache_config.kv_cache_groups:
-        kv_tile = kv_tile_for(group.kv_cache_spec.block_size)
-        block_size = stored_block_size(group.kv_cache_spec.block_size)
-        parts = group.kv_cache_spec.block_size // block_size
-        table = BlockTable(max_num_reqs, max_model_len, block_size, kv_tile // block_size, parts)
+        spec = group.kv_cache_spec
+        kv_tile = kv_tile_for(spec.block_size)
+        block_size = _stored_block_size(spec, layers[group.layer_names[0]].get_attn_backend())
+        blocks_per_tile = max(1, kv_tile // block_size)
+        table = BlockTable(max_num_reqs, max_model_len, block_size, blocks_per_tile, spec.block_size // block_size)
         tables.append(table)
-        by_window: dict[int | None, list[str]] = {}
+        alike: dict[tuple[type[AttentionBackend], int | None], list[str]] = {}
         readers = [name for name, target in sharing.items() if target in group.layer_names]
         for name in (*group.layer_names, *readers):
-            by_window.setdefault(getattr(layers[name], "sliding_window", None), []).append(name)
-        for window, names in by_window.items():
+            layer = layers[name]
+            alike.setdefault((layer.get_attn_backend(), getattr(layer, "sliding_window", None)), []).append(name)
+        for (backend, window), names in alike.items():
             geometry = PlanGeometry(block_size, kv_tile, -(-max_model_len // kv_tile), window)
-            groups.append(AttentionGroup(names, table, geometry))
+            groups.append(AttentionGroup(names, table, geometry, backend, group.kv_cache_spec))
     return tables, groups

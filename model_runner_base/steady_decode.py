@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from model_runner_base.attention.steady import Steady
+from model_runner_base.attention.adapter import SteadySections
 from model_runner_base.input_batch import InputBatch, PackedStep
 from model_runner_base.request_states import RequestStates
 
@@ -22,7 +22,9 @@ class SteadyDecode:
     ``batch`` and ``packed`` are always those of the last step.
     """
 
-    def __init__(self, batch: InputBatch, packed: PackedStep, plans: Sequence[Steady], requests: RequestStates) -> None:
+    def __init__(
+        self, batch: InputBatch, packed: PackedStep, plans: Sequence[SteadySections], requests: RequestStates
+    ) -> None:
         self.batch = batch
         self.packed = packed
         self._plans = plans

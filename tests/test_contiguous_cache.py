@@ -19,10 +19,10 @@ from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from model_runner_base import kv_cache
+from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.lines import ContiguousAdapter
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, stored_block_size
-from model_runner_base.attention_metadata import AttentionGroup
 from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import WHOLE_LINES, GraphSize, StepLimits

@@ -46,7 +46,10 @@ def test_available_memory(asked: int | None, used: int, step: int, useful: float
     ops.used = used
     worker = SimpleNamespace(
         model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: useful),
-        cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=asked),
+        # What init_device notes: all was free, and 90 % of it may be used.
+        _memory_at_start=MemoryInfo(free=1000, total=1000),
+        _allowed_memory=900,
     )
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
 

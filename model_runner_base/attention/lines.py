@@ -6,14 +6,16 @@ nothing. Lines that nobody uses are read for nothing, and short contexts at the 
 more than the pairs of the plan, the step is packed as with a paged cache.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from model_runner_base.attention.adapter import AttentionGroup, SteadySections
 from model_runner_base.attention.loops import MASKED
 from model_runner_base.attention.paged import PagedAttentionMetadata
 from model_runner_base.attention.plan import AttentionPlan
-from model_runner_base.attention.steady import Steady
-from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
+from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.graph_policy import WHOLE_LINES, GraphSize
 from model_runner_base.input_batch import InputBatch, Section, pad_into
 
@@ -57,7 +59,7 @@ class ContiguousAdapter(PagedAttentionAdapter):
 
     def steady_plans(
         self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]
-    ) -> list[Steady] | None:
+    ) -> Sequence[SteadySections] | None:
         if size.query_tile != WHOLE_LINES:
             return self._steady_pairs(batch, plans, views)
         context = size.num_pairs // size.num_tiles * self.limits.kv_tile
@@ -92,7 +94,7 @@ def lines_of(group: AttentionGroup, rows: np.ndarray) -> np.ndarray:
     return group.block_table.table[rows, 0] // group.block_table.parts
 
 
-class SteadyLines(Steady):
+class SteadyLines:
     """A packed step by whole lines: it stands while the longest context fits, since lines never change."""
 
     def __init__(self, index: int, lines: np.ndarray, room: int, views: dict[str, np.ndarray]) -> None:
@@ -102,9 +104,11 @@ class SteadyLines(Steady):
         """Further tokens that the longest request has room for."""
 
     def begin(self, increments: dict[str, np.ndarray]) -> None:
+        """Marks what grows in ``increments``, views by name."""
         increments[f"token_offsets.{self._index}"][: len(self._lines)] = 1
         increments[f"pair_offset.{self._index}"][self._lines - 1] = 1
 
     def advance(self) -> bool:
+        """Whether the packed size has room for one more token of the longest request."""
         self._room -= 1
         return self._room >= 0

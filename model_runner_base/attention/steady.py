@@ -5,8 +5,6 @@ at the end of the list, hung into the merge tree behind the pairs it has. A plan
 another order; without a window it merges the same ones in the same order.
 """
 
-from typing import Protocol
-
 import numpy as np
 
 from model_runner_base.attention.loops import FAN_IN
@@ -16,20 +14,7 @@ from model_runner_base.host_loops import compiled
 NO_ROOM = -1
 
 
-class Steady(Protocol):
-    """A group's sections of a packed step, moved on step by step."""
-
-    def begin(self, increments: dict[str, np.ndarray]) -> None:
-        """Marks what grows in ``increments``, views by name."""
-
-    def advance(self) -> bool:
-        """Follows the growing sections, which have been moved on by one token a request.
-
-        Returns False, and leaves the sections in disorder, if they have no room for what is needed.
-        """
-
-
-class SteadyPlan(Steady):
+class SteadyPlan:
     """Views of one group's sections of the packed buffer, and what is needed to add to them. R requests, one tile each.
 
     Args:
@@ -58,7 +43,7 @@ class SteadyPlan(Steady):
         self._index = index
 
     def begin(self, increments: dict[str, np.ndarray]) -> None:
-        """Marks what grows, and counts the tree that was packed."""
+        """Marks what grows in ``increments``, views by name, and counts the tree that was packed."""
         index, num_reqs = self._index, len(self._rows)
         offsets = self._views[f"slot_offsets.{index}"][:num_reqs]
         increments[f"slot_offsets.{index}"][:num_reqs] = 1
@@ -83,6 +68,10 @@ class SteadyPlan(Steady):
         self._steps_to_entry = self._geometry.block_size - int(offsets.max())
 
     def advance(self) -> bool:
+        """Follows the growing sections, which have been moved on by one token a request.
+
+        Returns False, and leaves the sections in disorder, if they have no room for the pairs that are needed.
+        """
         self._steps_to_entry -= 1
         if self._steps_to_entry:
             return True
