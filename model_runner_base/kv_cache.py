@@ -78,7 +78,7 @@ def num_lines(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
 
 
 def allocate(
-    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, device_ops: DeviceOps
+    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, device_ops: DeviceOps, kv_tile_target: int
 ) -> tuple[list[torch.Tensor], dict[str, int]]:
     """Zero-filled caches, and the index of each layer's; layers that share a tensor in the config share it here.
 
@@ -93,7 +93,7 @@ def allocate(
     for tensor in kv_cache_config.kv_cache_tensors:
         spec = specs[tensor.shared_by[0]]
         backend = layers[tensor.shared_by[0]].get_attn_backend()
-        block_size = _stored_block_size(spec, backend)
+        block_size = _stored_block_size(spec, backend, kv_tile_target)
         num_blocks = tensor.size // spec.page_size_bytes * (spec.block_size // block_size)
         shape = backend.get_kv_cache_shape(
             num_blocks,
@@ -108,9 +108,10 @@ def allocate(
     return caches, index_of
 
 
-def _stored_block_size(spec: KVCacheSpec, backend: type[AttentionBackend]) -> int:
+def _stored_block_size(spec: KVCacheSpec, backend: type[AttentionBackend], kv_tile_target: int) -> int:
     """Kernels of a backend's own take blocks as they are."""
-    return stored_block_size(spec.block_size) if issubclass(backend, PagedAttentionBackend) else spec.block_size
+    is_ours = issubclass(backend, PagedAttentionBackend)
+    return stored_block_size(spec.block_size, kv_tile_target) if is_ours else spec.block_size
 
 
 def _zeros(
@@ -133,7 +134,7 @@ def bind(caches: list[torch.Tensor], index_of: dict[str, int], vllm_config: Vllm
 
 
 def attention_groups(
-    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int
+    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int, kv_tile_target: int
 ) -> tuple[list[BlockTable], list[AttentionGroup]]:
     """One block table a KV-cache group, one attention group for each backend and window among the group's layers."""
     layers = attention_layers(vllm_config)
@@ -141,8 +142,9 @@ def attention_groups(
     tables, groups = [], []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        kv_tile = kv_tile_for(spec.block_size)
-        block_size = _stored_block_size(spec, layers[group.layer_names[0]].get_attn_backend())
+        kv_tile = kv_tile_for(spec.block_size, kv_tile_target)
+        backend = layers[group.layer_names[0]].get_attn_backend()
+        block_size = _stored_block_size(spec, backend, kv_tile_target)
         blocks_per_tile = max(1, kv_tile // block_size)
         table = BlockTable(max_num_reqs, max_model_len, block_size, blocks_per_tile, spec.block_size // block_size)
         tables.append(table)

@@ -62,6 +62,12 @@ class ModelRunnerBase:
 
     MIXED_QUERY_TILE = 16
     """Query tokens in one attention tile of a step that mixes prefill and decode."""
+    KV_TILE = 64
+    """Cache positions that an attention KV tile has at most, unless a block has more.
+
+    A request pays for whole tiles, so small ones suit short contexts; in plain torch long ones cost the same with 64
+    and 256, while a kernel may want more at a time. A device sets both in ``_cache_device_properties``.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         limits.check_config(vllm_config)
@@ -110,7 +116,7 @@ class ModelRunnerBase:
     def _make_kv_caches(self, kv_cache_config: KVCacheConfig) -> tuple[list[torch.Tensor], dict[str, int]]:
         """The caches on the device, and the index of each attention layer's."""
         with self.device_ops.memory_pool("kv_cache"):
-            return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
+            return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops, self.KV_TILE)
 
     def _make_attention_adapter(self, groups: list[AttentionGroup], step_limits: StepLimits) -> AttentionAdapter:
         """The base's own plan where the platform chose the base's attention, else the backends' metadata builders."""
@@ -168,9 +174,11 @@ class ModelRunnerBase:
 
         self.requests = RequestStates(max_num_reqs, self.max_model_len)
         self.block_tables, groups = kv_cache.attention_groups(
-            kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len
+            kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len, self.KV_TILE
         )
-        step_limits = self._step_limits(kv_cache.num_lines(kv_cache_config, self.vllm_config))
+        # Kernels of a device's own read by the plan's pairs.
+        by_lines = all(group.backend is PagedAttentionBackend for group in groups)
+        step_limits = self._step_limits(kv_cache.num_lines(kv_cache_config, self.vllm_config) if by_lines else 0)
         self.attention = self._make_attention_adapter(groups, step_limits)
         self.batch_builder = BatchBuilder(self.requests, self.attention.decode_threshold)
         self.prompt_embeds = self._make_prompt_embeds()
@@ -211,7 +219,7 @@ class ModelRunnerBase:
             max_num_reqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.max_model_len,
             query_tile=self.MIXED_QUERY_TILE,
-            kv_tile=kv_tile_for(self.vllm_config.cache_config.block_size),
+            kv_tile=kv_tile_for(self.vllm_config.cache_config.block_size, self.KV_TILE),
             num_lines=num_lines,
         )
 

@@ -136,7 +136,7 @@ def test_length_between_tiles_and_synchronous_scheduling(
     idle=st.integers(0, 2),
     window=st.sampled_from([None, 1, 7, 100]),
     heads=st.sampled_from([(4, 2), (6, 1), (18, 9)]),
-    steps=st.integers(0, 20),
+    steps=st.integers(0, 40),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
@@ -147,14 +147,14 @@ def test_lines_equal_dense_attention_as_they_are_moved_on(
     rng = np.random.default_rng(seed)
     (num_heads, num_kv_heads), head_size, tile, parts = heads, 4, 16, 9
     count, num_lines = len(contexts), len(contexts) + idle
-    table = BlockTable(count, 140, tile, 1, parts)
+    table = BlockTable(count, 144, tile, 1, parts)
     lines = rng.permutation(num_lines)[:count] + 1
     rows = rng.permutation(count)
     for row, line in zip(rows, lines, strict=True):
         table.assign(int(row), [int(line)])
     geometry = PlanGeometry(tile, tile, parts, window)
     adapter = ContiguousAdapter(
-        [AttentionGroup(["layer"], table, geometry)], StepLimits(99, 4, 140, 16, tile, num_lines)
+        [AttentionGroup(["layer"], table, geometry)], StepLimits(99, 4, 144, 16, tile, num_lines)
     )
     batch = decode_batch(np.array(contexts) - 1, rows)
     plans = adapter.plan(batch)
@@ -162,7 +162,7 @@ def test_lines_equal_dense_attention_as_they_are_moved_on(
     size = need._replace(num_tokens=count + 1, num_reqs=count + 1, num_pairs=num_lines * parts)
     assert size.holds(need)
     packed = PackedStep(size, in_order([*token_sections(size), *adapter.sections(size)]))
-    requests = RequestStates(count, 140)
+    requests = RequestStates(count, 144)
     BatchBuilder(requests).pack(batch, packed.views)
     adapter.pack(batch, plans, size, packed.views)
     steady = SteadyDecode(batch, packed, adapter.steady_plans(batch, plans, size, packed.views), requests)
@@ -204,7 +204,7 @@ def test_lines_equal_dense_attention_as_they_are_moved_on(
 @given(st.one_of(st.integers(1, 256), st.integers(1, 200).map(lambda count: 64 * count)))
 @settings(deadline=None)
 def test_tiles_are_parts_of_a_block_or_whole_blocks(block_size: int) -> None:
-    tile, stored = kv_tile_for(block_size), stored_block_size(block_size)
+    tile, stored = kv_tile_for(block_size), stored_block_size(block_size, 64)
     assert 16 <= tile <= 256 and tile % stored == 0 and block_size % stored == 0
     assert tile == 64 or block_size % 64
 

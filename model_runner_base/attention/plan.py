@@ -73,11 +73,11 @@ def kv_tile_for(block_size: int, target: int = 64) -> int:
     return tile
 
 
-def stored_block_size(block_size: int) -> int:
+def stored_block_size(block_size: int, target: int) -> int:
     """Tokens in a block of the cache tensors: a block of the scheduler's that is larger than a KV tile is stored as so
     many tiles, side by side.
     """
-    return min(block_size, kv_tile_for(block_size))
+    return min(block_size, kv_tile_for(block_size, target))
 
 
 @dataclass
