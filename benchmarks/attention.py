@@ -15,11 +15,11 @@ import torch_xla.core.xla_model as xm
 from benchmarks.report import interleaved, parse, show
 from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.paged import PagedAttentionImpl
-from model_runner_base.attention.plan import PlanGeometry
+from model_runner_base.attention.plan import AttentionPlan, PlanGeometry
 from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
-from model_runner_base.input_batch import InputBatch, Section, unpack
+from model_runner_base.input_batch import InputBatch, unpack
 from neuron_runner.compilation import CompiledFunction
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 64
@@ -60,31 +60,41 @@ class Layer:
 
     def prepare(self, lengths: list[int]) -> tuple[int, GraphSize, list[torch.Tensor]]:
         """The pairs of a decode step over rows of these lengths, its size and its inputs."""
-        count = len(lengths)
-        rows, ones = np.arange(count), np.ones(count, np.int64)
-        computed = np.array(lengths) - 1
-        batch = InputBatch(
-            req_ids=[str(row) for row in rows],
-            rows=rows,
-            query_len=ones,
-            query_start=rows,
-            num_computed=computed,
-            seq_lens=computed + 1,
-            is_sampled=ones.astype(bool),
-            token_rows=rows,
-            positions=computed,
-            token_ids=rows,
-            token_sources=rows,
-        )
+        batch = decode_batch(lengths)
         plans = self.adapter.plan(batch)
-        size = self.adapter.needed_size(batch, plans)
-        sections: list[Section] = self.adapter.sections(size)
-        views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
-        self.adapter.pack(batch, plans, size, views)
-        packed = np.concatenate([views[section.name].ravel() for section in sections])
-        inputs = [torch.from_numpy(packed), torch.randn(count, HEADS * HEAD_SIZE)]
-        inputs.append(torch.randn(count, KV_HEADS * HEAD_SIZE))
+        (size,) = self.adapter.needed_sizes(batch, plans)
+        packed = pack(self.adapter, batch, plans, size)
+        inputs = [packed, torch.randn(len(lengths), HEADS * HEAD_SIZE), torch.randn(len(lengths), KV_HEADS * HEAD_SIZE)]
         return plans[0].num_pairs, size, [tensor.to(torch_xla.device()) for tensor in inputs]
+
+
+def decode_batch(lengths: list[int]) -> InputBatch:
+    """Row after row decodes, each at the end of its context."""
+    rows, ones = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
+    computed = np.array(lengths) - 1
+    return InputBatch(
+        req_ids=[str(row) for row in rows],
+        rows=rows,
+        query_len=ones,
+        query_start=rows,
+        num_computed=computed,
+        seq_lens=computed + 1,
+        is_sampled=ones.astype(bool),
+        token_rows=rows,
+        positions=computed,
+        token_ids=rows,
+        token_sources=rows,
+    )
+
+
+def pack(
+    adapter: PagedAttentionAdapter, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize
+) -> torch.Tensor:
+    """The adapter's sections, packed, on the host."""
+    sections = adapter.sections(size)
+    views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
+    adapter.pack(batch, plans, size, views)
+    return torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
 
 
 def main() -> None:

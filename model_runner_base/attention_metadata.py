@@ -1,9 +1,11 @@
 """The attention adapter of devices without attention kernels: a block-sparse plan for plain torch."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup
+from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup, SteadySections
 from model_runner_base.attention.loops import FAN_IN, MASKED, fill_pair_ends, fill_slots, fill_tiles
 from model_runner_base.attention.paged import PagedAttentionMetadata
 from model_runner_base.attention.plan import AttentionPlan, fill_merge_tree, make_plan
@@ -36,8 +38,8 @@ class PagedAttentionAdapter(AttentionAdapter):
         ]
 
     def steady_plans(
-        self, batch: InputBatch, plans: list[AttentionPlan], views: dict[str, np.ndarray]
-    ) -> list[SteadyPlan] | None:
+        self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]
+    ) -> Sequence[SteadySections] | None:
         """What keeps the packed ``plans`` of a step of pure decode up while it is repeated.
 
         None has every step built from scratch: so it is where a subclass packs in its own way, until it also says here
@@ -45,17 +47,22 @@ class PagedAttentionAdapter(AttentionAdapter):
         """
         if type(self).pack is not PagedAttentionAdapter.pack:
             return None
+        return self._steady_pairs(batch, plans, views)
+
+    def _steady_pairs(
+        self, batch: InputBatch, plans: list[AttentionPlan], views: dict[str, np.ndarray]
+    ) -> list[SteadyPlan]:
         return [
             SteadyPlan(group.geometry, plan, group.block_table.table, batch.rows, views, index)
             for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True))
         ]
 
-    def needed_size(self, batch: InputBatch, plans: list[AttentionPlan]) -> GraphSize:
-        """The size of this step before padding; one pair stays neutral."""
+    def needed_sizes(self, batch: InputBatch, plans: list[AttentionPlan]) -> list[GraphSize]:
+        """The size of this step before padding, for each way it can be run; one pair stays neutral."""
         num_pairs = max((plan.num_pairs for plan in plans), default=0)
         num_tiles = max((plan.num_tiles for plan in plans), default=0)
         query_tile = plans[0].query_tile if plans else self.limits.query_tile
-        return GraphSize(query_tile, batch.num_tokens, batch.num_reqs, num_tiles, num_pairs + 1)
+        return [GraphSize(query_tile, batch.num_tokens, batch.num_reqs, num_tiles, num_pairs + 1)]
 
     def sections(self, size: GraphSize) -> list[Section]:
         query_tile, num_tokens, _, num_tiles, num_pairs = size

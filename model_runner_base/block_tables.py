@@ -1,5 +1,6 @@
 """Block tables: which KV-cache blocks hold a request's tokens, one table a KV-cache group, rows as in RequestStates."""
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -10,14 +11,19 @@ class BlockTable:
     """Block ids of every row of one KV-cache group.
 
     ``table`` is [max_num_reqs, max_blocks] int32. Entries past a row's ``num_blocks`` are leftovers: whoever reads them
-    must mask what it finds there.
+    must mask what it finds there. Blocks are those of the cache tensors, of ``block_size`` tokens; each of the
+    scheduler's is stored as ``parts`` of them, side by side.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, blocks_per_tile: int) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_model_len: int, block_size: int, blocks_per_tile: int, parts: int = 1
+    ) -> None:
         self.block_size = block_size
+        self.parts = parts
         max_blocks = -(-max_model_len // block_size)
-        # Whole KV tiles, so that a tile's block ids are one slice.
-        max_blocks = -(-max_blocks // blocks_per_tile) * blocks_per_tile
+        # Whole KV tiles, so that a tile's block ids are one slice; and whole blocks of the scheduler's.
+        whole = math.lcm(blocks_per_tile, parts)
+        max_blocks = -(-max_blocks // whole) * whole
         self.table = np.zeros((max_num_reqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_reqs, np.int32)
         self.has_changed = np.zeros(max_num_reqs, np.bool_)
@@ -25,12 +31,15 @@ class BlockTable:
 
     def assign(self, row: int, block_ids: list[int]) -> None:
         """Sets all blocks of a row."""
+        block_ids = self._stored(block_ids)
         self.table[row, : len(block_ids)] = block_ids
         self.num_blocks[row] = len(block_ids)
         self.has_changed[row] = True
 
     def append(self, rows: np.ndarray, block_ids: Sequence[list[int]]) -> None:
         """Adds blocks at the end of each of ``rows``, which are distinct."""
+        if self.parts > 1:
+            block_ids = list(map(self._stored, block_ids))
         flat = list(chain.from_iterable(block_ids))
         start = self.num_blocks[rows]
         self.has_changed[rows] = True
@@ -43,3 +52,9 @@ class BlockTable:
         index = np.arange(len(flat)) + np.repeat(start - first, counts)
         self.table[np.repeat(rows, counts), index] = flat
         self.num_blocks[rows] = start + counts
+
+    def _stored(self, block_ids: list[int]) -> list[int]:
+        """The scheduler's blocks as those of the cache tensors."""
+        if self.parts == 1:
+            return block_ids
+        return [block_id * self.parts + part for block_id in block_ids for part in range(self.parts)]

@@ -13,16 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+WHOLE_LINES = 0
+WHOLE_LINES_COST = 0.75
+"""Of a KV tile that is read in its line, in those that are gathered; measured (docs/kv_cache.md)."""
+
 
 class GraphSize(NamedTuple):
     """The static sizes of one step.
 
-    ``query_tile`` tells the two kinds of step apart: 1 means that every request has one token (uniform decode), more
-    means that prefill chunks and decodes are mixed.
+    ``query_tile`` tells the kinds of step apart: 1 means that every request has one token (uniform decode), more means
+    that prefill chunks and decodes are mixed. WHOLE_LINES is uniform decode that reads a contiguous cache line by line,
+    whether a line is in use or not (attention/lines.py): its tiles are the lines, its pairs their KV tiles up to the
+    longest context.
     """
 
     query_tile: int
-    """Query tokens in one attention tile."""
+    """Query tokens in one attention tile, or WHOLE_LINES."""
     num_tokens: int
     num_reqs: int
     """Rows of logits."""
@@ -36,7 +42,7 @@ class GraphSize(NamedTuple):
         return self.query_tile == need.query_tile and all(a >= b for a, b in zip(self, need, strict=True))
 
     def __str__(self) -> str:
-        kind = "decode" if self.query_tile == 1 else "mixed"
+        kind = {1: "decode", WHOLE_LINES: "decode by cache lines"}.get(self.query_tile, "mixed")
         return f"{kind} {self.num_tokens} tokens, {self.num_reqs} requests, {self.num_pairs} attention pairs"
 
 
@@ -50,6 +56,8 @@ class StepLimits:
     query_tile: int
     """Query tile of mixed steps."""
     kv_tile: int
+    num_lines: int = 0
+    """Lines of a contiguous cache, if decode may read all of them; else 0."""
 
     @property
     def max_kv_tiles(self) -> int:
@@ -68,6 +76,16 @@ class StepLimits:
             GraphSize(1, reqs, reqs, reqs, reqs * self.max_kv_tiles + 1),
             GraphSize(self.query_tile, tokens, reqs, tiles, tiles * self.max_kv_tiles + 1),
         )
+
+    @property
+    def line_sizes(self) -> list[GraphSize]:
+        """Decode by whole cache lines: all requests, contexts of 4, 6, 8, 12, 16, ... KV tiles; shorter ones gain
+        nothing.
+        """
+        reqs = min(self.max_num_reqs, self.num_lines)
+        tiles = geometric(4, self.max_kv_tiles) + geometric(6, self.max_kv_tiles)
+        lines = self.num_lines
+        return [GraphSize(WHOLE_LINES, reqs, reqs, lines, lines * count) for count in sorted(set(tiles)) if lines]
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,11 @@ class GraphPolicy:
     def dispatch(self, need: GraphSize) -> GraphSize:
         """The size that a step of size ``need`` runs at."""
         return need
+
+    def choose(self, needs: Sequence[GraphSize]) -> GraphSize:
+        """The cheapest size for a step that may run in several ways, with what it needs in each."""
+        sizes = [self.dispatch(need) for need in needs]
+        return sizes[0] if len(sizes) == 1 else min(sizes, key=lambda size: step_cost(np.array(size)))
 
     def num_compilations(self) -> int:
         """Graphs that this process has captured or compiled so far; the checks hold it still after warm-up."""
@@ -148,7 +171,8 @@ def step_cost(sizes: np.ndarray) -> np.ndarray:
     cheaper.
     """
     query_tile, num_tokens, num_reqs, _, num_pairs = np.moveaxis(sizes, -1, 0)
-    return num_tokens + 0.2 * num_reqs + num_pairs * (1 + query_tile / 16) / 4
+    pair = np.where(query_tile == WHOLE_LINES, WHOLE_LINES_COST, 1 + query_tile / 16)
+    return num_tokens + 0.2 * num_reqs + num_pairs * pair / 4
 
 
 def geometric(start: int, stop: int, factor: int = 2) -> list[int]:

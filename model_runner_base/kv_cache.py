@@ -1,5 +1,6 @@
 """KV-cache specs, allocation and binding. vLLM's unstable KVCacheConfig is read here and nowhere else."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 from model_runner_base.attention.adapter import AttentionGroup
-from model_runner_base.attention.plan import PlanGeometry, kv_tile_for
+from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, stored_block_size
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.limits import UnsupportedConfigError
@@ -47,8 +49,36 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     return specs
 
 
+def is_contiguous(vllm_config: VllmConfig) -> bool:
+    """Whether a block holds a whole request (``block_size=max_model_len``), so that a request has one cache line."""
+    block_size = vllm_config.cache_config.block_size
+    fits = block_size >= vllm_config.model_config.max_model_len
+    return fits and block_size % kv_tile_for(block_size) == 0
+
+
+def useful_memory(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> float:
+    """Bytes of KV cache that may come to use: a contiguous cache needs a line a request, and the null block.
+
+    A paged cache can use any amount, at least to remember prefixes.
+    """
+    if not is_contiguous(vllm_config):
+        return math.inf
+    num_lines = vllm_config.scheduler_config.max_num_seqs + 1
+    return num_lines * sum(spec.page_size_bytes for spec in specs.values())
+
+
+def num_lines(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
+    """Lines of a contiguous cache, the null block not counted, or 0 where reading all of them would not pay.
+
+    So it is with more lines than there may be requests, and where a request has a line in each of several groups.
+    """
+    count = kv_cache_config.num_blocks - 1
+    pays = len(kv_cache_config.kv_cache_groups) == 1 and count <= vllm_config.scheduler_config.max_num_seqs
+    return count if pays and is_contiguous(vllm_config) else 0
+
+
 def allocate(
-    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, device_ops: DeviceOps
+    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, device_ops: DeviceOps, kv_tile_target: int
 ) -> tuple[list[torch.Tensor], dict[str, int]]:
     """Zero-filled caches, and the index of each layer's; layers that share a tensor in the config share it here.
 
@@ -63,10 +93,11 @@ def allocate(
     for tensor in kv_cache_config.kv_cache_tensors:
         spec = specs[tensor.shared_by[0]]
         backend = layers[tensor.shared_by[0]].get_attn_backend()
-        num_blocks = tensor.size // spec.page_size_bytes
+        block_size = _stored_block_size(spec, backend, kv_tile_target)
+        num_blocks = tensor.size // spec.page_size_bytes * (spec.block_size // block_size)
         shape = backend.get_kv_cache_shape(
             num_blocks,
-            spec.block_size,
+            block_size,
             spec.num_kv_heads,
             spec.head_size,
             cache_dtype_str=vllm_config.cache_config.cache_dtype,
@@ -75,6 +106,12 @@ def allocate(
         caches.append(_zeros(shape, spec.dtype, backend, device_ops))
     index_of.update({name: index_of[target] for name, target in shared_caches(vllm_config).items()})
     return caches, index_of
+
+
+def _stored_block_size(spec: KVCacheSpec, backend: type[AttentionBackend], kv_tile_target: int) -> int:
+    """Kernels of a backend's own take blocks as they are."""
+    is_ours = issubclass(backend, PagedAttentionBackend)
+    return stored_block_size(spec.block_size, kv_tile_target) if is_ours else spec.block_size
 
 
 def _zeros(
@@ -104,9 +141,12 @@ def attention_groups(
     sharing = shared_caches(vllm_config)
     tables, groups = [], []
     for group in kv_cache_config.kv_cache_groups:
-        block_size = group.kv_cache_spec.block_size
-        kv_tile = kv_tile_for(block_size, kv_tile_target)
-        table = BlockTable(max_num_reqs, max_model_len, block_size, kv_tile // block_size)
+        spec = group.kv_cache_spec
+        kv_tile = kv_tile_for(spec.block_size, kv_tile_target)
+        backend = layers[group.layer_names[0]].get_attn_backend()
+        block_size = _stored_block_size(spec, backend, kv_tile_target)
+        blocks_per_tile = max(1, kv_tile // block_size)
+        table = BlockTable(max_num_reqs, max_model_len, block_size, blocks_per_tile, spec.block_size // block_size)
         tables.append(table)
         alike: dict[tuple[type[AttentionBackend], int | None], list[str]] = {}
         readers = [name for name, target in sharing.items() if target in group.layer_names]

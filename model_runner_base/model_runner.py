@@ -25,6 +25,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from model_runner_base import kv_cache, limits
 from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup
 from model_runner_base.attention.builders import BuilderAttentionAdapter
+from model_runner_base.attention.lines import ContiguousAdapter
 from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.attention_metadata import PagedAttentionAdapter
@@ -115,12 +116,12 @@ class ModelRunnerBase:
     def _make_kv_caches(self, kv_cache_config: KVCacheConfig) -> tuple[list[torch.Tensor], dict[str, int]]:
         """The caches on the device, and the index of each attention layer's."""
         with self.device_ops.memory_pool("kv_cache"):
-            return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
+            return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops, self.KV_TILE)
 
     def _make_attention_adapter(self, groups: list[AttentionGroup], step_limits: StepLimits) -> AttentionAdapter:
         """The base's own plan where the platform chose the base's attention, else the backends' metadata builders."""
         if all(issubclass(group.backend, PagedAttentionBackend) for group in groups):
-            return PagedAttentionAdapter(groups, step_limits)
+            return (ContiguousAdapter if step_limits.num_lines else PagedAttentionAdapter)(groups, step_limits)
         return BuilderAttentionAdapter(groups, step_limits, self.vllm_config, self.device_ops)
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction:
@@ -147,6 +148,10 @@ class ModelRunnerBase:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return kv_cache.collect_specs(self.vllm_config)
 
+    def useful_cache_memory(self) -> float:
+        """Bytes of KV cache beyond which more would lie idle."""
+        return kv_cache.useful_memory(self.vllm_config, self.get_kv_cache_spec())
+
     def update_max_model_len(self, max_model_len: int) -> None:
         """The engine fitted the model length to the memory that is left, before the KV cache exists.
 
@@ -171,7 +176,9 @@ class ModelRunnerBase:
         self.block_tables, groups = kv_cache.attention_groups(
             kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len, self.KV_TILE
         )
-        step_limits = self._step_limits()
+        # Kernels of a device's own read by the plan's pairs.
+        by_lines = all(group.backend is PagedAttentionBackend for group in groups)
+        step_limits = self._step_limits(kv_cache.num_lines(kv_cache_config, self.vllm_config) if by_lines else 0)
         self.attention = self._make_attention_adapter(groups, step_limits)
         self.batch_builder = BatchBuilder(self.requests, self.attention.decode_threshold)
         self.prompt_embeds = self._make_prompt_embeds()
@@ -207,13 +214,14 @@ class ModelRunnerBase:
         hidden_size = self.model_config.get_inputs_embeds_size()
         return EmbedInputs(self.requests, hidden_size, self.device_ops)
 
-    def _step_limits(self) -> StepLimits:
+    def _step_limits(self, num_lines: int = 0) -> StepLimits:
         return StepLimits(
             max_num_tokens=self.scheduler_config.max_num_batched_tokens,
             max_num_reqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.max_model_len,
             query_tile=self.MIXED_QUERY_TILE,
             kv_tile=kv_tile_for(self.vllm_config.cache_config.block_size, self.KV_TILE),
+            num_lines=num_lines,
         )
 
     # ---- The engine's contract: one step ----
@@ -308,12 +316,15 @@ class ModelRunnerBase:
     def _pack(self, batch: InputBatch) -> PackedStep:
         """Plans the step, picks its size and fills that size's buffer."""
         plans = self.attention.plan(batch)
-        packed = self._inputs.at(self.graph_policy.dispatch(self.attention.needed_size(batch, plans)))
+        return self._pack_at(self.graph_policy.choose(self.attention.needed_sizes(batch, plans)), batch, plans)
+
+    def _pack_at(self, size: GraphSize, batch: InputBatch, plans: list[Any]) -> PackedStep:
+        packed = self._inputs.at(size)
         self.batch_builder.pack(batch, packed.views)
         self.attention.pack(batch, plans, packed.size, packed.views)
         self._steady = None
         if batch.is_uniform_decode and batch.is_sampled.all():
-            steady_plans = self.attention.steady_plans(batch, plans, packed.views)
+            steady_plans = self.attention.steady_plans(batch, plans, packed.size, packed.views)
             if steady_plans is not None:
                 self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)
         return packed
@@ -428,9 +439,13 @@ class ModelRunnerBase:
             self.requests.add(req_id, info, [0], 0)
             step.num_scheduled_tokens = {req_id: num_tokens}
             step.total_num_scheduled_tokens = num_tokens
-            self._pack(self.batch_builder.build(step))
+            batch = self.batch_builder.build(step)
+            plans = self.attention.plan(batch)
+            # The first way that a step can be run is the one with loops.
+            self._pack_at(self.graph_policy.dispatch(self.attention.needed_sizes(batch, plans)[0]), batch, plans)
             if self._steady is not None:
-                for _ in range(min(self.vllm_config.cache_config.block_size, self.max_model_len - 1)):
+                block_size = max((table.block_size for table in self.block_tables), default=0)
+                for _ in range(min(block_size, self.max_model_len - 1)):
                     self._steady.advance(step)
         self.requests.remove(req_id)
         self._steady = None

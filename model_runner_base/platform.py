@@ -89,7 +89,7 @@ class PagedPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Lowers the limits that hold where the user gives none.
+        """Lowers the limits that hold where the user gives none, and opens ``--block-size``.
 
         A step needs memory for the largest size within them, and a device with graphs captures every size at start-up:
         vLLM's own defaults (256 requests, 8,192 tokens) cost minutes and gigabytes there.
@@ -103,6 +103,9 @@ class PagedPlatform(Platform):
                 contexts, cls.default_max_num_seqs
             )
 
+        if parser is not None:
+            # vLLM's command line lists the sizes of its kernels; any other, such as max_model_len, is fine here.
+            parser._option_string_actions["--block-size"].choices = None
         EngineArgs.get_batch_defaults = staticmethod(batch_defaults)  # type: ignore[assignment, method-assign]
 
     @classmethod
@@ -110,6 +113,7 @@ class PagedPlatform(Platform):
         """Raises for what is not supported, then sets what the base needs and the user left open."""
         from vllm.config import CompilationMode
 
+        from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.limits import check_config
 
         check_config(vllm_config)
@@ -124,6 +128,7 @@ class PagedPlatform(Platform):
         cache = vllm_config.cache_config
         if cache.block_size is None:
             cache.block_size = cls.default_block_size  # type: ignore[assignment]
+        kv_tile_for(cache.block_size)  # Raises for a size that attention cannot read in parts.
         model = vllm_config.model_config
         if model is None:
             return

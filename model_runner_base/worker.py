@@ -82,13 +82,15 @@ class ModelRunnerWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what was asked for, else the allowed share of the device less what the model takes.
 
-        As vLLM counts it: the share is of the whole device and must have been free; what others hold beside it is
-        theirs.
+        No more than may come to use. As vLLM counts it: the share is of the whole device and must have been free; what
+        others hold beside it is theirs.
         """
         with current_platform.inference_mode():
             step_memory = self.model_runner.profile_run()
         memory = self.model_runner.device_ops.memory_info()
+        useful = self.model_runner.useful_cache_memory()
         if asked := self.cache_config.kv_cache_memory_bytes:
+            asked = int(min(asked, useful))
             if memory.total and asked + step_memory > memory.free:
                 raise ValueError(
                     f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
@@ -97,7 +99,7 @@ class ModelRunnerWorker(WorkerBase):
                 )
             return asked
         taken = self._memory_at_start.free - memory.free
-        return max(0, self._allowed_memory - taken - step_memory)
+        return int(min(useful, max(0, self._allowed_memory - taken - step_memory)))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)

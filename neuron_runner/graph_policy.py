@@ -25,7 +25,7 @@ MAX_SORT_WIDTH = 16384
 
 
 class OpenXlaPolicy(BucketPolicy):
-    """Two families of sizes: uniform decode, and mixed steps of prefill and decode.
+    """Two families of sizes: uniform decode, and mixed steps of prefill and decode; a third on a contiguous cache.
 
     The attention of a step costs what its (query tile, KV tile) pairs cost, so the context dimension is a number of
     pairs: short and long requests may be mixed freely under one mean. A family's sizes are placed where traffic is
@@ -49,7 +49,7 @@ class OpenXlaPolicy(BucketPolicy):
             mixed = self._mixed_grid(limits, tokens)
         else:
             mixed = [size for size in self._placed(limits) if size.query_tile != 1]
-        self.set_sizes([*decode, *mixed])
+        self.set_sizes([*decode, *mixed, *limits.line_sizes])
 
     def _placed(self, limits: StepLimits) -> tuple[GraphSize, ...]:
         return place_sizes(limits, self.config.max_padding)

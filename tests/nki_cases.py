@@ -126,7 +126,7 @@ def plan_step(case: Case, geometry: PlanGeometry, table: BlockTable, batch: Inpu
     limits = StepLimits(10_000, 100, 10_000, max(case.query_tile, 2), geometry.kv_tile)
     adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
     plans = adapter.plan(batch)
-    need = adapter.needed_size(batch, plans)
+    need = adapter.needed_sizes(batch, plans)[0]
     tokens = need.num_tokens + case.padding
     tiles = tokens if need.query_tile == 1 else need.num_tiles + case.padding
     size = GraphSize(need.query_tile, tokens, tokens, tiles, need.num_pairs + case.padding)

@@ -153,7 +153,7 @@ def test_paged_attention_equals_dense(
     limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
     adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
     plans = adapter.plan(batch)
-    need = adapter.needed_size(batch, plans)
+    need = adapter.needed_sizes(batch, plans)[0]
     num_tokens = need.num_tokens + padding
     num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
     size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)

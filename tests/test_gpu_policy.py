@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -283,7 +284,11 @@ def test_kv_cache_gets_what_vllms_worker_would_give_it(
         patch.setattr(torch.cuda, "Stream", lambda device: None)
         patch.setattr(torch.cuda, "Event", lambda: None)
         ops = CudaDeviceOps(torch.device("cpu"))
-        runner = SimpleNamespace(device_ops=ops, profile_run=lambda: ops.peak_memory(lambda: profile(gpu)))
+        runner = SimpleNamespace(
+            device_ops=ops,
+            profile_run=lambda: ops.peak_memory(lambda: profile(gpu)),
+            useful_cache_memory=lambda: math.inf,
+        )
         worker = object.__new__(GPUWorker)
         worker.cache_config, worker.model_runner = cache_config, runner  # type: ignore[assignment]
         worker.measure_at_start()

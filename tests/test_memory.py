@@ -35,18 +35,20 @@ def test_plain_host_reports_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "used", "step", "expected"),
+    ("asked", "used", "step", "useful", "expected"),
     [
-        (None, 200, 100, 600),  # 90 % of 1000, less 200 taken, less 100 for a step
-        (None, 950, 100, 0),
-        (400, 200, 100, 400),
+        (None, 200, 100, float("inf"), 600),  # 90 % of 1000, less 200 taken, less 100 for a step
+        (None, 950, 100, float("inf"), 0),
+        (400, 200, 100, float("inf"), 400),
+        (None, 200, 100, 500, 500),
+        (2000, 200, 100, 500, 500),  # Asking for more than is free does no harm if less is of use.
     ],
 )
-def test_available_memory(asked: int | None, used: int, step: int, expected: int) -> None:
+def test_available_memory(asked: int | None, used: int, step: int, useful: float, expected: int) -> None:
     ops = ScriptedOps(torch.device("cpu"))
     ops.used = used
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step),
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: useful),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
         _memory_at_start=MemoryInfo(free=1000, total=1000),
         _allowed_memory=900,
@@ -58,7 +60,7 @@ def test_device_without_a_report_needs_to_be_told() -> None:
     """Before anything is loaded; what it is told is then taken as it is."""
     ops = SimpleNamespace(memory_info=lambda: MemoryInfo(free=0, total=0))
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700),
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700, useful_cache_memory=lambda: float("inf")),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
     )
     with pytest.raises(ValueError, match="does not report its memory: set kv_cache_memory_bytes"):
@@ -89,7 +91,7 @@ def test_runtimes_report_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_asking_for_more_than_is_free_names_the_limits() -> None:
     ops = ScriptedOps(torch.device("cpu"))
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700),
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700, useful_cache_memory=lambda: float("inf")),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=400, gpu_memory_utilization=0.9),
     )
     with pytest.raises(ValueError, match="lower kv_cache_memory_bytes, max_num_batched_tokens"):

@@ -108,7 +108,7 @@ def test_moved_on_plan_sees_what_exists(
     )
     batch = decode_batch(np.array(lengths), rows)
     plans = adapter.plan(batch)
-    need = adapter.needed_size(batch, plans)
+    need = adapter.needed_sizes(batch, plans)[0]
     size = GraphSize(1, num_reqs + 1, num_reqs + 1, num_reqs + 1, need.num_pairs + room)
     packed = PackedStep(size, in_order([*token_sections(size), *adapter.sections(size)]))
     views = packed.views
@@ -116,7 +116,7 @@ def test_moved_on_plan_sees_what_exists(
     builder = BatchBuilder(requests)
     builder.pack(batch, views)
     adapter.pack(batch, plans, size, views)
-    steady = SteadyDecode(batch, packed, adapter.steady_plans(batch, plans, views), requests)
+    steady = SteadyDecode(batch, packed, adapter.steady_plans(batch, plans, size, views), requests)
 
     for step in range(1, steps + 1):
         positions = np.array(lengths) + step

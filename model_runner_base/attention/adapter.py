@@ -56,8 +56,8 @@ class AttentionAdapter(ABC):
         """What is known of the step before padding, a group each."""
 
     @abstractmethod
-    def needed_size(self, batch: InputBatch, plans: list[Any]) -> GraphSize:
-        """The size of this step before padding."""
+    def needed_sizes(self, batch: InputBatch, plans: list[Any]) -> list[GraphSize]:
+        """The size of this step before padding, for each way it can be run: one, or more to choose from."""
 
     @abstractmethod
     def sections(self, size: GraphSize) -> list[Section]:
@@ -73,7 +73,7 @@ class AttentionAdapter(ABC):
 
     @abstractmethod
     def steady_plans(
-        self, batch: InputBatch, plans: list[Any], views: dict[str, np.ndarray]
+        self, batch: InputBatch, plans: list[Any], size: GraphSize, views: dict[str, np.ndarray]
     ) -> Sequence[SteadySections] | None:
         """What keeps the packed ``plans`` of a step of pure decode up while it is repeated.
 

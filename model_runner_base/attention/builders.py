@@ -56,10 +56,10 @@ class BuilderAttentionAdapter(AttentionAdapter):
     def plan(self, batch: InputBatch) -> list[Any]:
         return []
 
-    def needed_size(self, batch: InputBatch, plans: list[Any]) -> GraphSize:
+    def needed_sizes(self, batch: InputBatch, plans: list[Any]) -> list[GraphSize]:
         """Only tokens and requests count: kernels cut the work into tiles themselves."""
         query_tile = 1 if batch.is_uniform_decode else self.limits.query_tile
-        return GraphSize(query_tile, batch.num_tokens, batch.num_reqs, 0, 0)
+        return [GraphSize(query_tile, batch.num_tokens, batch.num_reqs, 0, 0)]
 
     def sections(self, size: GraphSize) -> list[Section]:
         slots = [Section(f"slots.{index}", (size.num_tokens,), grows=True) for index in range(len(self.groups))]
@@ -89,7 +89,7 @@ class BuilderAttentionAdapter(AttentionAdapter):
             views[f"slots.{index}"][:] = NO_SLOT
 
     def steady_plans(
-        self, batch: InputBatch, plans: list[Any], views: dict[str, np.ndarray]
+        self, batch: InputBatch, plans: list[Any], size: GraphSize, views: dict[str, np.ndarray]
     ) -> "list[_SteadySlots] | None":
         return [_SteadySlots(group.block_table, batch.rows, views, index) for index, group in enumerate(self.groups)]
 

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
 )
 
 from model_runner_base.attention.plan import PlanGeometry
+from model_runner_base.cache_ops import write_slots
 
 MASK_VALUE = -1e30
 MAX_DIAGONAL_KV_HEADS = 8
@@ -41,14 +42,16 @@ class PagedAttentionMetadata(AttentionMetadata):
     """[P]"""
     pair_last: torch.Tensor
     """[P] position of the query tile's last token in the KV tile's count: what lies behind it is not the request's."""
-    pair_blocks: torch.Tensor
-    """[P, blocks a KV tile]"""
+    pair_blocks: torch.Tensor | None
+    """[P, blocks a KV tile]; None if pair i is the front of cache line i, whatever its length (attention/lines.py)."""
     merge_tree: list[torch.Tensor]
     """[nodes, FAN_IN] a level"""
     tile_tokens: torch.Tensor | None = None
     """[NT, Q] token indices of each query tile; None if tile i is token i (uniform decode)."""
     token_slots: torch.Tensor | None = None
     """[T] where a token's output lies in the flattened tiles."""
+    line_tiles: int = 0
+    """KV tiles at the front of each cache line that are read, where ``pair_blocks`` is None."""
 
 
 class PagedAttentionBackend(AttentionBackend):
@@ -133,7 +136,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         if self.kv_sharing_target_layer_name is None:
             key = key.view(-1, self.num_kv_heads, self.head_size)
             value = value.view(-1, self.num_kv_heads, self.head_size)
-            kv_cache.index_put_((attn_metadata.slot_blocks, attn_metadata.slot_offsets), torch.cat((key, value), dim=1))
+            write_slots(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)
         return self.attend(query, kv_cache, attn_metadata)
 
     def attend(
@@ -167,10 +170,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         # [P, Q, K, G, D] -> [P, K, Q * G, D]
         tiles = tiles.view(-1, tile, kv_heads, group, head_size).transpose(1, 2)
         tiles = tiles.reshape(-1, kv_heads, tile * group, head_size)
-        kv_tile = meta.geometry.kv_tile
-        # Two gathers, not one that is split after: a compiler then gathers straight into each product's layout.
-        keys = kv_cache[:, :, :kv_heads][meta.pair_blocks].view(-1, kv_tile, kv_heads, head_size)
-        values = kv_cache[:, :, kv_heads:][meta.pair_blocks].view(-1, kv_tile, kv_heads, head_size)
+        keys, values = self._read(kv_cache, meta)
+        kv_tile = keys.shape[1]
 
         # How far each key lies behind each query: negative ones are in the query's future.
         position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
@@ -191,6 +192,17 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2))
         return out.float(), maximum, total
 
+    def _read(self, kv_cache: torch.Tensor, meta: PagedAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of every pair, each [P, S, K, D]."""
+        if meta.pair_blocks is None:
+            tiles = read_lines(kv_cache, meta.pair_offset.shape[0], meta.line_tiles)
+            return tiles[..., : self.num_kv_heads, :], tiles[..., self.num_kv_heads :, :]
+        shape = (-1, meta.geometry.kv_tile, self.num_kv_heads, self.head_size)
+        # Two gathers, not one that is split after: a compiler then gathers straight into each product's layout.
+        keys = kv_cache[:, :, : self.num_kv_heads][meta.pair_blocks]
+        values = kv_cache[:, :, self.num_kv_heads :][meta.pair_blocks]
+        return keys.view(shape), values.view(shape)
+
     def _attend_single_queries(
         self, query: torch.Tensor, kv_cache: torch.Tensor, meta: PagedAttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -200,15 +212,14 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         block-diagonally, zero but for their own KV head's columns, and of the output only those columns are kept.
         """
         kv_heads, head_size = self.num_kv_heads, self.head_size
-        group, kv_tile = self.num_heads // kv_heads, meta.geometry.kv_tile
+        group = self.num_heads // kv_heads
         tiles = query.view(-1, kv_heads, 1, group, head_size)[meta.pair_tile]
         own = torch.eye(kv_heads, dtype=query.dtype, device=query.device).view(1, kv_heads, kv_heads, 1, 1)
         # [P, K, K', G, D] -> [P, K' * D, H]
         tiles = (tiles * own).permute(0, 2, 4, 1, 3).reshape(-1, kv_heads * head_size, self.num_heads)
-        keys = kv_cache[:, :, :kv_heads][meta.pair_blocks].view(-1, kv_tile, kv_heads * head_size)
-        values = kv_cache[:, :, kv_heads:][meta.pair_blocks].view(-1, kv_tile, kv_heads * head_size)
+        keys, values = (x.flatten(2) for x in self._read(kv_cache, meta))
 
-        position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
+        position = torch.arange(keys.shape[1], dtype=torch.int32, device=query.device)
         distance = (meta.pair_offset.view(-1, 1) - position.view(1, -1)).unsqueeze(-1)
         products = torch.matmul(keys, tiles)
         scores, visible = self._scores(products, distance, self._slopes(query.device))
@@ -285,6 +296,17 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         """One value a head, [H], to the rows of a tile, [1, K, Q * G, 1]."""
         values = values.view(1, self.num_kv_heads, 1, -1).expand(1, self.num_kv_heads, tile, -1)
         return values.reshape(1, self.num_kv_heads, -1, 1)
+
+
+def read_lines(kv_cache: torch.Tensor, num_lines: int, num_tiles: int) -> torch.Tensor:
+    """The first ``num_tiles`` KV tiles of every cache line but the null one, [lines, S, 2 * K, D]: a slice, no gather.
+
+    It applies to decode on a contiguous cache (``block_size=max_model_len``), whose blocks [lines * tiles, ...] are
+    whole lines, and pays where most lines are in use with contexts of like length: ``GraphPolicy.choose`` takes such
+    steps there, all others go tile by tile.
+    """
+    lines = kv_cache.view(num_lines + 1, -1, *kv_cache.shape[1:])
+    return lines[1:, :num_tiles].flatten(1, 2)
 
 
 def _merge(

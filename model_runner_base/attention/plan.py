@@ -55,8 +55,29 @@ class PlanGeometry:
 
 
 def kv_tile_for(block_size: int, target: int = 64) -> int:
-    """The KV tile nearest below ``target`` that is a whole number of blocks, at least one."""
-    return block_size * max(1, target // block_size)
+    """The KV tile near ``target``: several blocks, or a whole part of a block that is larger.
+
+    A request pays for whole tiles, so small ones suit short contexts; long ones cost the same with tiles of 64 and 256.
+    Raises ValueError for a large block that has no such part.
+    """
+    if block_size <= target:
+        return target // block_size * block_size
+    parts = [size for size in range(1, block_size + 1) if block_size % size == 0]
+    tile = min(parts, key=lambda size: max(size / target, target / size))
+    if not target // 4 <= tile <= 4 * target:
+        suitable = -(-block_size // target) * target
+        raise ValueError(
+            f"block_size={block_size} cannot be read in parts of {target // 4} to {4 * target} tokens: "
+            f"use a multiple of {target}, such as {suitable}"
+        )
+    return tile
+
+
+def stored_block_size(block_size: int, target: int) -> int:
+    """Tokens in a block of the cache tensors: a block of the scheduler's that is larger than a KV tile is stored as so
+    many tiles, side by side.
+    """
+    return min(block_size, kv_tile_for(block_size, target))
 
 
 @dataclass

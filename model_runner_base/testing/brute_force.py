@@ -100,8 +100,9 @@ def check_attention(step: SeenStep, shares: list[Share], runner: ModelRunnerBase
 def _check_metadata(
     metadata: PagedAttentionMetadata, shares: list[Share], group: int, block_size: int, window: int | None
 ) -> None:
-    written = metadata.slot_blocks.numpy() * block_size + metadata.slot_offsets.numpy()
-    attended = _attended(metadata, sum(share.count for share in shares), window)
+    written = metadata.slot_blocks.numpy() * metadata.geometry.block_size + metadata.slot_offsets.numpy()
+    tiles_per_line = block_size // metadata.geometry.block_size
+    attended = _attended(metadata, sum(share.count for share in shares), window, tiles_per_line)
     token = 0
     for share in shares:
         slots = np.array(share.blocks[group]).repeat(block_size) * block_size
@@ -120,13 +121,20 @@ def _check_metadata(
 
 
 def _attended(
-    metadata: PagedAttentionMetadata, num_tokens: int, window: int | None
+    metadata: PagedAttentionMetadata, num_tokens: int, window: int | None, tiles_per_line: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each token: how far behind it lies what it sees, and the slot of each; as often as it is counted."""
-    geometry = metadata.geometry
-    size, position = geometry.block_size, np.arange(geometry.kv_tile)
-    offsets, last, blocks = (x.numpy() for x in (metadata.pair_offset, metadata.pair_last, metadata.pair_blocks))
+    size = metadata.geometry.block_size
+    offsets, last, pair_tile = (x.numpy() for x in (metadata.pair_offset, metadata.pair_last, metadata.pair_tile))
     tile_tokens = np.arange(num_tokens)[:, None] if metadata.tile_tokens is None else metadata.tile_tokens.numpy()
+    if metadata.pair_blocks is None:
+        # A cache line is a tile and its only pair; the null line comes before the first.
+        lines = np.arange(len(offsets))
+        blocks = (1 + lines[:, None]) * tiles_per_line + np.arange(metadata.line_tiles)
+        tile_tokens, pair_tile = pair_tile[:, None], lines
+    else:
+        blocks = metadata.pair_blocks.numpy()
+    position = np.arange(blocks.shape[1] * size)
     token_slots = np.arange(num_tokens) if metadata.token_slots is None else metadata.token_slots.numpy()
     query_tile = tile_tokens.shape[1]
     # From the leaves up: the pairs that each node of the merge tree adds up. Pairs that no query sees are neutral.
@@ -139,7 +147,7 @@ def _attended(
         in_tile = np.count_nonzero(token_slots[:num_tokens] // query_tile == tile)
         distances, slots = [], []
         for pair in nodes[tile]:
-            assert metadata.pair_tile[pair] == tile, f"tile {tile} adds up a pair of tile {metadata.pair_tile[pair]}"
+            assert pair_tile[pair] == tile, f"tile {tile} adds up a pair of tile {pair_tile[pair]}"
             assert last[pair] == offsets[pair] + in_tile - 1, "values behind the tile's last token are not silenced"
             distance = offsets[pair] + index - position
             visible = (distance >= 0) & (distance < (window or np.inf))

@@ -94,6 +94,7 @@ def decode_operands(meta: PagedAttentionMetadata, tiling: Tiling, window: int | 
 
 def _cache_rows(meta: PagedAttentionMetadata, window: int | None) -> torch.Tensor:
     block_size = meta.geometry.block_size
+    assert meta.pair_blocks is not None  # Whole cache lines are read by plain torch alone.
     position = torch.arange(meta.geometry.kv_tile, dtype=torch.int32, device=meta.pair_blocks.device)
     rows = meta.pair_blocks[:, position // block_size] * block_size + position % block_size
     is_own = position <= meta.pair_last.view(-1, 1)

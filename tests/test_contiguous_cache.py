@@ -1,0 +1,235 @@
+"""Contiguous cache: ``block_size=max_model_len`` gives the same tokens, by whole cache lines or tile by tile."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+from test_attention import dense_attention
+from test_steady_decode import decode_batch, scheduled
+from vllm import LLM
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from model_runner_base import kv_cache
+from model_runner_base.attention.adapter import AttentionGroup
+from model_runner_base.attention.lines import ContiguousAdapter
+from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, stored_block_size
+from model_runner_base.batch_builder import BatchBuilder
+from model_runner_base.block_tables import BlockTable
+from model_runner_base.graph_policy import WHOLE_LINES, GraphSize, StepLimits
+from model_runner_base.input_batch import PackedStep, in_order, token_sections, unpack
+from model_runner_base.request_states import RequestStates
+from model_runner_base.steady_decode import SteadyDecode
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.checks.test_equality import NEW_TOKENS, PROMPTS, check, check_equal, run_with_arrivals
+from model_runner_base.testing.checks.test_schedules import OPTIONS, Schedules, bench_of
+from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.models import TinyModel
+from neuron_runner.metrics import CompilationCount
+
+MAX_LENGTH = 320
+FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [64, MAX_LENGTH]}
+
+
+@contextmanager
+def kinds_of_steps(llm: LLM) -> Iterator[set[int]]:
+    """The query tiles of the sizes that are packed inside the block."""
+    policy = runner_of(llm).graph_policy
+    choose = policy.choose
+    kinds: set[int] = set()
+
+    def recorded(needs: list[GraphSize]) -> GraphSize:
+        size = choose(needs)
+        kinds.add(size.query_tile)
+        return size
+
+    policy.choose = recorded
+    try:
+        yield kinds
+    finally:
+        del policy.choose
+
+
+def test_compiled_tokens_equal_the_reference(tiny_model: Callable[[str], TinyModel]) -> None:
+    """Mixed batches, chunked prompts, arrivals, aborts and all set aside at once; nothing compiles after warm-up."""
+    model = tiny_model("llama")
+    options = {"additional_config": {"neuron_config": FEW_BUCKETS}, "max_model_len": MAX_LENGTH}
+    with engine(model.path, block_size=MAX_LENGTH, **options) as llm:
+        runner = runner_of(llm)
+        warm = CompilationCount.now()
+        with kinds_of_steps(llm) as kinds:
+            check(llm, model, PROMPTS)
+            check(llm, model, random_prompts(1, [200, 205, 210, 190]), 100)
+            rng = np.random.default_rng(2)
+            counts = rng.integers(1, NEW_TOKENS + 1, 2 * len(PROMPTS)).tolist()
+            check_equal(model, PROMPTS * 2, run_with_arrivals(llm, PROMPTS * 2, counts, rng), counts)
+            core = llm.llm_engine
+            for name, prompt in zip("ab", PROMPTS[3:5], strict=True):
+                core.add_request(name, {"prompt_token_ids": list(prompt)}, greedy(30))
+            for _ in range(9):
+                core.step()
+            core.engine_core.reset_prefix_cache(reset_running_requests=True)
+            tokens = {}
+            while core.has_unfinished_requests():
+                tokens |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
+            assert tokens == {name: model.greedy(p, 30) for name, p in zip("ab", PROMPTS[3:5], strict=True)}
+        assert kinds == {WHOLE_LINES, 1, 16}
+        assert CompilationCount.now() == warm
+        # A line for each request, whatever memory there is, and the null block.
+        assert [cache.shape[0] * cache.shape[1] for cache in runner.kv_caches] == [5 * MAX_LENGTH] * 2
+        addresses = [runner.device_ops.buffer_address(cache) for cache in runner.kv_caches]
+        check(llm, model, random_prompts(1, [200, 205, 210, 190]))
+        assert [runner.device_ops.buffer_address(cache) for cache in runner.kv_caches] == addresses
+        assert metric(llm, "vllm:num_preemptions") == 2, "only those that were set aside"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
+def test_random_schedules(name: str, tiny_model: Callable[[str], TinyModel]) -> None:
+    """The kit's schedules, step by step against a model without memory; there may be lines for all requests or not."""
+    model = tiny_model(name)
+    # Gemma's requests take a line in each of its two KV-cache groups, so that half of the lines are not a group's.
+    options = OPTIONS | {"block_size": 352, "num_gpu_blocks_override": 4 if name == "llama" else 5}
+    with (
+        engine(model.path, enforce_eager=True, **options) as llm,
+        bench_of(llm, model) as bench,
+        kinds_of_steps(llm) as kinds,
+    ):
+        run_state_machine_as_test(
+            partial(Schedules, bench),  # type: ignore[arg-type]
+            settings=settings(
+                max_examples=5,
+                stateful_step_count=30,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    assert kinds == ({1, 16} if name == "gemma3" else {WHOLE_LINES, 1, 16})
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_length_between_tiles_and_synchronous_scheduling(
+    prefix_caching: bool, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    """A block longer than the longest request, which is no whole number of tiles."""
+    model = tiny_model("gpt2")
+    options = {"max_model_len": 251, "enable_prefix_caching": prefix_caching, "async_scheduling": False}
+    with engine(model.path, enforce_eager=True, block_size=300, **options) as llm, kinds_of_steps(llm) as kinds:
+        prompts = random_prompts(4, [1, 49, 51, 101, 230, 228])
+        assert tokens_of(generate(llm, prompts, greedy(21))) == [model.greedy(prompt, 21) for prompt in prompts]
+    assert WHOLE_LINES in kinds
+
+
+@given(
+    contexts=st.lists(st.integers(1, 120), min_size=1, max_size=4),
+    idle=st.integers(0, 2),
+    window=st.sampled_from([None, 1, 7, 100]),
+    heads=st.sampled_from([(4, 2), (6, 1), (18, 9)]),
+    steps=st.integers(0, 40),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_lines_equal_dense_attention_as_they_are_moved_on(
+    contexts: list[int], idle: int, window: int | None, heads: tuple[int, int], steps: int, seed: int
+) -> None:
+    """With idle lines, padding tokens, and NaN in all that the requests have not written."""
+    rng = np.random.default_rng(seed)
+    (num_heads, num_kv_heads), head_size, tile, parts = heads, 4, 16, 9
+    count, num_lines = len(contexts), len(contexts) + idle
+    table = BlockTable(count, 144, tile, 1, parts)
+    lines = rng.permutation(num_lines)[:count] + 1
+    rows = rng.permutation(count)
+    for row, line in zip(rows, lines, strict=True):
+        table.assign(int(row), [int(line)])
+    geometry = PlanGeometry(tile, tile, parts, window)
+    adapter = ContiguousAdapter(
+        [AttentionGroup(["layer"], table, geometry)], StepLimits(99, 4, 144, 16, tile, num_lines)
+    )
+    batch = decode_batch(np.array(contexts) - 1, rows)
+    plans = adapter.plan(batch)
+    need = adapter.needed_sizes(batch, plans)[1]
+    size = need._replace(num_tokens=count + 1, num_reqs=count + 1, num_pairs=num_lines * parts)
+    assert size.holds(need)
+    packed = PackedStep(size, in_order([*token_sections(size), *adapter.sections(size)]))
+    requests = RequestStates(count, 144)
+    BatchBuilder(requests).pack(batch, packed.views)
+    adapter.pack(batch, plans, size, packed.views)
+    steady = SteadyDecode(batch, packed, adapter.steady_plans(batch, plans, size, packed.views), requests)
+
+    impl = PagedAttentionImpl(num_heads, head_size, head_size**-0.5, num_kv_heads, sliding_window=window)
+    cache = torch.full(((num_lines + 1) * parts, tile, 2 * num_kv_heads, head_size), float("nan"))
+    cache[:parts] = 0.0
+    by_line = cache.view(num_lines + 1, -1, 2 * num_kv_heads, head_size)
+    for line, context in zip(lines, contexts, strict=True):
+        by_line[line, : context - 1] = torch.from_numpy(rng.normal(size=by_line[line, : context - 1].shape)).float()
+    for step in range(steps + 1):
+        if step:
+            room = max(contexts) + step <= parts * tile
+            assert steady.advance(scheduled(batch.req_ids)) == room
+            if not room:
+                return
+        query = torch.from_numpy(rng.normal(size=(count + 1, num_heads * head_size))).float()
+        key, value = torch.from_numpy(rng.normal(size=(2, count + 1, num_kv_heads * head_size))).float()
+        arrays = unpack(
+            torch.from_numpy(packed.buffer.copy()), in_order([*token_sections(size), *adapter.sections(size)])
+        )
+        out = impl.forward(None, query, key, value, cache, adapter.build(size, arrays)["layer"])  # type: ignore[arg-type]
+        assert torch.isfinite(out).all()
+        for index, (line, context) in enumerate(zip(lines, contexts, strict=True)):
+            own = by_line[line, : context + step].numpy()
+            np.testing.assert_array_equal(own[-1, :num_kv_heads].ravel(), key[index])
+            np.testing.assert_array_equal(own[-1, num_kv_heads:].ravel(), value[index])
+            want = dense_attention(
+                query[index].view(num_heads, head_size).numpy(),
+                own[:, :num_kv_heads],
+                own[:, num_kv_heads:],
+                context + step - 1,
+                window,
+                None,
+            )
+            np.testing.assert_allclose(out[index].view(num_heads, head_size), want, atol=2e-5)
+
+
+@given(st.one_of(st.integers(1, 256), st.integers(1, 200).map(lambda count: 64 * count)))
+@settings(deadline=None)
+def test_tiles_are_parts_of_a_block_or_whole_blocks(block_size: int) -> None:
+    tile, stored = kv_tile_for(block_size), stored_block_size(block_size, 64)
+    assert 16 <= tile <= 256 and tile % stored == 0 and block_size % stored == 0
+    assert tile == 64 or block_size % 64
+
+
+def test_block_that_has_no_parts_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:
+    message = "block_size=509 cannot be read in parts of 16 to 256 tokens: use a multiple of 64, such as 512"
+    with pytest.raises(ValueError, match=message), engine(tiny_model("llama").path, block_size=509):
+        pass
+
+
+def test_server_takes_any_block_size() -> None:
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--block-size", "320"])
+    assert arguments.block_size == 320
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "num_groups", "lines"),
+    [(1024, 9, 1, 8), (1024, 5, 1, 4), (1024, 10, 1, 0), (1024, 9, 2, 0), (512, 9, 1, 0), (2048, 9, 1, 8)],
+    ids=["a line a request", "fewer", "more lines than requests", "two groups", "paged", "longer lines"],
+)
+def test_when_decode_may_go_by_lines(block_size: int, num_blocks: int, num_groups: int, lines: int) -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=block_size),
+        model_config=SimpleNamespace(max_model_len=1024),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    cache = SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[None] * num_groups)
+    assert kv_cache.num_lines(cache, config) == lines  # type: ignore[arg-type]
