@@ -106,8 +106,8 @@ class NeuronConfig(_Options):
     )
     quant_dtype: Literal["s8"] | None = Field(
         default=None,
-        description="s8 keeps the weights of linear layers, experts and embeddings as int8, with a scale for each output "
-        "channel.",
+        description="s8 keeps the weights of linear layers, experts and embeddings as int8, with a scale for each "
+        "output channel.",
     )
 
     def check_limits(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
