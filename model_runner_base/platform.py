@@ -115,6 +115,9 @@ class PagedPlatform(Platform):
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
+        if vllm_config.parallel_config.world_size > 1:
+            # A forked process has the locks of its parent's threads, and none of the threads.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         # Checkpoints are loaded on the host; load_model moves them.
         vllm_config.load_config.device = "cpu"
         # Graphs are the graph policy's: vLLM's own compilation stays off, and layers run their out-of-tree forward.

@@ -66,16 +66,23 @@ class ModelRunnerWorker(WorkerBase):
         """Bytes for the KV cache: what was asked for, else the allowed share of the device less what is taken."""
         step_memory = self.model_runner.profile_run()
         memory = self.model_runner.device_ops.memory_info()
+        # All ranks have loaded their weights by now, so what is free is left to be shared.
+        sharing = self._num_sharing()
         if asked := self.cache_config.kv_cache_memory_bytes:
-            if asked + step_memory > memory.free:
+            if asked + step_memory > memory.free // sharing:
                 raise ValueError(
                     f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
-                    f"step do not fit the {memory.free / GiB_bytes:.2f} GiB that are free: lower "
-                    "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
+                    f"step, for each of {sharing} workers, do not fit the {memory.free / GiB_bytes:.2f} GiB that are "
+                    "free: lower kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
                 )
             return asked
         allowed = int(memory.total * self.cache_config.gpu_memory_utilization)
-        return max(0, allowed - (memory.total - memory.free) - step_memory)
+        return max(0, (allowed - (memory.total - memory.free)) // sharing - step_memory)
+
+    def _num_sharing(self) -> int:
+        """Workers whose device memory is one and the same, this one among them."""
+        shares = getattr(current_platform, "shares_host_memory", lambda: False)()
+        return self.parallel_config.local_world_size if shares else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
