@@ -36,6 +36,9 @@ class PagedPlatform(Platform):
     default_max_num_seqs = 64
     default_kv_cache_gib = 1.0
 
+    num_local_workers = 1
+    """On this host; a worker knows, and says so when it starts."""
+
     # Requests are checked here, where no model config is at hand: the newest engine's sizes stand for all.
     _vocab_size: int
     _hidden_size: int
@@ -71,6 +74,11 @@ class PagedPlatform(Platform):
     @classmethod
     def set_device(cls, device: torch.device) -> None:
         """A process has one device."""
+
+    @classmethod
+    def device_count(cls) -> int:
+        """One a worker: vLLM divides ranks by it to tell which of them share a host."""
+        return cls.num_local_workers
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

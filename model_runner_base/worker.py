@@ -18,6 +18,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from model_runner_base.memory import DeviceMemoryProfiler
 from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.platform import PagedPlatform
 
 logger = init_logger(__name__)
 
@@ -37,6 +38,7 @@ class ModelRunnerWorker(WorkerBase):
     def init_device(self) -> None:
         self.device = self.make_device()
         parallel = self.parallel_config
+        PagedPlatform.num_local_workers = parallel.local_world_size
         init_distributed_environment(
             parallel.world_size,
             self.rank,
@@ -63,17 +65,18 @@ class ModelRunnerWorker(WorkerBase):
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: what was asked for, else the allowed share of the device less what is taken."""
+        """Bytes for this rank's KV cache: what was asked for, else the device's allowed share less what is taken."""
         step_memory = self.model_runner.profile_run()
         memory = self.model_runner.device_ops.memory_info()
-        # All ranks have loaded their weights by now, so what is free is left to be shared.
+        # All ranks have loaded their weights by now: what is free is theirs to share.
         sharing = self._num_sharing()
         if asked := self.cache_config.kv_cache_memory_bytes:
-            if asked + step_memory > memory.free // sharing:
+            free = memory.free // sharing
+            if asked + step_memory > free:
                 raise ValueError(
                     f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
-                    f"step, for each of {sharing} workers, do not fit the {memory.free / GiB_bytes:.2f} GiB that are "
-                    "free: lower kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
+                    f"step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: lower "
+                    "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
                 )
             return asked
         allowed = int(memory.total * self.cache_config.gpu_memory_utilization)

@@ -32,28 +32,33 @@ def test_plain_host_reports_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "used", "step", "expected"),
+    ("asked", "used", "step", "sharing", "expected"),
     [
-        (None, 200, 100, 600),  # 90 % of 1000, less 200 taken, less 100 for a step
-        (None, 950, 100, 0),
-        (400, 200, 100, 400),
+        (None, 200, 100, 1, 600),  # 90 % of 1000, less 200 taken, less 100 for a step
+        (None, 950, 100, 1, 0),
+        (400, 200, 100, 1, 400),
+        (None, 200, 100, 2, 250),  # half of 700, less 100 for a step
+        (300, 200, 100, 2, 300),
     ],
 )
-def test_available_memory(asked: int | None, used: int, step: int, expected: int) -> None:
+def test_available_memory(asked: int | None, used: int, step: int, sharing: int, expected: int) -> None:
     ops = ScriptedOps(torch.device("cpu"))
     ops.used = used
     worker = SimpleNamespace(
         model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
+        _num_sharing=lambda: sharing,
     )
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
 
 
-def test_asking_for_more_than_is_free_names_the_limits() -> None:
+@pytest.mark.parametrize(("step", "sharing"), [(700, 1), (200, 2)])
+def test_asking_for_more_than_is_free_names_the_limits(step: int, sharing: int) -> None:
     ops = ScriptedOps(torch.device("cpu"))
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700),
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=400, gpu_memory_utilization=0.9),
+        _num_sharing=lambda: sharing,
     )
     with pytest.raises(ValueError, match="lower kv_cache_memory_bytes, max_num_batched_tokens"):
         ModelRunnerWorker.determine_available_memory(worker)  # type: ignore[arg-type]
