@@ -13,9 +13,10 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from benchmarks.report import interleaved, parse, show
+from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import PlanGeometry
-from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
+from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.input_batch import InputBatch, Section, unpack

@@ -1,34 +1,18 @@
-"""The attention metadata adapter: from an input batch to what the attention layers read.
-
-It works in two halves, since the size a step runs at depends on its plan: ``plan`` on the unpadded batch, then, once
-the graph policy has chosen the size, ``pack`` into the padded input buffer on the host and ``build`` from that buffer
-on the device, inside the compiled step.
-"""
-
-from dataclasses import dataclass
+"""The attention adapter of devices without attention kernels: a block-sparse plan for plain torch."""
 
 import numpy as np
 import torch
 
+from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup
 from model_runner_base.attention.loops import FAN_IN, MASKED, fill_pair_ends, fill_slots, fill_tiles
 from model_runner_base.attention.paged import PagedAttentionMetadata
-from model_runner_base.attention.plan import AttentionPlan, PlanGeometry, fill_merge_tree, make_plan
+from model_runner_base.attention.plan import AttentionPlan, fill_merge_tree, make_plan
 from model_runner_base.attention.steady import SteadyPlan
-from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.input_batch import InputBatch, Section, pad_into
 
 
-@dataclass
-class AttentionGroup:
-    """Layers that share a block table and a sliding window, hence a plan."""
-
-    layer_names: list[str]
-    block_table: BlockTable
-    geometry: PlanGeometry
-
-
-class PagedAttentionAdapter:
+class PagedAttentionAdapter(AttentionAdapter):
     """Plans and metadata for every attention group of the model."""
 
     def __init__(self, groups: list[AttentionGroup], limits: StepLimits) -> None:

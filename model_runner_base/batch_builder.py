@@ -38,13 +38,18 @@ def expand_tokens(
 class BatchBuilder:
     """Builds the batch of a step and advances the requests' progress."""
 
-    def __init__(self, requests: RequestStates) -> None:
+    def __init__(self, requests: RequestStates, decode_threshold: int | None = None) -> None:
         self.requests = requests
+        self._decode_threshold = decode_threshold
+        """See ``AttentionAdapter``."""
 
     def build(self, scheduler_output: SchedulerOutput) -> InputBatch:
         """From scratch: any step."""
         requests = self.requests
         scheduled = scheduler_output.num_scheduled_tokens
+        threshold = self._decode_threshold
+        if threshold is not None:
+            scheduled = dict(sorted(scheduled.items(), key=lambda request: request[1] > threshold))
         req_ids = list(scheduled)
         num_reqs = len(req_ids)
         rows = requests.rows_of(req_ids)

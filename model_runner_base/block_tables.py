@@ -20,16 +20,20 @@ class BlockTable:
         max_blocks = -(-max_blocks // blocks_per_tile) * blocks_per_tile
         self.table = np.zeros((max_num_reqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_reqs, np.int32)
+        self.has_changed = np.zeros(max_num_reqs, np.bool_)
+        """[rows] set with every change; whoever keeps a copy of the table elsewhere clears it."""
 
     def assign(self, row: int, block_ids: list[int]) -> None:
         """Sets all blocks of a row."""
         self.table[row, : len(block_ids)] = block_ids
         self.num_blocks[row] = len(block_ids)
+        self.has_changed[row] = True
 
     def append(self, rows: np.ndarray, block_ids: Sequence[list[int]]) -> None:
         """Adds blocks at the end of each of ``rows``, which are distinct."""
         flat = list(chain.from_iterable(block_ids))
         start = self.num_blocks[rows]
+        self.has_changed[rows] = True
         if len(flat) == len(rows) and all(block_ids):  # Decode: one block each.
             self.table[rows, start] = flat
             self.num_blocks[rows] = start + 1

@@ -4,6 +4,8 @@ The base never calls a vendor's namespace: memory figures, buffers, copies and b
 class as it stands serves any device whose memory is the host's; a subclass overrides what differs.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,16 +36,28 @@ class DeviceOps:
         memory = psutil.virtual_memory()
         return MemoryInfo(free=memory.available, total=memory.total)
 
+    def memory_pool(self, tag: str) -> AbstractContextManager:
+        """Where "weights" and "kv_cache" are allocated, each within its own: a device that sleeps sets them aside."""
+        return nullcontext()
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """Copies a host array to the device; the caller may overwrite the array as soon as this returns."""
+    def to_device(self, array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies a host array to the device; the caller may overwrite the array as soon as this returns.
+
+        ``out`` is what an earlier call returned for an array of this shape: a device whose graphs read fixed addresses
+        writes there, another may leave it alone.
+        """
         return torch.from_numpy(array.copy()).to(self.device)
 
     def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         """Waits for ``tensor`` and returns its contents."""
         return tensor.cpu().numpy()
+
+    def begin_to_host(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        """``to_host`` in two halves: starts the copy where the device can, and returns what waits for it alone."""
+        return lambda: self.to_host(tensor)
 
     def buffer_address(self, tensor: torch.Tensor) -> int:
         """Where the tensor's contents lie, to show that they are written in place."""

@@ -107,14 +107,16 @@ class PackedStep:
     def __init__(self, size: GraphSize, sections: Sequence[Section]) -> None:
         assert list(sections) == in_order(sections)
         self.size = size
-        self._sections = sections
+        self.sections = sections
         self.buffer = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
         self.views = unpack(self.buffer, sections)
         """A writable view of each section, with what the last step of this size left there."""
+        self.on_device: torch.Tensor | None = None
+        """The buffer's last copy there."""
 
     def growing(self) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """The growing sections as one view, zeros like it, and those as a view of each section."""
-        sections = [section for section in self._sections if section.grows]
+        sections = [section for section in self.sections if section.grows]
         zeros = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
         return self.buffer[: len(zeros)], zeros, unpack(zeros, sections)
 
@@ -123,7 +125,7 @@ class PackedInputs:
     """The packed buffers, made once a size."""
 
     def __init__(self, sections: Callable[[GraphSize], Sequence[Section]]) -> None:
-        self.at = lru_cache(maxsize=1024)(lambda size: PackedStep(size, sections(size)))
+        self.at = lru_cache(maxsize=256)(lambda size: PackedStep(size, sections(size)))
 
 
 def unpack(packed: Array, sections: Iterable[Section]) -> dict[str, Array]:

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
+from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.plan import PlanGeometry, kv_tile_for
-from model_runner_base.attention_metadata import AttentionGroup
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.limits import UnsupportedConfigError
@@ -63,11 +64,29 @@ def allocate(
         spec = specs[tensor.shared_by[0]]
         backend = layers[tensor.shared_by[0]].get_attn_backend()
         num_blocks = tensor.size // spec.page_size_bytes
-        shape = backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+        shape = backend.get_kv_cache_shape(
+            num_blocks,
+            spec.block_size,
+            spec.num_kv_heads,
+            spec.head_size,
+            cache_dtype_str=vllm_config.cache_config.cache_dtype,
+        )
         index_of.update(dict.fromkeys(tensor.shared_by, len(caches)))
-        caches.append(device_ops.zeros(shape, spec.dtype))
+        caches.append(_zeros(shape, spec.dtype, backend, device_ops))
     index_of.update({name: index_of[target] for name, target in shared_caches(vllm_config).items()})
     return caches, index_of
+
+
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, backend: type[AttentionBackend], device_ops: DeviceOps
+) -> torch.Tensor:
+    """A cache in its backend's shape, with the dimensions in memory in the order that the backend wants, if any."""
+    try:
+        order = backend.get_kv_cache_stride_order()
+    except (AttributeError, NotImplementedError):
+        return device_ops.zeros(shape, dtype)
+    cache = device_ops.zeros(tuple(shape[dim] for dim in order), dtype)
+    return cache.permute(*(order.index(dim) for dim in range(len(order))))
 
 
 def bind(caches: list[torch.Tensor], index_of: dict[str, int], vllm_config: VllmConfig) -> None:
@@ -80,7 +99,7 @@ def bind(caches: list[torch.Tensor], index_of: dict[str, int], vllm_config: Vllm
 def attention_groups(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int
 ) -> tuple[list[BlockTable], list[AttentionGroup]]:
-    """One block table a KV-cache group, and one attention group for each window among the group's layers."""
+    """One block table a KV-cache group, one attention group for each backend and window among the group's layers."""
     layers = attention_layers(vllm_config)
     sharing = shared_caches(vllm_config)
     tables, groups = [], []
@@ -89,11 +108,12 @@ def attention_groups(
         kv_tile = kv_tile_for(block_size)
         table = BlockTable(max_num_reqs, max_model_len, block_size, kv_tile // block_size)
         tables.append(table)
-        by_window: dict[int | None, list[str]] = {}
+        alike: dict[tuple[type[AttentionBackend], int | None], list[str]] = {}
         readers = [name for name, target in sharing.items() if target in group.layer_names]
         for name in (*group.layer_names, *readers):
-            by_window.setdefault(getattr(layers[name], "sliding_window", None), []).append(name)
-        for window, names in by_window.items():
+            layer = layers[name]
+            alike.setdefault((layer.get_attn_backend(), getattr(layer, "sliding_window", None)), []).append(name)
+        for (backend, window), names in alike.items():
             geometry = PlanGeometry(block_size, kv_tile, -(-max_model_len // kv_tile), window)
-            groups.append(AttentionGroup(names, table, geometry))
+            groups.append(AttentionGroup(names, table, geometry, backend, group.kv_cache_spec))
     return tables, groups

@@ -40,7 +40,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         "routed experts are not returned yet: leave out enable_return_routed_experts": (
             model and model.enable_return_routed_experts
         ),
-        "sleep mode is not supported yet: leave out enable_sleep_mode": model and model.enable_sleep_mode,
     }
     for message, is_asked in refusals.items():
         if is_asked:

@@ -23,13 +23,17 @@ class CheckpointError(ValueError):
     """The checkpoint cannot be loaded into the model that its config describes."""
 
 
-def load_checkpoint(vllm_config: VllmConfig) -> nn.Module:
-    """The model with its weights, on the device of ``load_config``; raises CheckpointError naming the first misfit."""
+def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> nn.Module:
+    """The model with its weights, on the device of ``load_config``; raises CheckpointError naming the first misfit.
+
+    ``use_plain_layers`` puts the base's plain torch in place of layers whose kernels vLLM has for some devices only.
+    """
     # vLLM shares rotary embeddings of equal settings, and some models then change theirs: not what the next may find.
     rotary_embedding._ROPE_DICT.clear()
     try:
         model = get_model(vllm_config=vllm_config)
-        use_plain_experts(model)
+        if use_plain_layers:
+            use_plain_experts(model)
         return model
     except (NotImplementedError, UnsupportedConfigError):
         raise  # A layer or the platform said what it does not support: no fault of the checkpoint.
@@ -76,8 +80,9 @@ def reload_checkpoint(
             raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
         model_config.model = path
         weights_iterator = loader.get_all_weights(model_config, model)
-    assert load_config.device is not None
-    with torch.device(load_config.device):
+    device = load_config.device or vllm_config.device_config.device
+    assert device is not None
+    with torch.device(device):
         initialize_layerwise_reload(model)
         try:
             model.load_weights(weights_iterator)  # type: ignore[operator]

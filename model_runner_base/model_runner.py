@@ -23,8 +23,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from model_runner_base import kv_cache, limits
+from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup
+from model_runner_base.attention.builders import BuilderAttentionAdapter
+from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.attention.plan import kv_tile_for
-from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
+from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
@@ -105,10 +108,14 @@ class ModelRunnerBase:
 
     def _make_kv_caches(self, kv_cache_config: KVCacheConfig) -> tuple[list[torch.Tensor], dict[str, int]]:
         """The caches on the device, and the index of each attention layer's."""
-        return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
+        with self.device_ops.memory_pool("kv_cache"):
+            return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops)
 
-    def _make_attention_adapter(self, groups: list[AttentionGroup], step_limits: StepLimits) -> PagedAttentionAdapter:
-        return PagedAttentionAdapter(groups, step_limits)
+    def _make_attention_adapter(self, groups: list[AttentionGroup], step_limits: StepLimits) -> AttentionAdapter:
+        """The base's own plan where the platform chose the base's attention, else the backends' metadata builders."""
+        if all(issubclass(group.backend, PagedAttentionBackend) for group in groups):
+            return PagedAttentionAdapter(groups, step_limits)
+        return BuilderAttentionAdapter(groups, step_limits, self.vllm_config, self.device_ops)
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction:
         """A function like ``sample`` without its first two parameters."""
@@ -160,7 +167,7 @@ class ModelRunnerBase:
         )
         step_limits = self._step_limits()
         self.attention = self._make_attention_adapter(groups, step_limits)
-        self.batch_builder = BatchBuilder(self.requests)
+        self.batch_builder = BatchBuilder(self.requests, self.attention.decode_threshold)
         self.prompt_embeds = self._make_prompt_embeds()
         self.graph_policy.configure(step_limits)
         self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
@@ -210,10 +217,11 @@ class ModelRunnerBase:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self._execute_encoder(scheduler_output)
-        batch, size, packed = self._prepare_inputs(scheduler_output)
-        embeds = self.prompt_embeds.tensors(batch, size)
+        batch, packed = self._prepare_inputs(scheduler_output)
+        embeds = self.prompt_embeds.tensors(batch, packed.size)
         with override_forward_context(self._forward_context):
-            outputs = self._forward(size, packed, self.last_tokens[0], *embeds)
+            self.attention.prepare(batch, packed)
+            outputs = self._forward(packed.size, packed.on_device, self.last_tokens[0], *embeds)
         self._sample_inputs = SampleInputs(batch, *outputs)
         return None
 
@@ -278,8 +286,8 @@ class ModelRunnerBase:
         for table, ids in zip(self.block_tables, block_ids, strict=True):
             table.assign(row, ids)
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, GraphSize, torch.Tensor]:
-        """The batch, the size it runs at, and its arrays, padded to that size, in one buffer on the device."""
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, PackedStep]:
+        """The batch; and the size it runs at with its arrays, padded to that size, in one buffer on the device."""
         steady = self._steady
         if steady is not None and steady.advance(scheduler_output):
             batch, packed = steady.batch, steady.packed
@@ -287,7 +295,8 @@ class ModelRunnerBase:
             batch = self.batch_builder.build(scheduler_output)
             packed = self._pack(batch)
         self.prompt_embeds.pack(batch, packed.views)
-        return batch, packed.size, self.device_ops.to_device(packed.buffer)
+        packed.on_device = self.device_ops.to_device(packed.buffer, packed.on_device)
+        return batch, packed
 
     def _pack(self, batch: InputBatch) -> PackedStep:
         """Plans the step, picks its size and fills that size's buffer."""
@@ -318,7 +327,8 @@ class ModelRunnerBase:
         sources = arrays["token_sources"]
         token_ids = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], arrays["token_ids"])
         context = get_forward_context()
-        context.attn_metadata = self.attention.build(size, arrays)  # type: ignore[assignment]
+        context.attn_metadata = self.attention.build(size, arrays)
+        context.slot_mapping = self.attention.slot_mapping(size)
         inputs = self.prompt_embeds.model_inputs(self.model, token_ids, arrays, embeds)
         hidden_states = self.model(positions=arrays["positions"], intermediate_tensors=None, **inputs)
         context.attn_metadata = None  # type: ignore[assignment]
@@ -356,9 +366,25 @@ class ModelRunnerBase:
         packed.buffer[:] = 0
         self.batch_builder.pack_padding(packed.views)
         self.attention.pack_padding(packed.views)
+        packed.on_device = self.device_ops.to_device(packed.buffer, packed.on_device)
         with override_forward_context(self._forward_context):
+            self.attention.prepare(None, packed)
             padding = self.prompt_embeds.padding(size)
-            return self._forward(size, self.device_ops.to_device(packed.buffer), self.last_tokens[0], *padding)
+            return self._forward(size, packed.on_device, self.last_tokens[0], *padding)
+
+    def _profile_step(self) -> None:
+        """Runs the largest step without KV caches, attention left out, and the sampling that takes most memory."""
+        num_tokens = self.scheduler_config.max_num_batched_tokens
+        num_reqs = min(self.scheduler_config.max_num_seqs, num_tokens)
+        token_ids = self.device_ops.zeros((num_tokens,), torch.int32)
+        with override_forward_context(create_forward_context(None, self.vllm_config)):
+            hidden_states = self.model(
+                input_ids=token_ids, positions=token_ids, intermediate_tensors=None, inputs_embeds=None
+            )
+            logits = self._compute_logits(hidden_states, token_ids[:num_reqs])
+        slots = self.device_ops.zeros((2, num_reqs), torch.int32)
+        tables = (self.device_ops.zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
+        self._make_sampler(SamplingMode.SORTED)(logits, slots, *tables, token_ids)
 
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, largest first, under a progress bar."""

@@ -32,11 +32,12 @@ class StepOutput(AsyncModelRunnerOutput):
         self._req_id_to_index = batch.req_id_to_index
         self._unsampled = batch.unsampled
         self._sampled = sampled
+        self._tokens = device_ops.begin_to_host(sampled.tokens)
         self._device_ops = device_ops
 
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
-        tokens = self._device_ops.to_host(sampled.tokens)[:num_reqs, None].tolist()
+        tokens = self._tokens()[:num_reqs, None].tolist()
         for index in self._unsampled:
             tokens[index] = []
         output = ModelRunnerOutput(

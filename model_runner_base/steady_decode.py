@@ -6,10 +6,12 @@ one in which some do touches only theirs. It applies from the second step of the
 comes, goes or resumes, a step has more tokens, or the buffer has no room for another attention pair.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from model_runner_base.attention.steady import SteadyPlan
+from model_runner_base.attention.adapter import SteadySections
 from model_runner_base.input_batch import InputBatch, PackedStep
 from model_runner_base.request_states import RequestStates
 
@@ -20,7 +22,9 @@ class SteadyDecode:
     ``batch`` and ``packed`` are always those of the last step.
     """
 
-    def __init__(self, batch: InputBatch, packed: PackedStep, plans: list[SteadyPlan], requests: RequestStates) -> None:
+    def __init__(
+        self, batch: InputBatch, packed: PackedStep, plans: Sequence[SteadySections], requests: RequestStates
+    ) -> None:
         self.batch = batch
         self.packed = packed
         self._plans = plans

@@ -1,5 +1,6 @@
 """The worker half that every device shares: a device names its runner class and its torch device, no more."""
 
+import math
 from typing import Any
 
 import torch
@@ -49,11 +50,21 @@ class ModelRunnerWorker(WorkerBase):
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         set_random_seed(self.model_config.seed)
         self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
+        self._memory_at_start = memory = self.model_runner.device_ops.memory_info()
+        utilization = self.cache_config.gpu_memory_utilization
+        self._allowed_memory = math.ceil(memory.total * utilization)
+        if not self.cache_config.kv_cache_memory_bytes and memory.free < self._allowed_memory:
+            raise ValueError(
+                f"{memory.free / GiB_bytes:.2f} of the device's {memory.total / GiB_bytes:.2f} GiB are free, less than "
+                f"the {self._allowed_memory / GiB_bytes:.2f} GiB that gpu_memory_utilization={utilization} asks for: "
+                "lower it, or free the device of other processes"
+            )
 
     def load_model(self) -> None:
         with (
             set_current_vllm_config(self.vllm_config),
             DeviceMemoryProfiler(self.model_runner.device_ops) as profiler,
+            self.model_runner.device_ops.memory_pool("weights"),
         ):
             self.model_runner.load_model()
         logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
@@ -65,13 +76,17 @@ class ModelRunnerWorker(WorkerBase):
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for this rank's KV cache: what was asked for, else the device's allowed share less what is taken."""
-        step_memory = self.model_runner.profile_run()
+        """Bytes for this rank's KV cache: what was asked for, else the allowed share of the device less the model.
+
+        As vLLM counts it: the share is of the whole device and must have been free; what others hold beside it is
+        theirs.
+        """
+        with current_platform.inference_mode():
+            step_memory = self.model_runner.profile_run()
         memory = self.model_runner.device_ops.memory_info()
-        # All ranks have loaded their weights by now: what is free is theirs to share.
-        sharing = self._num_sharing()
         if asked := self.cache_config.kv_cache_memory_bytes:
-            free = memory.free // sharing
+            # All ranks have loaded their weights by now: what is free is theirs to share.
+            free = memory.free // self._num_sharing()
             if asked + step_memory > free:
                 raise ValueError(
                     f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
@@ -79,8 +94,8 @@ class ModelRunnerWorker(WorkerBase):
                     "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
                 )
             return asked
-        allowed = int(memory.total * self.cache_config.gpu_memory_utilization)
-        return max(0, (allowed - (memory.total - memory.free)) // sharing - step_memory)
+        taken = self._memory_at_start.free - memory.free
+        return max(0, self._allowed_memory - taken - step_memory)
 
     def _num_sharing(self) -> int:
         """Workers whose device memory is one and the same, this one among them."""

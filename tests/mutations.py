@@ -160,8 +160,8 @@ MUTATIONS = [
     Mutation(
         "the KV caches are copied by each step",
         "model_runner.py",
-        "        batch, size, packed = self._prepare_inputs(scheduler_output)\n",
-        "        batch, size, packed = self._prepare_inputs(scheduler_output)\n"
+        "        batch, packed = self._prepare_inputs(scheduler_output)\n",
+        "        batch, packed = self._prepare_inputs(scheduler_output)\n"
         "        self.kv_caches[:] = [cache.clone() for cache in self.kv_caches]\n        self._bind_kv_caches()\n",
         "test_caches_are_written_in_place",
     ),

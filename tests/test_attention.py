@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import FAN_IN, AttentionPlan, PlanGeometry, fill_merge_tree, make_plan
-from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
+from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.input_batch import InputBatch, unpack

@@ -7,8 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.plan import FAN_IN, PlanGeometry, make_plan
-from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
+from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits

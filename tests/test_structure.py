@@ -18,6 +18,7 @@ DEVICE_NAMES = re.compile(r"cuda|xla|neuron|trainium|inferentia|hpu|gaudi|npu|as
 def test_base_names_no_device(path: Path) -> None:
     # "input" and "output" hold the letters of an accelerator's name; no word of ours should.
     text = re.sub(r"(in|out)puts?", "", path.read_text(), flags=re.IGNORECASE)
+    text = text.replace("build_for_cudagraph_capture", "")  # A method that every metadata builder of vLLM's has.
     assert DEVICE_NAMES.findall(text) == []
 
 

@@ -37,11 +37,12 @@ def watched_steps(runner: ModelRunnerBase) -> Iterator[list[SeenStep]]:
 
     def watched(scheduler_output: Any) -> Any:
         prepared = prepare(scheduler_output)
-        _, size, packed, *_ = prepared
+        _, packed = prepared
+        assert packed.on_device is not None
         to_host = runner.device_ops.to_host
-        arrays = unpack(torch.from_numpy(to_host(packed).copy()), runner._sections(size))
+        arrays = unpack(torch.from_numpy(to_host(packed.on_device).copy()), packed.sections)
         last_tokens = to_host(runner.last_tokens[0]).copy()
-        steps.append(SeenStep(size, {name: array.numpy() for name, array in arrays.items()}, last_tokens))
+        steps.append(SeenStep(packed.size, {name: array.numpy() for name, array in arrays.items()}, last_tokens))
         return prepared
 
     runner._prepare_inputs = watched  # type: ignore[method-assign]

@@ -1,0 +1,94 @@
+"""Steps as CUDA graphs: captured when a size is first run, replayed from then on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, get_forward_context
+from vllm.platforms import current_platform
+
+from model_runner_base.graph_policy import GraphSize, StepFunction
+
+
+class StepGraphs:
+    """A function of a size and tensors, with a graph for every size whose mode is FULL."""
+
+    def __init__(self, function: StepFunction, mode_of: Callable[[GraphSize], CUDAGraphMode]) -> None:
+        self._function = function
+        self._mode_of = mode_of
+        self._graphs: dict[GraphSize, StepGraph] = {}
+        self._pieces: set[int] = set()
+        """Token counts whose pieces vLLM has captured."""
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __call__(self, *args: Any) -> Any:
+        size = args[0]
+        if not isinstance(size, GraphSize):
+            return self._function(*args)
+        graph = self._graphs.get(size)
+        if graph is not None:
+            return graph.replay(args)
+        mode = self._mode_of(size)
+        if mode == CUDAGraphMode.FULL:
+            graph = self._graphs[size] = StepGraph(self._function, args)
+            return graph.replay(args)
+        if mode == CUDAGraphMode.PIECEWISE:
+            return self._run_in_pieces(size, args)
+        return self._function(*args)
+
+    def _run_in_pieces(self, size: GraphSize, args: tuple[Any, ...]) -> Any:
+        if size.num_tokens not in self._pieces:
+            self._pieces.add(size.num_tokens)
+            self._function(*args)  # Kernels tune and compile themselves outside the captures.
+        with _piecewise(size.num_tokens):
+            return self._function(*args)
+
+
+@contextmanager
+def _piecewise(num_tokens: int) -> Iterator[None]:
+    """Tells vLLM's pieces, through the forward context, to capture or replay."""
+    context = get_forward_context()
+    context.cudagraph_runtime_mode = CUDAGraphMode.PIECEWISE
+    context.batch_descriptor = BatchDescriptor(num_tokens)
+    try:
+        yield
+    finally:
+        context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+        context.batch_descriptor = None
+
+
+class StepGraph:
+    """One captured call. Its results lie in the memory pool that all graphs share: valid until another is replayed."""
+
+    def __init__(self, function: StepFunction, args: tuple[Any, ...]) -> None:
+        self._args = args
+        self._graph, self._outputs = capture(function, args)
+
+    def replay(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """With these arguments, which are copied where they lie elsewhere than the captured ones."""
+        for captured, given in zip(self._args, args, strict=True):
+            if captured is not given and isinstance(given, torch.Tensor) and captured.data_ptr() != given.data_ptr():
+                captured.copy_(given)
+        self._graph.replay()
+        return self._outputs
+
+
+def capture(function: StepFunction, args: tuple[Any, ...]) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
+    """The graph of a call, and its results, which hold nothing in the pool that all graphs share."""
+    function(*args)  # Kernels tune and compile themselves outside the capture.
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool(), stream=torch.cuda.current_stream()):
+        outputs = [output.contiguous() for output in function(*args)]
+    return graph, tuple(map(_weak, outputs))
+
+
+def _weak(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without a hold on its memory, so that the pool may use it for the graphs captured next."""
+    assert tensor.is_contiguous()
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())

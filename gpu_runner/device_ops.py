@@ -1,0 +1,103 @@
+"""DeviceOps on CUDA: pinned staging, a side stream for what comes back, the driver's memory figures."""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import cycle
+
+import numpy as np
+import torch
+
+from model_runner_base.device_ops import DeviceOps, MemoryInfo
+
+COPIES_IN_FLIGHT = 4
+"""Staging buffers for copies to the device: asynchronous scheduling prepares a step while two others are under way."""
+SMALLEST_STAGING = 1 << 16
+"""Bytes."""
+
+
+class CudaDeviceOps(DeviceOps):
+    """Waits for the device in ``to_host``, and where a copy to it finds every staging buffer still under way."""
+
+    def __init__(self, device: torch.device, can_sleep: bool = False) -> None:
+        """``can_sleep`` has weights and KV caches allocated by vLLM's allocator, which can set them aside."""
+        super().__init__(device)
+        self._can_sleep = can_sleep
+        self._staging = cycle([_Staging() for _ in range(COPIES_IN_FLIGHT)])
+        self._copy_stream = torch.cuda.Stream(device)
+
+    def memory_info(self) -> MemoryInfo:
+        """As the driver counts, with what torch's allocator keeps in reserve handed back to it first."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        return MemoryInfo(*torch.cuda.mem_get_info(self.device))
+
+    def memory_pool(self, tag: str) -> AbstractContextManager:
+        if not self._can_sleep:
+            return super().memory_pool(tag)
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance().use_memory_pool(tag=tag)
+
+    def peak_memory(self, run: Callable[[], None]) -> int:
+        """Bytes of torch's allocator that ``run`` takes at its peak, beyond what is taken already."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def to_device(self, array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Through pinned memory, in the order of the current stream; into ``out`` if given, so addresses stay."""
+        host = torch.from_numpy(array)
+        if out is None:
+            out = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+        next(self._staging).copy(host, out)
+        return out
+
+    def to_host(self, tensor: torch.Tensor) -> np.ndarray:
+        return self.begin_to_host(tensor)()
+
+    def begin_to_host(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        """On the side stream: who waits for the copy does not wait for steps that were launched after it."""
+        host = pinned(tensor.shape, tensor.dtype)
+        done = torch.cuda.Event()
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copy_stream):
+            host.copy_(tensor, non_blocking=True)
+            done.record()
+        tensor.record_stream(self._copy_stream)
+
+        def wait() -> np.ndarray:
+            done.synchronize()
+            return host.numpy()
+
+        return wait
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that the device copies from and to by itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+class _Staging:
+    """A pinned buffer that is filled again once its last copy has left it."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._copied = torch.cuda.Event()
+
+    def copy(self, host: torch.Tensor, out: torch.Tensor) -> None:
+        self._copied.synchronize()  # At once, unless COPIES_IN_FLIGHT others are under way.
+        if self._buffer.numel() < host.nbytes:
+            size = max(SMALLEST_STAGING, 1 << (host.nbytes - 1).bit_length())
+            self._buffer = pinned((size,), torch.uint8)
+        staged = self._buffer[: host.nbytes].view(host.dtype).view(host.shape)
+        staged.copy_(host)
+        out.copy_(staged, non_blocking=True)
+        self._copied.record()

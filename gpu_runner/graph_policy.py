@@ -1,0 +1,115 @@
+"""Which steps run as CUDA graphs: vLLM's ``compilation_config`` as sizes of the base's graph policy.
+
+``cudagraph_mode`` names a way for steps of pure decode and one for mixed steps. FULL: the whole step, logits included,
+is one graph (``cuda_graphs.py``). PIECEWISE: vLLM's compilation cuts the model at its attention layers and keeps a
+graph for each piece. NONE, and whatever is larger than ``cudagraph_capture_sizes``: kernel by kernel.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+import torch
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from gpu_runner.cuda_graphs import StepGraphs
+from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
+from model_runner_base.kv_cache import attention_layers
+
+logger = init_logger(__name__)
+
+
+class CudaGraphPolicy(GraphPolicy):
+    """Tokens are padded to the next capture size; the requests of a step too where all of it is one graph."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+        self._graphs: list[StepGraphs] = []
+
+    def configure(self, limits: StepLimits) -> None:
+        config = self._vllm_config.compilation_config
+        mode = config.cudagraph_mode = resolve_mode(self._vllm_config)
+        self._limits = limits
+        self._decode, self._mixed = mode.decode_mode(), mode.mixed_mode()
+        self._token_sizes = list(config.cudagraph_capture_sizes or ()) if mode != CUDAGraphMode.NONE else []
+        steps = [
+            GraphSize(query_tile, size, min(size, limits.max_num_reqs), 0, 0)
+            for query_tile in (1, limits.query_tile)
+            for size in self._token_sizes
+        ]
+        self.sizes = sorted({size for size in map(self.dispatch, steps) if self.mode_of(size) != CUDAGraphMode.NONE})
+
+    def dispatch(self, need: GraphSize) -> GraphSize:
+        index = bisect_left(self._token_sizes, need.num_tokens)
+        if index == len(self._token_sizes):
+            return need
+        num_tokens, max_num_reqs = self._token_sizes[index], self._limits.max_num_reqs
+        if need.query_tile == 1 and self._decode == CUDAGraphMode.FULL and num_tokens <= max_num_reqs:
+            return GraphSize(1, num_tokens, num_tokens, 0, 0)
+        if self._mixed == CUDAGraphMode.NONE:
+            return need
+        num_reqs = min(num_tokens, max_num_reqs) if self._mixed == CUDAGraphMode.FULL else need.num_reqs
+        return GraphSize(self._limits.query_tile, num_tokens, num_reqs, 0, 0)
+
+    def mode_of(self, size: GraphSize) -> CUDAGraphMode:
+        """How a step of a dispatched size runs: FULL, PIECEWISE or NONE."""
+        if size.num_tokens not in self._token_sizes:
+            return CUDAGraphMode.NONE
+        if size.query_tile != 1:
+            return self._mixed
+        is_padded = size.num_reqs == size.num_tokens <= self._limits.max_num_reqs
+        return self._decode if self._decode == CUDAGraphMode.FULL and is_padded else CUDAGraphMode.NONE
+
+    def num_compilations(self) -> int:
+        from vllm.compilation.counter import compilation_counter
+
+        full = sum(len(graphs) for graphs in self._graphs)
+        return full + compilation_counter.num_cudagraph_captured + compilation_counter.num_backend_compilations
+
+    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+        """Functions of a ``GraphSize`` become graphs; what sampling does after them runs kernel by kernel."""
+        graphs = StepGraphs(function, self.mode_of)
+        self._graphs.append(graphs)
+        return graphs
+
+
+def resolve_mode(vllm_config: VllmConfig) -> CUDAGraphMode:
+    """The configured mode as far as every attention backend supports it: what vLLM's own runner comes to.
+
+    Raises ValueError where full graphs of mixed steps were asked for and a backend supports no full graphs at all.
+    """
+    config = vllm_config.compilation_config
+    mode = config.cudagraph_mode
+    assert mode is not None
+    name, support = _least_support(vllm_config)
+    if mode.mixed_mode() == CUDAGraphMode.FULL and support != AttentionCGSupport.ALWAYS:
+        if support == AttentionCGSupport.NEVER:
+            raise ValueError(
+                f"cudagraph_mode={mode.name} is not supported with {name}: use PIECEWISE with compilation mode "
+                "VLLM_COMPILE, or NONE"
+            )
+        is_cut = config.splitting_ops_contain_attention()
+        return _instead(mode, CUDAGraphMode.FULL_AND_PIECEWISE if is_cut else CUDAGraphMode.FULL_DECODE_ONLY, name)
+    if mode.decode_mode() == CUDAGraphMode.FULL and support == AttentionCGSupport.NEVER:
+        is_cut = config.mode == CompilationMode.VLLM_COMPILE and (
+            config.splitting_ops_contain_attention() or config.use_inductor_graph_partition
+        )
+        return _instead(mode, CUDAGraphMode.PIECEWISE if is_cut else CUDAGraphMode.NONE, name)
+    return mode
+
+
+def _least_support(vllm_config: VllmConfig) -> tuple[str, AttentionCGSupport]:
+    """The attention backend that supports least of full graphs, and what it supports."""
+    found: Iterable[tuple[str, AttentionCGSupport]] = (
+        (backend.get_name(), backend.get_builder_cls().get_cudagraph_support(vllm_config, spec))
+        for layer in attention_layers(vllm_config).values()
+        if (spec := layer.get_kv_cache_spec(vllm_config)) is not None
+        for backend in [layer.get_attn_backend()]
+    )
+    return min(found, key=lambda each: each[1].value, default=("none", AttentionCGSupport.ALWAYS))
+
+
+def _instead(asked: CUDAGraphMode, mode: CUDAGraphMode, backend: str) -> CUDAGraphMode:
+    logger.warning("cudagraph_mode=%s is not supported with %s: using %s", asked.name, backend, mode.name)
+    return mode

@@ -1,0 +1,30 @@
+"""The model's inputs at addresses that stay: what captured graphs, vLLM's piecewise ones too, read again."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class StaticInputs:
+    """A hook before a model's forward: copies ids, positions and embeddings into buffers of the largest step.
+
+    Positions become int64 on the way, as CUDA's rotary kernels want them.
+    """
+
+    def __init__(self, max_num_tokens: int, device: torch.device) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {name: self._held(name, value) for name, value in kwargs.items()}
+
+    def _held(self, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name not in self._buffers:
+            dtype = torch.int64 if name == "positions" else value.dtype
+            shape = (self._max_num_tokens, *value.shape[1:])
+            self._buffers[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._buffers[name][: len(value)].copy_(value)

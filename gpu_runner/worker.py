@@ -1,0 +1,61 @@
+"""The worker of GPUModelRunner, for vLLM's ``--worker-cls gpu_runner.GPUWorker``."""
+
+import os
+
+import torch
+from vllm import envs
+from vllm.distributed import set_custom_all_reduce
+from vllm.model_executor.layers.batch_invariant import init_batch_invariance
+from vllm.platforms import current_platform
+from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
+
+from gpu_runner.model_runner import GPUModelRunner
+from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.worker import ModelRunnerWorker
+
+
+class GPUWorker(ModelRunnerWorker):
+    """vLLM's worker over GPUModelRunner: device, sleep and wake; the rest is the base's."""
+
+    model_runner_cls = GPUModelRunner
+
+    def make_device(self) -> torch.device:
+        if not current_platform.is_cuda():
+            raise UnsupportedConfigError(
+                f"gpu_runner.GPUWorker serves CUDA GPUs, and vLLM runs on {current_platform.device_name!r} here: "
+                "leave out --worker-cls"
+            )
+        os.environ.pop("NCCL_ASYNC_ERROR_HANDLING", None)  # Ray sets it; graphs that hold collectives fail with it.
+        torch.set_float32_matmul_precision(envs.VLLM_FLOAT32_MATMUL_PRECISION)
+        device = torch.device(f"cuda:{self.local_rank}")
+        current_platform.set_device(device)
+        current_platform.check_if_supports_dtype(self.model_config.dtype)  # type: ignore[arg-type]
+        init_batch_invariance(self.vllm_config.attention_config.backend)
+        set_custom_all_reduce(not self.parallel_config.disable_custom_all_reduce)
+        init_workspace_manager(device)
+        return device
+
+    def compile_or_warm_up_model(self) -> None:
+        super().compile_or_warm_up_model()
+        lock_workspace()  # Graphs hold its address.
+
+    # ---- Sleep: vLLM's allocator unmaps what was allocated under a tag, and maps it again at the same addresses ----
+
+    def sleep(self, level: int = 1) -> None:
+        """Level 1 keeps the weights on the host; level 2 drops them, and keeps only the model's buffers."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        model = self.get_model()
+        self._buffers = {name: buffer.cpu() for name, buffer in model.named_buffers()} if level == 2 else {}
+        CuMemAllocator.get_instance().sleep(offload_tags=("weights",) if level == 1 else ())
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """After level 2, ``reload_weights`` brings the weights back; the KV cache comes back empty."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        CuMemAllocator.get_instance().wake_up(tags)
+        if tags is None or "weights" in tags:
+            for name, buffer in self.get_model().named_buffers():
+                if name in self._buffers:
+                    buffer.data.copy_(self._buffers[name])
+            self._buffers = {}

@@ -1,0 +1,193 @@
+"""Parts of the GPU runner: graph sizes against vLLM's own dispatcher, copies against a device that works late."""
+
+import ast
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plain_device import code_lines
+from test_structure import HOOKS, ROOT
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as StockRunner
+
+import gpu_runner.device_ops
+from gpu_runner.device_ops import COPIES_IN_FLIGHT, CudaDeviceOps
+from gpu_runner.graph_policy import CudaGraphPolicy
+from model_runner_base.graph_policy import GraphSize, StepLimits
+
+
+def test_runner_overrides_exactly_the_hooks() -> None:
+    path = ROOT / "gpu_runner" / "model_runner.py"
+    (runner,) = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert {node.name for node in runner.body if isinstance(node, ast.FunctionDef)} == HOOKS
+    assert code_lines(path) < 120
+
+
+# ---- Graph sizes ----
+
+
+class Layer(AttentionLayerBase):
+    def __init__(self, support: AttentionCGSupport) -> None:
+        builder = SimpleNamespace(get_cudagraph_support=lambda vllm_config, spec: support)
+
+        class Backend:
+            get_builder_cls = staticmethod(lambda: builder)
+            get_name = staticmethod(lambda: support.name)
+
+        self.backend: Any = Backend
+
+    def get_attn_backend(self) -> Any:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return "spec"
+
+
+def make_config(mode: CUDAGraphMode, sizes: list[int], max_num_seqs: int, layer: Layer) -> Any:
+    compilation = SimpleNamespace(
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=mode,
+        cudagraph_capture_sizes=sizes,
+        max_cudagraph_capture_size=sizes[-1],
+        compile_sizes=None,
+        cudagraph_specialize_lora=False,
+        use_inductor_graph_partition=False,
+        static_forward_context={"layer": layer},
+        is_attention_compiled_piecewise=lambda: True,
+        splitting_ops_contain_attention=lambda: True,
+    )
+    return SimpleNamespace(
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        speculative_config=None,
+        lora_config=None,
+    )
+
+
+def make_dispatcher(config: Any, layer: Layer) -> CudagraphDispatcher:
+    """vLLM's, after its own runner has resolved the mode."""
+    dispatcher = CudagraphDispatcher(config)
+    runner: Any = SimpleNamespace(
+        vllm_config=config,
+        compilation_config=config.compilation_config,
+        uniform_decode_query_len=1,
+        cudagraph_dispatcher=dispatcher,
+        kv_cache_config=None,
+        speculative_config=None,
+    )
+    StockRunner._check_and_update_cudagraph_mode(runner, [{layer.backend}], [SimpleNamespace(kv_cache_spec="spec")])
+    return dispatcher
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    mode=st.sampled_from(list(CUDAGraphMode)),
+    support=st.sampled_from(list(AttentionCGSupport)),
+    sizes=st.sets(st.integers(1, 40), min_size=1, max_size=6).map(sorted),
+    max_num_seqs=st.integers(1, 24),
+    steps=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 24)), min_size=1, max_size=8),
+)
+def test_sizes_are_vllms(
+    mode: CUDAGraphMode, support: AttentionCGSupport, sizes: list[int], max_num_seqs: int, steps: list[tuple[int, int]]
+) -> None:
+    layer = Layer(support)
+    ours, theirs = (make_config(mode, sizes, max_num_seqs, layer) for _ in range(2))
+    policy = CudaGraphPolicy(ours)
+    limits = StepLimits(50, max_num_seqs, 100, 16, 64)
+    try:
+        dispatcher = make_dispatcher(theirs, layer)
+    except ValueError:
+        with pytest.raises(ValueError, match="PIECEWISE"):
+            policy.configure(limits)
+        return
+    policy.configure(limits)
+    assert ours.compilation_config.cudagraph_mode == theirs.compilation_config.cudagraph_mode
+    for num_tokens, num_reqs in steps:
+        num_reqs = min(num_tokens, num_reqs, max_num_seqs)
+        is_decode = num_tokens == num_reqs
+        expected, padded = dispatcher.dispatch(num_tokens, uniform_decode=is_decode)
+        need = GraphSize(1 if is_decode else 16, num_tokens, num_reqs, 0, 0)
+        size = policy.dispatch(need)
+        assert (policy.mode_of(size), size.num_tokens) == (expected, padded.num_tokens)
+        assert size.holds(need._replace(query_tile=size.query_tile)) and size.num_reqs <= max_num_seqs
+        if expected == CUDAGraphMode.FULL:
+            assert size in policy.sizes, "captured ahead"
+        elif expected == CUDAGraphMode.NONE:
+            assert size == need
+
+
+# ---- Copies ----
+
+
+class LateDevice:
+    """Runs what is launched when it is waited for, in order, and no sooner."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], Any]] = []
+
+    def run(self, count: int) -> None:
+        for _ in range(min(count, len(self.queue))):
+            self.queue.pop(0)()
+
+    def event(self) -> Any:
+        position: list[int] = []
+        launched = self
+
+        class Event:
+            def record(self) -> None:
+                done = position.clear
+                position[:] = [1]
+                launched.queue.append(done)
+
+            def synchronize(self) -> None:
+                while position:
+                    launched.run(1)
+
+        return Event()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(0, 4)), min_size=1, max_size=4 * COPIES_IN_FLIGHT)
+)
+def test_a_host_array_may_change_as_soon_as_its_copy_was_launched(steps: list[tuple[int, bool, int]]) -> None:
+    """Steps: the array's length, whether it goes where the last of that length went, and what the device does then."""
+    device = LateDevice()
+    copy = torch.Tensor.copy_
+
+    def late(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if not non_blocking:
+            return copy(self, source)
+        device.queue.append(lambda: copy(self, source))
+        return self
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda device: None)
+        patch.setattr(torch.cuda, "Event", device.event)
+        patch.setattr(gpu_runner.device_ops, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        patch.setattr(torch.Tensor, "copy_", late)
+        ops = CudaDeviceOps(torch.device("cpu"))
+        arrays: dict[int, np.ndarray] = {}
+        sent: list[tuple[torch.Tensor, list[int]]] = []
+        last: dict[int, torch.Tensor] = {}
+        for number, (length, stays, runs) in enumerate(steps):
+            array = arrays.setdefault(length, np.zeros(length, np.int32))
+            array[:] = number
+            out = last.get(length) if stays else None
+            last[length] = ops.to_device(array, out)
+            assert out is None or last[length] is out
+            sent = [(tensor, values) for tensor, values in sent if tensor is not last[length]]
+            sent.append((last[length], array.tolist()))
+            array[:] = -1
+            device.run(runs)
+        device.run(len(device.queue))
+    for tensor, values in sent:
+        assert tensor.tolist() == values
