@@ -6,6 +6,8 @@ there, and XLA's collective would hand back its own input. So a graph is cut at 
 operator runs on the host, on tensors of the host; so it does in eager mode. On a tensor of PJRT CPU it raises.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -98,17 +100,30 @@ class _HostTransport:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self._group)
+        with _told_plainly():
+            dist.all_reduce(out, group=self._group)
         return out
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self._world_size)]
-        dist.all_gather(parts, x, group=self._group)
+        with _told_plainly():
+            dist.all_gather(parts, x, group=self._group)
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return self.all_reduce(x).chunk(self._world_size, dim)[self._rank].clone()
+
+
+@contextmanager
+def _told_plainly() -> Iterator[None]:
+    """Says what an error of the transport means."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"another worker has ended or cannot be reached, and its own log says why: {error}"
+        ) from error
 
 
 class _GraphTransport:

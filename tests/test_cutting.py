@@ -148,6 +148,15 @@ def test_an_in_graph_collective_of_this_device_is_refused(
         lone.all_reduce(torch.ones(2).to(torch_xla.device()))
 
 
+def test_a_lost_peer_is_told_plainly(lone: NeuronCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(communicator.dist, "all_reduce", fail)
+    with pytest.raises(CollectiveError, match=r"another worker has ended .* Connection reset by peer"):
+        lone.all_reduce(torch.ones(2))
+
+
 def exchange(rank: int, store: Path, results: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     lone = NeuronCommunicator(dist.group.WORLD, unique_name="pair")
