@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
 
@@ -27,4 +28,16 @@ def random_llama(num_layers: int, hidden_size: int = 64, num_heads: int = 4, voc
     }
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
+        yield Path(directory)
+
+
+@contextmanager
+def saved_llama(**config: Any) -> Iterator[Path]:
+    """A checkpoint with random weights, the same every time; ``config`` is LlamaConfig's."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with TemporaryDirectory() as directory:
+        LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(directory)
         yield Path(directory)

@@ -13,15 +13,24 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from benchmarks import vllm_cpu
+from benchmarks.models import saved_llama
 from benchmarks.report import interleaved, parse, show
 
+MODEL = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+}
 BATCHES = (1, 8, 32)
 PREFILL = {"prompt_tokens": 256, "new_tokens": 1}
 DECODE = {"prompt_tokens": 16, "new_tokens": 64}
@@ -68,28 +77,11 @@ class Side:
         self._process.wait()
 
 
-def write_checkpoint(directory: str) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        vocab_size=32000,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-
-
 def main() -> None:
     args = parse(__doc__)
     vllm_cpu.set_up()
-    with tempfile.TemporaryDirectory() as model:
-        write_checkpoint(model)
+    with saved_llama(**MODEL) as directory:
+        model = str(directory)
         root = str(vllm_cpu.ROOT)
         environment = {**os.environ, "PYTHONPATH": root, "VLLM_NEURON_RUNNER": "1"}
         with (

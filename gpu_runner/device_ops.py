@@ -40,14 +40,14 @@ class CudaDeviceOps(DeviceOps):
         return CuMemAllocator.get_instance().use_memory_pool(tag=tag)
 
     def peak_memory(self, run: Callable[[], None]) -> int:
-        """Bytes of torch's allocator that ``run`` takes at its peak, beyond what is taken already."""
+        """Bytes of torch's allocator that ``run`` takes at its peak and gives back: what it keeps is not counted."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
         run()
         self.synchronize()
-        return torch.cuda.max_memory_allocated(self.device) - before
+        gc.collect()
+        return torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
 
     def to_device(self, array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
         """Through pinned memory, in the order of the current stream; into ``out`` if given, so addresses stay."""

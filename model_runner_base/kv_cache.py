@@ -97,7 +97,7 @@ def bind(caches: list[torch.Tensor], index_of: dict[str, int], vllm_config: Vllm
 
 
 def attention_groups(
-    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int
+    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int, kv_tile_target: int
 ) -> tuple[list[BlockTable], list[AttentionGroup]]:
     """One block table a KV-cache group, one attention group for each backend and window among the group's layers."""
     layers = attention_layers(vllm_config)
@@ -105,7 +105,7 @@ def attention_groups(
     tables, groups = [], []
     for group in kv_cache_config.kv_cache_groups:
         block_size = group.kv_cache_spec.block_size
-        kv_tile = kv_tile_for(block_size)
+        kv_tile = kv_tile_for(block_size, kv_tile_target)
         table = BlockTable(max_num_reqs, max_model_len, block_size, kv_tile // block_size)
         tables.append(table)
         alike: dict[tuple[type[AttentionBackend], int | None], list[str]] = {}

@@ -61,6 +61,12 @@ class ModelRunnerBase:
 
     MIXED_QUERY_TILE = 16
     """Query tokens in one attention tile of a step that mixes prefill and decode."""
+    KV_TILE = 64
+    """Cache positions that an attention KV tile has at most, unless a block has more.
+
+    A request pays for whole tiles, so small ones suit short contexts; in plain torch long ones cost the same with 64
+    and 256, while a kernel may want more at a time. A device sets both in ``_cache_device_properties``.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         limits.check_config(vllm_config)
@@ -163,7 +169,7 @@ class ModelRunnerBase:
 
         self.requests = RequestStates(max_num_reqs, self.max_model_len)
         self.block_tables, groups = kv_cache.attention_groups(
-            kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len
+            kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len, self.KV_TILE
         )
         step_limits = self._step_limits()
         self.attention = self._make_attention_adapter(groups, step_limits)
@@ -206,7 +212,7 @@ class ModelRunnerBase:
             max_num_reqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.max_model_len,
             query_tile=self.MIXED_QUERY_TILE,
-            kv_tile=kv_tile_for(self.vllm_config.cache_config.block_size),
+            kv_tile=kv_tile_for(self.vllm_config.cache_config.block_size, self.KV_TILE),
         )
 
     # ---- The engine's contract: one step ----

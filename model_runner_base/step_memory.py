@@ -11,13 +11,18 @@ from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
 
 
 def estimate_step_memory(
-    sizes: Sequence[GraphSize], specs: Mapping[str, KVCacheSpec], model_config: ModelConfig
+    sizes: Sequence[GraphSize],
+    specs: Mapping[str, KVCacheSpec],
+    model_config: ModelConfig,
+    kv_tile_target: int = 64,
+    gathers_cache: bool = True,
 ) -> int:
     """An upper estimate in bytes of one layer's temporaries and the logits, over all sizes; 0 if there are none.
 
     Counted in float32: the gathered KV tiles and a transposed copy of them, attention scores and their exponentials,
     the pairs' partial outputs, a few hidden states and an MLP's two inner activations, what experts gather and compute;
     logits, eight more arrays of their shape that a sampler with top-p makes, and the token counts that penalties keep.
+    ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
     """
     hidden = model_config.get_hidden_size()
     inner = _largest(model_config, "intermediate_size") or 4 * hidden
@@ -28,12 +33,13 @@ def estimate_step_memory(
         step += _experts(model_config, size.num_tokens)
         for spec in specs.values():
             if isinstance(spec, AttentionSpec):
-                kv_tile = kv_tile_for(spec.block_size)
+                kv_tile = kv_tile_for(spec.block_size, kv_tile_target)
                 heads = model_config.model_arch_config.total_num_attention_heads
                 gathered = 2 * kv_tile * 2 * spec.num_kv_heads * spec.head_size
                 scores = 2 * size.query_tile * heads * kv_tile
                 partial = 2 * size.query_tile * heads * spec.head_size
-                worst = max(worst, 4 * (step + size.num_pairs * (gathered + scores + partial)))
+                pair = partial + (gathered + scores if gathers_cache else kv_tile)
+                worst = max(worst, 4 * (step + size.num_pairs * pair))
     return worst
 
 

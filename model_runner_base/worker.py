@@ -50,6 +50,10 @@ class ModelRunnerWorker(WorkerBase):
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         set_random_seed(self.model_config.seed)
         self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
+        self.measure_at_start()
+
+    def measure_at_start(self) -> None:
+        """Notes what is free; raises ValueError where that is less than the share that the KV cache may need."""
         self._memory_at_start = memory = self.model_runner.device_ops.memory_info()
         utilization = self.cache_config.gpu_memory_utilization
         self._allowed_memory = math.ceil(memory.total * utilization)

@@ -5,10 +5,14 @@ from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.step_memory import estimate_step_memory
 from neuron_runner.config import read_neuron_config
+from neuron_runner.nki import use_nki
+from neuron_runner.nki.tiling import KERNEL_KV_TILE, KERNEL_QUERY_TILE
 
 
 class NeuronModelRunner(ModelRunnerBase):
     """Runs the model as openxla graphs, one a bucket, on Neuron or PJRT CPU; eager on the host's CPU to debug."""
+
+    _has_attention_kernel = False
 
     def _cache_device_properties(self) -> None:
         if self.model_config.enforce_eager:
@@ -20,6 +24,9 @@ class NeuronModelRunner(ModelRunnerBase):
         self.device_ops = XlaDeviceOps(self.device)
         self.graph_policy: GraphPolicy = OpenXlaPolicy(config)
         self.use_piecewise_graph = True
+        self._has_attention_kernel = use_nki()
+        if self._has_attention_kernel:
+            self.MIXED_QUERY_TILE, self.KV_TILE = KERNEL_QUERY_TILE, KERNEL_KV_TILE
 
     def load_model(self) -> None:
         """Loads on the host, lays the weights out for the device there, then moves them."""
@@ -34,7 +41,13 @@ class NeuronModelRunner(ModelRunnerBase):
         """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""
         self.graph_policy.configure(self._step_limits())
         sizes = self.graph_policy.sizes or self._step_limits().largest_sizes
-        return estimate_step_memory(sizes, self.get_kv_cache_spec(), self.model_config)
+        return estimate_step_memory(
+            sizes,
+            self.get_kv_cache_spec(),
+            self.model_config,
+            kv_tile_target=self.KV_TILE,
+            gathers_cache=not self._has_attention_kernel,
+        )
 
     def capture_model(self) -> None:
         self._warm_up(self.graph_policy.sizes or self._step_limits().largest_sizes)

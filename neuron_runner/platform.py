@@ -1,7 +1,7 @@
 """The platform plugin: how vLLM is configured for openxla on Neuron or PJRT CPU."""
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +10,7 @@ from neuron_runner import environment
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 
 class NeuronPlatform(PagedPlatform):
@@ -42,6 +43,13 @@ class NeuronPlatform(PagedPlatform):
     def inference_mode(cls) -> AbstractContextManager:
         # Inference tensors have no version counter, which lazy tensors need.
         return torch.no_grad()
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any) -> str:
+        from neuron_runner.nki import use_nki
+
+        plain = super().get_attn_backend_cls(selected_backend, attn_selector_config)
+        return "neuron_runner.nki.attention.NkiAttentionBackend" if use_nki() else plain
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -123,6 +123,7 @@ torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[assignment, 
 torch.cuda.stream = on_stream  # type: ignore[assignment, misc]
 torch.cuda.current_stream = lambda device=None: Stream.current  # type: ignore[assignment, return-value]
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda device=None: None
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
 torch.cuda.reset_peak_memory_stats = lambda device=None: None
 torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda device=None: 0
 torch.cuda.mem_get_info = lambda device=None: (psutil.virtual_memory().available, psutil.virtual_memory().total)

@@ -134,7 +134,15 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             key = key.view(-1, self.num_kv_heads, self.head_size)
             value = value.view(-1, self.num_kv_heads, self.head_size)
             kv_cache.index_put_((attn_metadata.slot_blocks, attn_metadata.slot_offsets), torch.cat((key, value), dim=1))
+        return self.attend(query, kv_cache, attn_metadata)
 
+    def attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: PagedAttentionMetadata
+    ) -> torch.Tensor:
+        """Attention over the cache, in which the active tokens' keys and values lie already; [T, H * D] both ways.
+
+        A device with a kernel of its own overrides this.
+        """
         if attn_metadata.tile_tokens is None and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS:
             partial = self._attend_single_queries(query, kv_cache, attn_metadata)
         else:

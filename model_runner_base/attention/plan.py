@@ -55,10 +55,7 @@ class PlanGeometry:
 
 
 def kv_tile_for(block_size: int, target: int = 64) -> int:
-    """The KV tile nearest below ``target`` that is a whole number of blocks.
-
-    A request pays for whole tiles, so small ones suit short contexts; long ones cost the same with tiles of 64 and 256.
-    """
+    """The KV tile nearest below ``target`` that is a whole number of blocks, at least one."""
     return block_size * max(1, target // block_size)
 
 

@@ -1,0 +1,100 @@
+"""The whole GPU runner on a CPU: its CUDA calls replaced (cuda_stand_in.py), all else real. Not run on a GPU here.
+
+Processes of their own, since each has one platform.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED_MODEL
+from transformers import AutoModelForCausalLM
+
+TESTS = Path(__file__).parent
+PROMPTS = [[5, 17, 300, 42, 9], [1500], list(range(40, 90))]
+NEW_TOKENS = 6
+
+SERVE = """
+import sys
+from model_runner_base.testing.platform_choice import choose_platform
+choose_platform(sys.argv[1])
+from vllm import LLM, SamplingParams
+import cuda_stand_in
+
+if sys.argv[2]:
+    cuda_stand_in.KernelPlatform.attention = sys.argv[2]
+llm = LLM(
+    sys.argv[3], worker_cls="cuda_stand_in.StandInWorker", max_num_seqs=3, max_num_batched_tokens=32, max_model_len=64
+)
+print("CAPTURED", [tuple(size) for size in cuda_stand_in.RecordedGraph.captured])
+params = SamplingParams(temperature=0, max_tokens=int(sys.argv[4]), ignore_eos=True)
+outputs = llm.generate([{"prompt_token_ids": ids} for ids in eval(sys.argv[5])], params, use_tqdm=False)
+print("TOKENS", [list(output.outputs[0].token_ids) for output in outputs])
+print("CAPTURED IN ALL", len(cuda_stand_in.RecordedGraph.captured), flush=True)
+"""
+
+
+def run(*arguments: object, **environment: str) -> str:
+    out = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]
+    return out.stdout
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="float32")
+    generated = [
+        model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+        for ids in PROMPTS
+    ]
+    return [ids[0, -NEW_TOKENS:].tolist() for ids in generated]
+
+
+@pytest.mark.parametrize(
+    ("platform", "attention"),
+    [
+        ("KernelPlatform", ""),
+        ("PlanningPlatform", ""),
+        # vLLM's own backend, metadata builder and kernels, in Triton's interpreter.
+        ("KernelPlatform", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"),
+    ],
+    ids=["graphs keep metadata", "metadata planned each step", "triton"],
+)
+def test_tokens_of_whole_graphs(platform: str, attention: str, expected: list[list[int]]) -> None:
+    """All steps, or all of pure decode, are replayed graphs; the largest was captured first, none after warm-up."""
+    # vLLM takes Triton without a GPU for usable only where no GPU is meant to be seen yet.
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if attention else {}
+    platform = f"cuda_stand_in.{platform}"
+    out = run("-c", SERVE, platform, attention, BUNDLED_MODEL, NEW_TOKENS, PROMPTS, **environment)
+    assert f"TOKENS {expected}\n" in out
+    captured = eval(re.search(r"CAPTURED (\[.*\])", out)[1])  # type: ignore[index]
+    in_all = int(re.search(r"CAPTURED IN ALL (\d+)", out)[1])  # type: ignore[index]
+    assert captured and in_all == len(captured)
+    assert captured == sorted(captured, reverse=True)
+
+
+@pytest.mark.parametrize("platform", ["KernelPlatform", "PlanningPlatform"])
+def test_promises(platform: str) -> None:
+    """The kit's checks of tokens: whatever they are batched with, prefix hits, preemption, aborts; no late graph."""
+    worker = ("cuda_stand_in.StandInWorker", "--platform", f"cuda_stand_in.{platform}")
+    checks = Path(__file__).parents[1] / "model_runner_base" / "testing" / "checks"
+    files = [checks / name for name in ("test_equality.py", "test_schedules.py", "test_compilation.py")]
+    out = run("-m", "model_runner_base.testing", *worker, *files)
+    assert "passed" in out and "failed" not in out
