@@ -21,8 +21,16 @@ def check_config(vllm_config: VllmConfig) -> None:
         "LoRA adapters are not supported yet: leave out enable_lora": vllm_config.lora_config,
         "speculative decoding is not supported yet: leave out speculative_config": vllm_config.speculative_config,
         "KV transfer is not supported yet: leave out kv_transfer_config": vllm_config.kv_transfer_config,
-        "tensor and pipeline parallelism are not supported yet: use one worker": parallel.world_size > 1,
+        "pipeline parallelism is not supported yet: use pipeline_parallel_size=1 and more tensor_parallel_size": (
+            parallel.pipeline_parallel_size > 1
+        ),
         "data parallelism is not supported yet: use data_parallel_size=1": parallel.data_parallel_size > 1,
+        "context parallelism is not supported yet: use prefill_context_parallel_size=1 and"
+        " decode_context_parallel_size=1": (
+            max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1
+        ),
+        "expert parallelism is not supported yet: leave out enable_expert_parallel, experts are then cut like other"
+        " layers": parallel.enable_expert_parallel,
         "multimodal models are not supported yet: serve a text-only model": model and model.is_multimodal_model,
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,

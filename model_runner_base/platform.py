@@ -36,6 +36,9 @@ class PagedPlatform(Platform):
     default_max_num_seqs = 64
     default_kv_cache_gib = 1.0
 
+    num_local_workers = 1
+    """On this host; a worker knows, and says so when it starts."""
+
     # Requests are checked here, where no model config is at hand: the newest engine's sizes stand for all.
     _vocab_size: int
     _hidden_size: int
@@ -71,6 +74,11 @@ class PagedPlatform(Platform):
     @classmethod
     def set_device(cls, device: torch.device) -> None:
         """A process has one device."""
+
+    @classmethod
+    def device_count(cls) -> int:
+        """One a worker: vLLM divides ranks by it to tell which of them share a host."""
+        return cls.num_local_workers
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -119,6 +127,9 @@ class PagedPlatform(Platform):
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
+        if vllm_config.parallel_config.world_size > 1:
+            # A forked process has the locks of its parent's threads, and none of the threads.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         # Checkpoints are loaded on the host; load_model moves them.
         vllm_config.load_config.device = "cpu"
         # Graphs are the graph policy's: vLLM's own compilation stays off, and layers run their out-of-tree forward.

@@ -19,6 +19,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from model_runner_base.memory import DeviceMemoryProfiler
 from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.platform import PagedPlatform
 
 logger = init_logger(__name__)
 
@@ -38,6 +39,7 @@ class ModelRunnerWorker(WorkerBase):
     def init_device(self) -> None:
         self.device = self.make_device()
         parallel = self.parallel_config
+        PagedPlatform.num_local_workers = parallel.local_world_size
         init_distributed_environment(
             parallel.world_size,
             self.rank,
@@ -80,7 +82,7 @@ class ModelRunnerWorker(WorkerBase):
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: what was asked for, else the allowed share of the device less what the model takes.
+        """Bytes for this rank's KV cache: what was asked for, else the allowed share of the device less the model.
 
         No more than may come to use. As vLLM counts it: the share is of the whole device and must have been free; what
         others hold beside it is theirs.
@@ -91,15 +93,22 @@ class ModelRunnerWorker(WorkerBase):
         useful = self.model_runner.useful_cache_memory()
         if asked := self.cache_config.kv_cache_memory_bytes:
             asked = int(min(asked, useful))
-            if memory.total and asked + step_memory > memory.free:
+            # All ranks have loaded their weights by now: what is free is theirs to share.
+            free = memory.free // self._num_sharing()
+            if memory.total and asked + step_memory > free:
                 raise ValueError(
                     f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
-                    f"step do not fit the {memory.free / GiB_bytes:.2f} GiB that are free: lower "
+                    f"step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: lower "
                     "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
                 )
             return asked
         taken = self._memory_at_start.free - memory.free
         return int(min(useful, max(0, self._allowed_memory - taken - step_memory)))
+
+    def _num_sharing(self) -> int:
+        """Workers whose device memory is one and the same, this one among them."""
+        shares = getattr(current_platform, "shares_host_memory", lambda: False)()
+        return self.parallel_config.local_world_size if shares else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)

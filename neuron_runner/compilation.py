@@ -25,6 +25,8 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
 
+from neuron_runner.communicator import run_on_host
+from neuron_runner.cutting import CutExecutable, CutGraph, donate, is_collective
 from neuron_runner.executable import Compiler, Executable
 
 # Dynamo names a graph input after the expression it came from.
@@ -64,7 +66,11 @@ class Capture:
         state_inputs = [i for i, source in enumerate(sources) if source.kind == "state"]
         self.state_order = [sources[i].place for i in state_inputs]
         """Places in the state of the first outputs."""
-        _donate(self._graph, state_inputs)
+        self._cut: CutGraph | None = None
+        if run_on_host() and any(map(is_collective, self._graph.graph.nodes)):
+            self._cut = CutGraph(self._graph, state_inputs)
+        else:
+            donate(self._graph, state_inputs)
 
     def fits(self, ints: list[int], tensors: list[torch.Tensor]) -> bool:
         """Whether the graph is right for these sizes too."""
@@ -78,7 +84,7 @@ class Capture:
 
     def at(
         self, compiler: Compiler, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]
-    ) -> Executable:
+    ) -> Executable | CutExecutable:
         """Compiled for the given sizes; to be run on ``[*tensors, *state]``."""
         arguments: list[Any] = []
         varying: dict[int, int] = {}
@@ -93,6 +99,8 @@ class Capture:
                 arguments.append(constant)
             else:
                 arguments.append(ints[place] if kind == "int" else tensors[place].shape[dim])
+        if self._cut is not None:
+            return self._cut.at(compiler, arguments, varying, len(tensors) + len(state))
         return compiler.make(self._graph, arguments, varying)
 
 
@@ -178,7 +186,7 @@ class CompiledFunction:
         self._compiler = compiler or Compiler()
         self._compiler.states.append(state)
         self._captures: dict[Any, list[Capture]] = {}
-        self._executables: dict[Any, tuple[Executable, list[int]]] = {}
+        self._executables: dict[Any, tuple[Executable | CutExecutable, list[int]]] = {}
         self._retired: deque[list[torch.Tensor]] = deque(maxlen=3)
 
     def __call__(self, *args: Any) -> Any:
@@ -197,7 +205,7 @@ class CompiledFunction:
                 self.state[index] = outputs.pop(0)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _compile(self, key: Any, args: tuple[Any, ...]) -> tuple[Executable, list[int]]:
+    def _compile(self, key: Any, args: tuple[Any, ...]) -> tuple[Executable | CutExecutable, list[int]]:
         sizes = tuple(arg for arg in args if isinstance(arg, tuple))
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         ints = [value for size in sizes for value in size[1:]]
@@ -279,24 +287,3 @@ def _layer_norm(
     if bias is not None:
         out = out + bias
     return out.to(x.dtype)
-
-
-def _donate(module: torch.fx.GraphModule, state_inputs: list[int]) -> None:
-    """Makes in-place state functional: clones each state input, returns the clones first, and donates the inputs."""
-    graph = module.graph
-    nodes = list(graph.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    first_use = nodes[len(placeholders)]
-    clones = []
-    for index in state_inputs:
-        placeholder = placeholders[index]
-        with graph.inserting_before(first_use):
-            clone = graph.call_method("clone", (placeholder,))
-        placeholder.replace_all_uses_with(clone, delete_user_cb=lambda user, keep=clone: user is not keep)
-        with graph.inserting_before(first_use):
-            graph.call_function(torch.ops.xla.dynamo_set_buffer_donor_, (placeholder, True))
-        clones.append(clone)
-    output = nodes[-1]
-    (results,) = output.args
-    output.args = ((*clones, *results),)
-    module.recompile()

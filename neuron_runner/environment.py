@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 TORCH_XLA_VERSION = "2.9"
 VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES = "NEURON_RT_NUM_CORES"
+ROOT_PORT = 62182
+"""Where Neuron's collectives meet on the host of rank 0, unless NEURON_RT_ROOT_COMM_ID says otherwise."""
 
 
 class MissingRequirementError(RuntimeError):
@@ -71,7 +73,8 @@ def check_device(hardware: str) -> None:
 def check_cores(num_workers: int) -> None:
     """Raises ValueError if the Neuron runtime was given fewer cores than this host's workers, which take one each."""
     if os.environ.get(VISIBLE_CORES):
-        variable, cores = VISIBLE_CORES, _count_cores(os.environ[VISIBLE_CORES])
+        named = _visible_cores(os.environ[VISIBLE_CORES])
+        variable, cores = VISIBLE_CORES, None if named is None else len(named)
     elif os.environ.get(NUM_CORES):
         variable, cores = NUM_CORES, _whole_number(os.environ[NUM_CORES])
     else:
@@ -90,12 +93,35 @@ def _whole_number(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _count_cores(text: str) -> int | None:
-    """How many cores "0-3,6" names; None if it cannot be read so."""
+def _visible_cores(text: str) -> list[int] | None:
+    """``"0-2,5"`` as [0, 1, 2, 5]; None if it cannot be read so."""
     cores: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if match is None:
             return None
         cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return len(cores)
+    return sorted(cores)
+
+
+def share_neuron_cores(rank: int, local_rank: int, world_size: int, root_host: str) -> None:
+    """One core a process, and one runtime over all processes; to be called before torch_xla is imported.
+
+    The variables are those that Neuron's own launcher sets (torch_neuronx, PJRT without SPMD). What the user has set
+    stands; of several NEURON_RT_VISIBLE_CORES each worker of a host takes its own. Not run on Neuron hardware.
+    """
+    cores = _visible_cores(os.environ.get(VISIBLE_CORES, ""))
+    os.environ[VISIBLE_CORES] = str(cores[local_rank] if cores else local_rank)
+    os.environ["NEURON_PJRT_PROCESS_INDEX"] = str(rank)
+    os.environ["NEURON_PJRT_WORLD_SIZE"] = str(world_size)
+    os.environ["NEURON_PJRT_PROCESSES_NUM_DEVICES"] = ",".join(["1"] * world_size)
+    os.environ.setdefault("NEURON_RT_ROOT_COMM_ID", f"{root_host}:{ROOT_PORT}")
+
+
+def share_host_cores(local_world_size: int) -> None:
+    """Gives this process its part of the host's threads under XLA:CPU; to be called before that starts.
+
+    XLA's clients read the number from NPROC, which is left as it is if set.
+    """
+    available = len(os.sched_getaffinity(0))
+    os.environ.setdefault("NPROC", str(max(1, available // local_world_size)))

@@ -36,8 +36,8 @@ class Executable:
         ``varying`` says for the index of each example which of the tensors given to ``run`` takes its place.
         """
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-        contents = [_XLAC._unique_id_for_ir_and_data(x) for x in tensors]
-        if any(contents.count(_XLAC._unique_id_for_ir_and_data(arguments[i])) > 1 for i in varying):
+        contents = [contents_of(x) for x in tensors]
+        if any(contents.count(contents_of(arguments[i])) > 1 for i in varying):
             raise UnsupportedGraphError("a compiled function may not be given a tensor twice: give it a clone")
         outputs = list(graph(*arguments))
         _check(tensors, outputs)
@@ -64,7 +64,7 @@ class Executable:
 
     def stand_ins(self, start: int) -> list[torch.Tensor]:
         """Zeros in place of a run's results from ``start`` on."""
-        return [_zeros(shape, dtype) for shape, dtype in self._results[start:]]
+        return [zeros(shape, dtype) for shape, dtype in self._results[start:]]
 
     def run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """Launches the graph."""
@@ -81,11 +81,17 @@ def _check(inputs: list[torch.Tensor], outputs: list[Any]) -> None:
     if any(_XLAC._check_tensor_need_materialization(inputs)):
         raise UnsupportedGraphError("a compiled function may update nothing in place but its state")
     is_input = {id(x) for x in inputs} & {id(x) for x in outputs}
-    if is_input or len({_XLAC._unique_id_for_ir_and_data(x) for x in outputs}) < len(outputs):
+    if is_input or len({contents_of(x) for x in outputs}) < len(outputs):
         raise UnsupportedGraphError("a compiled function may return nothing twice, and no input: return a clone")
 
 
-def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def contents_of(tensor: torch.Tensor) -> int:
+    """The same number for tensors that hold the same, such as a tensor and all of its columns."""
+    return _XLAC._unique_id_for_ir_and_data(tensor)
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the device, with contents of their own."""
     return torch.zeros(shape, dtype=dtype).to(torch_xla.device())
 
 
@@ -111,7 +117,7 @@ class Compiler:
         be compiling when it is made.
         """
         is_state = any(tensor is other for state in self.states for other in state)
-        return _zeros(tensor.shape, tensor.dtype) if is_state else tensor
+        return zeros(tensor.shape, tensor.dtype) if is_state else tensor
 
     def make(self, *arguments: Any) -> Executable:
         """``Executable(*arguments)``, which is compiled now or, within ``ahead``, by its end."""

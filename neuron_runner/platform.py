@@ -36,6 +36,10 @@ class NeuronPlatform(PagedPlatform):
         return "neuron" if environment.neuron_device_visible() else "pjrt-cpu"
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "neuron_runner.communicator.NeuronCommunicator"
+
+    @classmethod
     def inference_mode(cls) -> AbstractContextManager:
         # Inference tensors have no version counter, which lazy tensors need.
         return torch.no_grad()

@@ -35,16 +35,17 @@ def test_plain_host_reports_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "used", "step", "useful", "expected"),
+    ("asked", "used", "step", "useful", "sharing", "expected"),
     [
-        (None, 200, 100, float("inf"), 600),  # 90 % of 1000, less 200 taken, less 100 for a step
-        (None, 950, 100, float("inf"), 0),
-        (400, 200, 100, float("inf"), 400),
-        (None, 200, 100, 500, 500),
-        (2000, 200, 100, 500, 500),  # Asking for more than is free does no harm if less is of use.
+        (None, 200, 100, float("inf"), 1, 600),  # 90 % of 1000, less 200 taken, less 100 for a step
+        (None, 950, 100, float("inf"), 1, 0),
+        (400, 200, 100, float("inf"), 1, 400),
+        (300, 200, 100, float("inf"), 2, 300),
+        (None, 200, 100, 500, 1, 500),
+        (2000, 200, 100, 500, 1, 500),  # Asking for more than is free does no harm if less is of use.
     ],
 )
-def test_available_memory(asked: int | None, used: int, step: int, useful: float, expected: int) -> None:
+def test_available_memory(asked: int | None, used: int, step: int, useful: float, sharing: int, expected: int) -> None:
     ops = ScriptedOps(torch.device("cpu"))
     ops.used = used
     worker = SimpleNamespace(
@@ -52,6 +53,7 @@ def test_available_memory(asked: int | None, used: int, step: int, useful: float
         cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
         _memory_at_start=MemoryInfo(free=1000, total=1000),
         _allowed_memory=900,
+        _num_sharing=lambda: sharing,
     )
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
 
@@ -62,6 +64,7 @@ def test_device_without_a_report_needs_to_be_told() -> None:
     worker = SimpleNamespace(
         model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700, useful_cache_memory=lambda: float("inf")),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
+        _num_sharing=lambda: 1,
     )
     with pytest.raises(ValueError, match="does not report its memory: set kv_cache_memory_bytes"):
         ModelRunnerWorker.measure_at_start(worker)  # type: ignore[arg-type]
@@ -88,11 +91,15 @@ def test_runtimes_report_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.memory_info()
 
 
-def test_asking_for_more_than_is_free_names_the_limits() -> None:
+@pytest.mark.parametrize(("step", "sharing"), [(700, 1), (200, 2)])
+def test_asking_for_more_than_is_free_names_the_limits(step: int, sharing: int) -> None:
     ops = ScriptedOps(torch.device("cpu"))
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700, useful_cache_memory=lambda: float("inf")),
+        model_runner=SimpleNamespace(
+            device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: float("inf")
+        ),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=400, gpu_memory_utilization=0.9),
+        _num_sharing=lambda: sharing,
     )
     with pytest.raises(ValueError, match="lower kv_cache_memory_bytes, max_num_batched_tokens"):
         ModelRunnerWorker.determine_available_memory(worker)  # type: ignore[arg-type]

@@ -1,0 +1,252 @@
+"""Graphs that are cut at their collectives: pieces that XLA runs, and between them the host's collectives.
+
+Where collectives cannot be part of an XLA graph (``communicator.py``), a captured graph becomes a line of pieces. At
+each size every piece is an executable of its own, over a list of values: the tensors given to the function, its state,
+and what crosses from piece to piece. State is donated piece by piece, and its place in the list holds the newest, so a
+cache that several pieces update is right in each. Layers that are alike make graphs that are alike: XLA compiles one.
+
+What crosses is a copy. So a piece may update in place what it made itself, its state, and a collective's result that
+no other piece reads. All else is refused: an update of another crossing value by ``Executable``, which checks what it
+is given, and a view of state that crosses, here.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from neuron_runner.communicator import OPERATORS
+from neuron_runner.executable import Compiler, Executable, UnsupportedGraphError, contents_of, zeros
+
+
+def is_collective(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in OPERATORS
+
+
+def donate(module: fx.GraphModule, state_inputs: list[int]) -> None:
+    """Makes in-place state functional: clones each state input, returns the clones first, and donates the inputs."""
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    clones = [_update_a_clone(graph, placeholders[index]) for index in state_inputs]
+    for index, clone in zip(state_inputs, clones, strict=True):
+        with graph.inserting_after(clone):
+            graph.call_function(torch.ops.xla.dynamo_set_buffer_donor_, (placeholders[index], True))
+    output = graph.output_node()
+    (results,) = output.args
+    output.args = ((*clones, *results),)  # type: ignore[misc]
+    module.recompile()
+
+
+def _update_a_clone(graph: fx.Graph, placeholder: fx.Node) -> fx.Node:
+    """Lets the graph read and update a clone of an input, which costs nothing under lazy tracing."""
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        clone = graph.call_method("clone", (placeholder,))
+    placeholder.replace_all_uses_with(clone, delete_user_cb=lambda user: user is not clone)
+    return clone
+
+
+@dataclass
+class _Part:
+    """A call of the cut graph: a piece, or one collective."""
+
+    module: fx.GraphModule
+    inputs: list[fx.Node]
+    """Nodes of the cut graph, as are the others here."""
+    outputs: list[fx.Node]
+    state: list[fx.Node]
+    collective: "_Collective | None"
+
+
+class CutGraph:
+    """A captured graph with collectives, to be compiled at any size."""
+
+    def __init__(self, graph: fx.GraphModule, state_inputs: list[int]) -> None:
+        """``state_inputs``: indices of the graph's inputs that are donated."""
+        _refuse_views_of_state(graph, state_inputs)
+        cut = _split(graph)
+        self._inputs = cut.graph.find_nodes(op="placeholder")
+        self._state = [self._inputs[index] for index in state_inputs]
+        self._outputs: list[fx.Node] = list(cut.graph.output_node().args[0])  # type: ignore[arg-type]
+        calls = cut.graph.find_nodes(op="call_module")
+        self._parts = [self._part(call, cut.get_submodule(call.target)) for call in calls]
+        self._finish()
+
+    def _part(self, call: fx.Node, module: Any) -> _Part:
+        output = module.graph.output_node()
+        outputs = [call]
+        if isinstance(output.args[0], tuple | list):
+            by_index = {user.args[1]: user for user in call.users}
+            outputs = [by_index[index] for index in range(len(output.args[0]))]
+        else:
+            output.args = ((output.args[0],),)
+            module.recompile()
+        inputs: Any = list(call.args)
+        for node in filter(is_collective, module.graph.nodes):
+            source = inputs[module.graph.find_nodes(op="placeholder").index(node.args[0])]
+            return _Part(module, [source], outputs, [], _Collective(node.target, node.args[1:]))
+        return _Part(module, inputs, outputs, [node for node in inputs if node in self._state], None)
+
+    def _finish(self) -> None:
+        """Makes the pieces' updates in place functional."""
+        gathered = {part.outputs[0] for part in self._parts if part.collective}
+        for part in self._parts:
+            if part.collective:
+                continue
+            placeholders = part.module.graph.find_nodes(op="placeholder")
+            for source, placeholder in zip(part.inputs, placeholders, strict=True):
+                if source in gathered and len(source.users) == 1:
+                    _update_a_clone(part.module.graph, placeholder)
+            donate(part.module, [part.inputs.index(node) for node in part.state])
+
+    def at(self, compiler: Compiler, arguments: list[Any], varying: dict[int, int], num_given: int) -> "CutExecutable":
+        """As ``Compiler.make``; a run is given ``num_given`` tensors."""
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, arguments, strict=True))
+        place = {self._inputs[index]: given for index, given in varying.items()}
+        steps: list[_Piece | _HostCollective] = []
+        for part in self._parts:
+            given = [values[node] for node in part.inputs]
+            new: list[Any]
+            if part.collective:
+                new = [part.collective.stand_in(*given)]
+            else:
+                traced = _Traced(part.module)
+                at = {index: place[node] for index, node in enumerate(part.inputs) if node in place}
+                executable = compiler.make(traced, given, at)
+                new = traced.with_stand_ins(executable)[len(part.state) :]
+            values.update(zip(part.outputs, new, strict=True))
+            crossing = [node for node in part.outputs if isinstance(values[node], torch.Tensor)]
+            place.update({node: num_given + index for index, node in enumerate(crossing)})
+            num_given += len(crossing)
+            into = [place[node] for node in (*part.state, *crossing)]
+            if part.collective:
+                steps.append(_HostCollective(part.collective, place[part.inputs[0]], *into))
+            else:
+                steps.append(_Piece(executable, into))
+        outputs = [*self._state, *self._outputs]
+        examples = [values[node] for node in outputs]
+        if len(set(outputs)) < len(outputs) or any(node in self._inputs for node in self._outputs):
+            raise UnsupportedGraphError("a compiled function may return nothing twice, and no input: return a clone")
+        return CutExecutable(steps, [place[node] for node in outputs], num_given, examples)
+
+
+class CutExecutable:
+    """A cut graph at one size; used as an ``Executable``."""
+
+    def __init__(
+        self, steps: "list[_Piece | _HostCollective]", results: list[int], num_places: int, examples: list[torch.Tensor]
+    ) -> None:
+        self._steps = steps
+        self._results = results
+        self._num_places = num_places
+        self._shapes = [(example.shape, example.dtype) for example in examples]
+
+    def stand_ins(self, start: int) -> list[torch.Tensor]:
+        """Zeros in place of a run's results from ``start`` on."""
+        return [zeros(shape, dtype) for shape, dtype in self._shapes[start:]]
+
+    def run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Launches pieces and collectives in turn; returns when the last piece is on its way."""
+        values: list[Any] = [*given, *(None for _ in range(self._num_places - len(given)))]
+        for step in self._steps:
+            step.run(values)
+        return [values[place] for place in self._results]
+
+
+@dataclass
+class _Piece:
+    executable: Executable
+    into: list[int]
+
+    def run(self, values: list[Any]) -> None:
+        for place, result in zip(self.into, self.executable.run(values), strict=True):
+            values[place] = result
+
+
+@dataclass
+class _Collective:
+    """An operator and its arguments behind the tensor."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+
+    def stand_in(self, x: torch.Tensor) -> torch.Tensor:
+        """Zeros for the result."""
+        result = self.operator(x.to("meta"), *self.arguments)
+        return zeros(result.shape, result.dtype)
+
+    def on_host(self, x: torch.Tensor) -> torch.Tensor:
+        """The result on the device for a tensor there; waits for it."""
+        return self.operator(x.cpu(), *self.arguments).to(x.device)
+
+
+@dataclass
+class _HostCollective:
+    collective: _Collective
+    source: int
+    into: int
+
+    def run(self, values: list[Any]) -> None:
+        values[self.into] = self.collective.on_host(values[self.source])
+
+
+class _Traced:
+    """A piece whose results are told apart: tensors it returns, sizes it keeps."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self._results: list[Any] = []
+
+    def __call__(self, *arguments: Any) -> list[torch.Tensor]:
+        self._results = list(self._module(*arguments))
+        known = {contents_of(x) for x in arguments if isinstance(x, torch.Tensor)}
+        # What the piece only looks at, such as all columns of what it was given, crosses as a copy of its own.
+        tensors = [x for x in self._results if isinstance(x, torch.Tensor)]
+        return [x.clone() if contents_of(x) in known else x for x in tensors]
+
+    def with_stand_ins(self, executable: Executable) -> list[Any]:
+        """The results, tensors as zeros; what was traced is let go."""
+        stand_ins = iter(executable.stand_ins(0))
+        results, self._results = self._results, []
+        return [next(stand_ins) if isinstance(x, torch.Tensor) else x for x in results]
+
+
+def _split(graph: fx.GraphModule) -> fx.GraphModule:
+    """Pieces and collectives as submodules, in the order of the graph."""
+    part_of: dict[fx.Node, int] = {}
+    current = 0
+    for node in graph.graph.nodes:
+        source = node.args[0] if node.target is operator.getitem else None
+        if is_collective(node):
+            part_of[node] = current = current + 1
+            current += 1
+        elif isinstance(source, fx.Node) and isinstance(_example(source), tuple | list):
+            part_of[node] = part_of[source]  # An element of a tuple: tuples do not cross.
+        else:
+            part_of[node] = current
+    # The order matters: pieces update in place.
+    return split_module(graph, graph, part_of.__getitem__, keep_original_order=True)
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _refuse_views_of_state(graph: fx.GraphModule, state_inputs: list[int]) -> None:
+    """Raises UnsupportedGraphError if a part of the state is looked at in one piece and used in another."""
+    nodes = list(graph.graph.nodes)
+    storages = {_example(nodes[index]).untyped_storage()._cdata for index in state_inputs}
+    collectives = [index for index, node in enumerate(nodes) if is_collective(node)]
+    order = {node: index for index, node in enumerate(nodes)}
+    for node in nodes:
+        example = _example(node)
+        if node.op == "placeholder" or not isinstance(example, torch.Tensor):
+            continue
+        if example.untyped_storage()._cdata in storages:
+            last_use = max((order[user] for user in node.users), default=0)
+            if any(order[node] < cut <= last_use for cut in collectives):
+                raise UnsupportedGraphError(
+                    f"{node} is a view of state that is used on both sides of a collective: take it anew after that"
+                )
