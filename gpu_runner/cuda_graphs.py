@@ -1,5 +1,6 @@
 """Steps as CUDA graphs: captured when a size is first run, replayed from then on."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,6 +76,17 @@ class StepGraph:
                 captured.copy_(given)
         self._graph.replay()
         return self._outputs
+
+
+@contextmanager
+def frozen_garbage() -> Iterator[None]:
+    """torch collects garbage before each capture: what is there already is left out of that."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def capture(function: StepFunction, args: tuple[Any, ...]) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:

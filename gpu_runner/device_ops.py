@@ -76,6 +76,11 @@ class CudaDeviceOps(DeviceOps):
 
         return wait
 
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 

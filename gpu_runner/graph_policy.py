@@ -40,6 +40,16 @@ class CudaGraphPolicy(GraphPolicy):
         ]
         self.sizes = sorted({size for size in map(self.dispatch, steps) if self.mode_of(size) != CUDAGraphMode.NONE})
 
+    def warm_up_sizes(self) -> set[GraphSize]:
+        """Every graph; and steps without one, so that no kernel is compiled, by vLLM or at its first launch, later."""
+        config, limits = self._vllm_config.compilation_config, self._limits
+        tokens = {limits.max_num_tokens, *(size for size in config.compile_sizes or () if isinstance(size, int))}
+        if config.mode == CompilationMode.VLLM_COMPILE:
+            tokens.update(compile_range.end for compile_range in config.get_compile_ranges())
+        sizes = {GraphSize(limits.query_tile, size, min(size, limits.max_num_reqs), 0, 0) for size in tokens}
+        sizes.add(GraphSize(1, limits.max_num_reqs, limits.max_num_reqs, 0, 0))
+        return {*self.sizes, *map(self.dispatch, sizes)}
+
     def dispatch(self, need: GraphSize) -> GraphSize:
         index = bisect_left(self._token_sizes, need.num_tokens)
         if index == len(self._token_sizes):

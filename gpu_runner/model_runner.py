@@ -1,14 +1,14 @@
 """GPUModelRunner: the four hooks."""
 
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
 from vllm.utils.mem_constants import GiB_bytes
 
+from gpu_runner.cuda_graphs import frozen_garbage
 from gpu_runner.device_ops import CudaDeviceOps
 from gpu_runner.graph_policy import CudaGraphPolicy
 from gpu_runner.static_inputs import StaticInputs
-from model_runner_base.graph_policy import GraphPolicy
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.memory import DeviceMemoryProfiler
 from model_runner_base.model_runner import ModelRunnerBase
@@ -21,12 +21,15 @@ class GPUModelRunner(ModelRunnerBase):
 
     def _cache_device_properties(self) -> None:
         self.device_ops: CudaDeviceOps = CudaDeviceOps(self.device, self.model_config.enable_sleep_mode)
-        self.graph_policy: GraphPolicy = CudaGraphPolicy(self.vllm_config)
+        self.graph_policy: CudaGraphPolicy = CudaGraphPolicy(self.vllm_config)
         self.use_piecewise_graph = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
     def load_model(self) -> None:
         """By vLLM's loaders, straight to the device; layers keep their kernels, quantised ones too."""
         self.model = load_checkpoint(self.vllm_config, use_plain_layers=False)
+        compilation = self.vllm_config.compilation_config
+        if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
+            self.model.compile(fullgraph=True, backend=compilation.init_backend(self.vllm_config))
         inputs = StaticInputs(self.scheduler_config.max_num_batched_tokens, self.device)
         self.model.register_forward_pre_hook(inputs, with_kwargs=True)
 
@@ -35,8 +38,6 @@ class GPUModelRunner(ModelRunnerBase):
         return self.device_ops.peak_memory(self._profile_step)
 
     def capture_model(self) -> None:
-        with DeviceMemoryProfiler(self.device_ops) as profiler, graph_capture(self.device):
-            # The largest steps too: a kernel that is compiled when first launched is so before a request comes.
-            largest = [size._replace(num_tiles=0, num_pairs=0) for size in self._step_limits().largest_sizes]
-            self._warm_up({*self.graph_policy.sizes, *map(self.graph_policy.dispatch, largest)})
+        with DeviceMemoryProfiler(self.device_ops) as profiler, frozen_garbage(), graph_capture(self.device):
+            self._warm_up(self.graph_policy.warm_up_sizes())
         logger.info("Capturing graphs took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)

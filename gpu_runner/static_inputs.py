@@ -26,5 +26,6 @@ class StaticInputs:
         if name not in self._buffers:
             dtype = torch.int64 if name == "positions" else value.dtype
             shape = (self._max_num_tokens, *value.shape[1:])
-            self._buffers[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+            with torch.inference_mode(False):  # Compiled code may be asked for such tensors again in any mode.
+                self._buffers[name] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._buffers[name][: len(value)].copy_(value)

@@ -1,12 +1,20 @@
 """The worker of GPUModelRunner, for vLLM's ``--worker-cls gpu_runner.GPUWorker``."""
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from vllm import envs
 from vllm.distributed import set_custom_all_reduce
 from vllm.model_executor.layers.batch_invariant import init_batch_invariance
+from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
 from vllm.platforms import current_platform
+from vllm.profiler.wrapper import CudaProfilerWrapper, TorchProfilerWrapper, WorkerProfiler
+from vllm.utils.deep_gemm import is_deep_gemm_supported
+from vllm.utils.flashinfer import autotune, has_flashinfer
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
 from gpu_runner.model_runner import GPUModelRunner
@@ -18,6 +26,9 @@ class GPUWorker(ModelRunnerWorker):
     """vLLM's worker over GPUModelRunner: device, sleep and wake; the rest is the base's."""
 
     model_runner_cls = GPUModelRunner
+    _profiler: WorkerProfiler | None = None
+    _buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """The model's buffers while it sleeps at level 2."""
 
     def make_device(self) -> torch.device:
         if not current_platform.is_cuda():
@@ -36,8 +47,38 @@ class GPUWorker(ModelRunnerWorker):
         return device
 
     def compile_or_warm_up_model(self) -> None:
+        self._tune_kernels()
         super().compile_or_warm_up_model()
         lock_workspace()  # Graphs hold its address.
+
+    def _tune_kernels(self) -> None:
+        """Kernels that vLLM compiles or tunes at run time, as its own worker has it done ahead."""
+        runner = self.model_runner
+        if envs.VLLM_USE_DEEP_GEMM and is_deep_gemm_supported() and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
+            deep_gemm_warmup(runner.get_model(), self.scheduler_config.max_num_batched_tokens)
+        is_wanted = self.vllm_config.kernel_config.enable_flashinfer_autotune is not False
+        if is_wanted and has_flashinfer() and current_platform.has_device_capability(90):
+            with torch.inference_mode(), autotune():
+                runner.profile_run()
+
+    # ---- Profiling, by vLLM's own wrappers ----
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        if self._profiler is not None:
+            self._profiler.step()
+        return super().execute_model(scheduler_output)
+
+    def profile(self, is_start: bool = True) -> None:
+        """Starts or stops what ``profiler_config`` names."""
+        config = self.vllm_config.profiler_config
+        if self._profiler is None and config.profiler == "torch":
+            name = f"{self.vllm_config.instance_id}-rank-{self.rank}"
+            self._profiler = TorchProfilerWrapper(config, name, self.local_rank, activities=["CPU", "CUDA"])
+        elif self._profiler is None and config.profiler == "cuda":
+            self._profiler = CudaProfilerWrapper(config)
+        if self._profiler is None:
+            raise RuntimeError("Profiling is not enabled: set --profiler-config, for example its profiler to torch")
+        (self._profiler.start if is_start else self._profiler.stop)()
 
     # ---- Sleep: vLLM's allocator unmaps what was allocated under a tag, and maps it again at the same addresses ----
 
@@ -54,6 +95,9 @@ class GPUWorker(ModelRunnerWorker):
         from vllm.device_allocator.cumem import CuMemAllocator
 
         CuMemAllocator.get_instance().wake_up(tags)
+        if tags is None or "kv_cache" in tags:
+            for cache in self.model_runner.kv_caches:
+                cache.zero_()
         if tags is None or "weights" in tags:
             for name, buffer in self.get_model().named_buffers():
                 if name in self._buffers:

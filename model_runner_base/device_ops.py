@@ -63,5 +63,9 @@ class DeviceOps:
         """Where the tensor's contents lie, to show that they are written in place."""
         return tensor.data_ptr()
 
+    def mark(self) -> Callable[[], None]:
+        """What waits for all that was launched so far, and for nothing later."""
+        return self.synchronize
+
     def synchronize(self) -> None:
         """Waits for everything that was launched."""

@@ -43,7 +43,7 @@ from model_runner_base.input_batch import (
 )
 from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
-from model_runner_base.prompt_embeds import EmbedInputs, TokenInputs
+from model_runner_base.prompt_embeds import EmbedInputs, TokenInputs, profile_inputs
 from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
@@ -179,15 +179,14 @@ class ModelRunnerBase:
         # Kernels of a device's own read by the plan's pairs.
         by_lines = all(group.backend is PagedAttentionBackend for group in groups)
         step_limits = self._step_limits(kv_cache.num_lines(kv_cache_config, self.vllm_config) if by_lines else 0)
+        self.graph_policy.configure(step_limits)
+        self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
         self.attention = self._make_attention_adapter(groups, step_limits)
         self.batch_builder = BatchBuilder(self.requests, self.attention.decode_threshold)
         self.prompt_embeds = self._make_prompt_embeds()
-        self.graph_policy.configure(step_limits)
-        self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
 
         # One for all steps: a step's attention metadata is put into it while the model runs (see _run_model).
         self._forward_context = create_forward_context(None, self.vllm_config)
-        self._forward_context.all_moe_layers = None  # Layers by their own names: a list would be used up by one step.
         wrap = self.graph_policy.wrap
         self._forward = wrap(self._run_model, self.kv_caches)
         samplers = {mode: wrap(self._make_sampler(mode), self.last_tokens) for mode in SamplingMode}
@@ -345,6 +344,7 @@ class ModelRunnerBase:
         sources = arrays["token_sources"]
         token_ids = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], arrays["token_ids"])
         context = get_forward_context()
+        context.moe_layer_index = 0  # Counted up by vLLM's own expert layers, step by step.
         context.attn_metadata = self.attention.build(size, arrays)
         context.slot_mapping = self.attention.slot_mapping(size)
         inputs = self.prompt_embeds.model_inputs(self.model, token_ids, arrays, embeds)
@@ -396,9 +396,8 @@ class ModelRunnerBase:
         num_reqs = min(self.scheduler_config.max_num_seqs, num_tokens)
         token_ids = self.device_ops.zeros((num_tokens,), torch.int32)
         with override_forward_context(create_forward_context(None, self.vllm_config)):
-            hidden_states = self.model(
-                input_ids=token_ids, positions=token_ids, intermediate_tensors=None, inputs_embeds=None
-            )
+            inputs = profile_inputs(self.model_config, self.model, token_ids)
+            hidden_states = self.model(positions=token_ids, intermediate_tensors=None, **inputs)
             logits = self._compute_logits(hidden_states, token_ids[:num_reqs])
         slots = self.device_ops.zeros((2, num_reqs), torch.int32)
         tables = (self.device_ops.zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))

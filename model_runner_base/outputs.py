@@ -33,6 +33,9 @@ class StepOutput(AsyncModelRunnerOutput):
         self._unsampled = batch.unsampled
         self._sampled = sampled
         self._tokens = device_ops.begin_to_host(sampled.tokens)
+        logprobs, num_nans = sampled.logprobs, sampled.num_nans
+        self._logprobs = None if logprobs is None else logprobs.begin_to_host(batch.num_reqs, device_ops)
+        self._num_nans = None if num_nans is None else device_ops.begin_to_host(num_nans)
         self._device_ops = device_ops
 
     def get_output(self) -> ModelRunnerOutput:
@@ -45,13 +48,13 @@ class StepOutput(AsyncModelRunnerOutput):
             req_id_to_index=self._req_id_to_index,
             sampled_token_ids=tokens,
         )
-        if sampled.logprobs is not None:
-            output.logprobs = sampled.logprobs.to_host(num_reqs, self._device_ops)
+        if self._logprobs is not None:
+            output.logprobs = self._logprobs()
         for chunk in sampled.prompt_chunks:
             chunk.store(self._device_ops)
             if chunk.is_last:
                 output.prompt_logprobs_dict[chunk.req_id] = chunk.whole
-        if sampled.num_nans is not None:
-            counts = self._device_ops.to_host(sampled.num_nans)[:num_reqs].tolist()
+        if self._num_nans is not None:
+            counts = self._num_nans()[:num_reqs].tolist()
             output.num_nans_in_logits = dict(zip(self._req_ids, counts, strict=True))
         return output

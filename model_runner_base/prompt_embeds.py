@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import ModelConfig
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphSize
@@ -103,6 +104,13 @@ class EmbedInputs(TokenInputs):
         (given,) = embeds
         used = arrays[SECTION].unsqueeze(1) != 0
         return {"input_ids": None, "inputs_embeds": torch.where(used, given.to(looked_up.dtype), looked_up)}
+
+
+def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """What a model is called with for its tokens before there are requests: the same arguments as in every step."""
+    if model_config.enable_prompt_embeds:
+        return {"input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
+    return {"input_ids": token_ids, "inputs_embeds": None}
 
 
 def check_embeds(embeds: torch.Tensor, hidden_size: int, wants_prompt_logprobs: bool) -> None:

@@ -31,7 +31,7 @@ class PromptChunk:
 
 
 def _store(whole: LogprobsTensors, rows: slice, piece: DeviceLogprobs, device_ops: DeviceOps) -> None:
-    found = piece.to_host(rows.stop - rows.start, device_ops)
+    found = piece.begin_to_host(rows.stop - rows.start, device_ops)()
     for target, values in zip(whole[:3], found[:3], strict=True):
         # Through NumPy: it may be an inference tensor, and this may run outside of inference mode.
         target.numpy()[rows] = values  # type: ignore[union-attr]

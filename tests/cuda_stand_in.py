@@ -234,6 +234,8 @@ class PlanningBuilder(KernelBuilder):
     def _lengths(self, common: CommonAttentionMetadata) -> torch.Tensor:
         assert RecordedGraph.current is None, "a planning builder is called outside graphs"
         query_len = common.query_start_loc_cpu.diff()
+        assert common.query_start_loc_cpu[-1] == common.num_actual_tokens or common.max_query_len == 1
+        assert len(common.slot_mapping) == common.num_actual_tokens
         assert common._seq_lens_cpu.equal(common.seq_lens) and query_len.equal(common.query_start_loc.diff())
         assert (query_len.max() <= 1) or (query_len[query_len > 0] > 1).int().diff().ge(0).all(), "decodes come first"
         return _copy(self._buffer[: common.num_reqs], common.seq_lens)

@@ -3,7 +3,8 @@
 import ast
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from test_plain_device import code_lines
 from test_structure import HOOKS, ROOT
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.mem_utils import MemorySnapshot, memory_profiling
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -23,7 +25,9 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as StockRunner
 from vllm.v1.worker.utils import request_memory
 
+import gpu_runner.cuda_graphs
 import gpu_runner.device_ops
+from gpu_runner.cuda_graphs import StepGraphs
 from gpu_runner.device_ops import COPIES_IN_FLIGHT, CudaDeviceOps
 from gpu_runner.graph_policy import CudaGraphPolicy
 from gpu_runner.worker import GPUWorker
@@ -130,7 +134,100 @@ def test_sizes_are_vllms(
             assert size == need
 
 
+# ---- Graphs ----
+
+
+def test_pieces_are_captured_after_a_run_without_them_and_replayed_from_then_on() -> None:
+    """What vLLM's pieces go by is the forward context: it is theirs during the call, and nobody's after it."""
+    seen: list[tuple[CUDAGraphMode, int | None]] = []
+    context: Any = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None)
+
+    def step(size: GraphSize) -> int:
+        descriptor = context.batch_descriptor
+        seen.append((context.cudagraph_runtime_mode, descriptor and descriptor.num_tokens))
+        if size.num_reqs == 3:
+            raise RuntimeError("the step failed")
+        return size.num_reqs
+
+    graphs = StepGraphs(step, lambda size: CUDAGraphMode.PIECEWISE)
+    with override_forward_context(context):
+        assert [graphs(GraphSize(16, 8, num_reqs, 0, 0)) for num_reqs in (5, 4)] == [5, 4]
+        with pytest.raises(RuntimeError, match="the step failed"):
+            graphs(GraphSize(16, 8, 3, 0, 0))
+    piecewise = CUDAGraphMode.PIECEWISE
+    assert seen == [(CUDAGraphMode.NONE, None), (piecewise, 8), (piecewise, 8), (piecewise, 8)]
+    assert (context.cudagraph_runtime_mode, context.batch_descriptor) == (CUDAGraphMode.NONE, None)
+
+
+def test_a_step_is_captured_once_in_the_shared_pool_after_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            done.append("replay")
+
+    @contextmanager
+    def capturing(graph: Graph, pool: str, stream: str) -> Iterator[None]:
+        done.append(f"capture in {pool} on {stream}")
+        yield
+        done.append("captured")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "side stream")
+    platform = SimpleNamespace(get_global_graph_pool=lambda: "shared pool")
+    monkeypatch.setattr(gpu_runner.cuda_graphs, "current_platform", platform)
+
+    def step(size: GraphSize, x: torch.Tensor) -> list[torch.Tensor]:
+        done.append("run")
+        return [x.clone()]
+
+    graphs = StepGraphs(step, lambda size: CUDAGraphMode.FULL)
+    size, first, second = GraphSize(1, 2, 2, 0, 0), torch.ones(2), torch.full((2,), 5.0)
+    graphs(size, first)
+    assert done == ["run", "synchronize", "capture in shared pool on side stream", "run", "captured", "replay"]
+    graphs(size, second)
+    assert done[6:] == ["replay"] and len(graphs) == 1
+    assert first.tolist() == [5, 5], "the captured input holds what was given"
+
+
 # ---- Copies ----
+
+
+def test_results_are_copied_once_they_are_there_and_kept_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the side stream, behind what was launched; torch's allocator hears of it."""
+    done: list[str] = []
+
+    class Side:
+        def wait_stream(self, other: str) -> None:
+            done.append(f"wait for {other}")
+
+    class Event:
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("wait for the event")
+
+    @contextmanager
+    def on(stream: Side) -> Iterator[None]:
+        done.append("on the side stream")
+        yield
+        done.append("back")
+
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Side())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the main stream")
+    monkeypatch.setattr(gpu_runner.device_ops, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **kwargs: done.append("copy") or copy(*args, **kwargs))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: done.append("kept for the side stream"))
+    wait = CudaDeviceOps(torch.device("cpu")).begin_to_host(torch.arange(3))
+    expected = ["wait for the main stream", "on the side stream", "copy", "record", "back", "kept for the side stream"]
+    assert done == expected
+    assert wait().tolist() == [0, 1, 2] and done[len(expected) :] == ["wait for the event"]
 
 
 class LateDevice:

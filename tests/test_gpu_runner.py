@@ -23,17 +23,32 @@ import sys
 from model_runner_base.testing.platform_choice import choose_platform
 choose_platform(sys.argv[1])
 from vllm import LLM, SamplingParams
+from vllm.forward_context import get_forward_context
 import cuda_stand_in
 
+# What Dynamo would fix at the first call has to be so in all.
+calls = set()
+load_model = cuda_stand_in.GPUWorker.model_runner_cls.load_model
+
+def load_and_watch(runner):
+    load_model(runner)
+    def note(model, args, kwargs):
+        missing = tuple(sorted(name for name, value in kwargs.items() if value is None))
+        calls.add((missing, get_forward_context().all_moe_layers is None))
+    runner.model.register_forward_pre_hook(note, with_kwargs=True)
+
+cuda_stand_in.GPUWorker.model_runner_cls.load_model = load_and_watch
 if sys.argv[2]:
     cuda_stand_in.KernelPlatform.attention = sys.argv[2]
 llm = LLM(
-    sys.argv[3], worker_cls="cuda_stand_in.StandInWorker", max_num_seqs=3, max_num_batched_tokens=32, max_model_len=64
+    sys.argv[3], worker_cls="cuda_stand_in.StandInWorker", max_num_seqs=3, max_num_batched_tokens=32, max_model_len=64,
+    enable_prompt_embeds=bool(sys.argv[6:]),
 )
 print("CAPTURED", [tuple(size) for size in cuda_stand_in.RecordedGraph.captured])
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[4]), ignore_eos=True)
 outputs = llm.generate([{"prompt_token_ids": ids} for ids in eval(sys.argv[5])], params, use_tqdm=False)
 print("TOKENS", [list(output.outputs[0].token_ids) for output in outputs])
+print("KINDS OF CALLS", len(calls))
 print("CAPTURED IN ALL", len(cuda_stand_in.RecordedGraph.captured), flush=True)
 """
 
@@ -68,26 +83,27 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("platform", "attention"),
+    ("platform", "attention", "embeds"),
     [
-        ("KernelPlatform", ""),
-        ("PlanningPlatform", ""),
+        ("KernelPlatform", "", ""),
+        ("PlanningPlatform", "", "embeds"),
         # vLLM's own backend, metadata builder and kernels, in Triton's interpreter.
-        ("KernelPlatform", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"),
+        ("KernelPlatform", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend", ""),
     ],
-    ids=["graphs keep metadata", "metadata planned each step", "triton"],
+    ids=["graphs keep metadata", "metadata planned each step, prompts may be embeddings", "triton"],
 )
-def test_tokens_of_whole_graphs(platform: str, attention: str, expected: list[list[int]]) -> None:
+def test_tokens_of_whole_graphs(platform: str, attention: str, embeds: str, expected: list[list[int]]) -> None:
     """All steps, or all of pure decode, are replayed graphs; the largest was captured first, none after warm-up."""
     # vLLM takes Triton without a GPU for usable only where no GPU is meant to be seen yet.
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if attention else {}
     platform = f"cuda_stand_in.{platform}"
-    out = run("-c", SERVE, platform, attention, BUNDLED_MODEL, NEW_TOKENS, PROMPTS, **environment)
+    out = run("-c", SERVE, platform, attention, BUNDLED_MODEL, NEW_TOKENS, PROMPTS, *embeds.split(), **environment)
     assert f"TOKENS {expected}\n" in out
     captured = eval(re.search(r"CAPTURED (\[.*\])", out)[1])  # type: ignore[index]
     in_all = int(re.search(r"CAPTURED IN ALL (\d+)", out)[1])  # type: ignore[index]
     assert captured and in_all == len(captured)
     assert captured == sorted(captured, reverse=True)
+    assert "KINDS OF CALLS 1\n" in out
 
 
 @pytest.mark.parametrize("platform", ["KernelPlatform", "PlanningPlatform"])

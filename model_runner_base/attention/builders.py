@@ -4,12 +4,13 @@ vLLM's unstable ``CommonAttentionMetadata`` is made here and nowhere else. A ste
 slots and each request's row; block tables lie on the device, a row a request, and only rows that changed are sent.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 
 from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup
 from model_runner_base.block_tables import BlockTable
@@ -17,6 +18,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphSize, StepLimits
 from model_runner_base.host_loops import compiled
 from model_runner_base.input_batch import InputBatch, PackedStep, Section, pad_into, unpack
+from model_runner_base.limits import UnsupportedConfigError
 
 VIEWS_ONLY = frozenset({"TRITON_ATTN"})
 """Backends whose metadata are the step's tensors, and numbers that a captured size fixes: a captured step needs no
@@ -34,9 +36,12 @@ class BuilderAttentionAdapter(AttentionAdapter):
     ) -> None:
         self.groups = groups
         self.limits = limits
-        device = device_ops.device
+        self._device_ops = device_ops
+        for group in groups:
+            _check_block_size(group)
         self._builders: list[AttentionMetadataBuilder] = [
-            group.backend.get_builder_cls()(group.spec, group.layer_names, vllm_config, device) for group in groups
+            group.backend.get_builder_cls()(group.spec, group.layer_names, vllm_config, device_ops.device)
+            for group in groups
         ]
         thresholds = [builder.reorder_batch_threshold for builder in self._builders]
         self.decode_threshold = min((value for value in thresholds if value is not None), default=None)
@@ -47,6 +52,9 @@ class BuilderAttentionAdapter(AttentionAdapter):
         ]
         """[max_num_reqs, blocks] a group: those of the step's requests, in its order."""
         self._slots = [device_ops.zeros((limits.max_num_tokens,), torch.int64) for _ in groups]
+        self._query_start_loc = device_ops.zeros((limits.max_num_reqs + 1,), torch.int32)
+        self._seq_lens = device_ops.zeros((limits.max_num_reqs,), torch.int32)
+        self._wait_for_last: Callable[[], None] = lambda: None
         self._batch: InputBatch | None = None
         self._packed: PackedStep
         self._metadata: dict[str, Any] = {}
@@ -80,10 +88,12 @@ class BuilderAttentionAdapter(AttentionAdapter):
             fill_flat_slots(batch.token_rows, batch.positions, table.table, table.block_size, views[f"slots.{index}"])
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
-        """Sequences of one token each: kernels are captured with work to do, and none for what lies in the cache."""
-        num_reqs = len(views["seq_lens"])
-        views["seq_lens"][:] = 1
-        views["query_start_loc"][:] = np.arange(num_reqs + 1)
+        """Requests that share the tokens, the last with what is left over, and have nothing else in the cache."""
+        num_reqs, num_tokens = len(views["seq_lens"]), len(views["positions"])
+        query_start = np.arange(num_reqs + 1) * (num_tokens // num_reqs)
+        query_start[-1] = num_tokens
+        views["query_start_loc"][:] = query_start
+        views["seq_lens"][:] = np.diff(query_start)
         views["table_rows"][:] = self.limits.max_num_reqs
         for index in range(len(self.groups)):
             views[f"slots.{index}"][:] = NO_SLOT
@@ -101,7 +111,9 @@ class BuilderAttentionAdapter(AttentionAdapter):
         self._batch, self._packed = batch, packed
         if self._plans_each_step:
             assert packed.on_device is not None
+            self._wait_for_last()  # Builders copy from host buffers of their own, which they fill again now.
             self._metadata = self._make(packed.size, unpack(packed.on_device, packed.sections))
+            self._wait_for_last = self._device_ops.mark()
 
     def build(self, size: GraphSize, arrays: dict[str, torch.Tensor]) -> dict[str, Any]:
         return self._metadata if self._plans_each_step else self._make(size, arrays)
@@ -114,13 +126,15 @@ class BuilderAttentionAdapter(AttentionAdapter):
         }
 
     def _make(self, size: GraphSize, arrays: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Fills what lies at fixed addresses, and calls the builders."""
+        self._query_start_loc[: size.num_reqs + 1].copy_(arrays["query_start_loc"])
+        self._seq_lens[: size.num_reqs].copy_(arrays["seq_lens"])
         metadata = {}
         for index, (group, builder) in enumerate(zip(self.groups, self._builders, strict=True)):
             table = self._tables[id(group.block_table)].tensor
-            rows = self._block_tables[index][: size.num_reqs]
-            torch.index_select(table, 0, arrays["table_rows"], out=rows)
-            slots = self._slots[index][: size.num_tokens].copy_(arrays[f"slots.{index}"])
-            common = self._common_metadata(size, arrays, rows, slots)
+            torch.index_select(table, 0, arrays["table_rows"], out=self._block_tables[index][: size.num_reqs])
+            self._slots[index][: size.num_tokens].copy_(arrays[f"slots.{index}"])
+            common = self._common_metadata(size, index)
             if self._batch is None and self._plans_each_step:
                 built = builder.build_for_cudagraph_capture(common)
             else:
@@ -128,25 +142,36 @@ class BuilderAttentionAdapter(AttentionAdapter):
             metadata.update(dict.fromkeys(group.layer_names, built))
         return metadata
 
-    def _common_metadata(
-        self, size: GraphSize, arrays: dict[str, torch.Tensor], block_table: torch.Tensor, slots: torch.Tensor
-    ) -> CommonAttentionMetadata:
-        """vLLM's, at the padded size. A run of padding stands for the largest step of its size."""
+    def _common_metadata(self, size: GraphSize, index: int) -> CommonAttentionMetadata:
+        """vLLM's, for one group. A run of padding stands for the largest step of its size."""
         batch, views = self._batch, self._packed.views
         query_start_loc, seq_lens = (torch.from_numpy(views[name].copy()) for name in ("query_start_loc", "seq_lens"))
+        # A graph of pure decode counts its padding, a request for each token; elsewhere kernels leave padding out.
+        num_tokens = size.num_tokens if batch is None or size.query_tile == 1 else batch.num_tokens
         longest_query = size.num_tokens if batch is None else int(batch.query_len.max())
         return CommonAttentionMetadata(
-            query_start_loc=arrays["query_start_loc"],
+            query_start_loc=self._query_start_loc[: size.num_reqs + 1],
             query_start_loc_cpu=query_start_loc,
-            seq_lens=arrays["seq_lens"],
+            seq_lens=self._seq_lens[: size.num_reqs],
             num_reqs=size.num_reqs,
-            num_actual_tokens=size.num_tokens,
+            num_actual_tokens=num_tokens,
             max_query_len=1 if size.query_tile == 1 else longest_query,
             max_seq_len=self.limits.max_model_len if batch is None else int(batch.seq_lens.max()),
-            block_table_tensor=block_table,
-            slot_mapping=slots,
+            block_table_tensor=self._block_tables[index][: size.num_reqs],
+            slot_mapping=self._slots[index][:num_tokens],
             _seq_lens_cpu=seq_lens,
             _num_computed_tokens_cpu=seq_lens - query_start_loc.diff(),
+        )
+
+
+def _check_block_size(group: AttentionGroup) -> None:
+    block_size = group.block_table.block_size
+    if not group.backend.supports_block_size(block_size):
+        sizes = group.backend.get_supported_kernel_block_sizes()
+        allowed = ", ".join(f"a multiple of {x.base}" if isinstance(x, MultipleOf) else str(x) for x in sizes)
+        raise UnsupportedConfigError(
+            f"attention backend {group.backend.get_name()} has no kernel for blocks of {block_size} tokens: "
+            f"use block_size={allowed}"
         )
 
 

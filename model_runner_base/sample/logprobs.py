@@ -5,6 +5,7 @@ values copied to the host and sorted there. Format and rank as in vLLM: the chos
 order; the rank counts the tokens at least as likely as the chosen one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,14 +59,19 @@ class DeviceLogprobs:
     top: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     full: torch.Tensor | None
 
-    def to_host(self, num_rows: int, device_ops: DeviceOps) -> LogprobsLists:
-        """The first ``num_rows`` rows; waits for them."""
+    def begin_to_host(self, num_rows: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
+        """Starts copying; what it returns waits for the first ``num_rows`` rows."""
         if self.top is not None:
-            ids, values, ranks = (device_ops.to_host(tensor)[:num_rows] for tensor in self.top)
-            return LogprobsLists(ids[:, : self.count + 1], values[:, : self.count + 1], ranks)
+            waits = [device_ops.begin_to_host(tensor) for tensor in self.top]
+            return lambda: self._likeliest(*(wait()[:num_rows] for wait in waits))
         assert self.full is not None
-        every = device_ops.to_host(self.full)[:num_rows]
-        chosen = device_ops.to_host(self.tokens)[:num_rows, None]
+        every, chosen = device_ops.begin_to_host(self.full), device_ops.begin_to_host(self.tokens)
+        return lambda: self._sorted(every()[:num_rows], chosen()[:num_rows, None])
+
+    def _likeliest(self, ids: np.ndarray, values: np.ndarray, ranks: np.ndarray) -> LogprobsLists:
+        return LogprobsLists(ids[:, : self.count + 1], values[:, : self.count + 1], ranks)
+
+    def _sorted(self, every: np.ndarray, chosen: np.ndarray) -> LogprobsLists:
         order = np.argsort(-every, axis=-1, kind="stable")[:, : self.count]
         chosen_value = np.take_along_axis(every, chosen, axis=-1)
         return LogprobsLists(

@@ -18,12 +18,11 @@ ALL = -1
 """The word that allows its 32 tokens."""
 
 # Not by shifting: some devices shift negative numbers by dividing them, which rounds towards zero.
-_BITS = [1 << bit for bit in range(31)] + [-(1 << 31)]
+_BITS = np.array([1 << bit for bit in range(31)] + [-(1 << 31)], np.int32)
 
 
-def _mask(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Logits [S, V] with -inf wherever the bit in ``words`` [S, ceil(V / 32)] is not set."""
-    bits = torch.tensor(_BITS, dtype=torch.int32, device=words.device)
+def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Logits [S, V] with -inf wherever the bit, one of ``bits``, in ``words`` [S, ceil(V / 32)] is not set."""
     allowed = (words.unsqueeze(-1) & bits).view(words.shape[0], -1)[:, : logits.shape[1]]
     return torch.where(allowed != 0, logits, float("-inf"))
 
@@ -35,13 +34,14 @@ class TokenMasks:
         self.num_words = -(-vocab_size // 32)
         self._function = wrap(_mask, [])
         self._device_ops = device_ops
+        self._bits = device_ops.to_device(_BITS)
 
     def apply(self, logits: torch.Tensor, masks: dict[int, np.ndarray]) -> torch.Tensor:
         """``masks``: words by row of the logits; all other rows may draw from everything."""
         words = np.full((logits.shape[0], self.num_words), ALL, np.int32)
         for index, mask in masks.items():
             words[index] = mask[: self.num_words]
-        return self._function(logits, self._device_ops.to_device(words))
+        return self._function(logits, self._device_ops.to_device(words), self._bits)
 
     def apply_grammar(self, logits: torch.Tensor, batch: InputBatch, grammar: GrammarOutput | None) -> torch.Tensor:
         """Masks the requests with structured output; the others in the batch are free."""
