@@ -48,7 +48,7 @@ def sample(
         if mode == SamplingMode.SORTED or sort_limits.max_candidates is not None:
             ordered = _descending(scaled, sort_limits)
             floor = torch.maximum(floor, _sorted_floor(ordered, floor, top_k.unsqueeze(-1), top_p))
-        scaled = torch.where(scaled >= floor, scaled, float("-inf"))
+        scaled = torch.where((scaled >= floor) | is_greedy, scaled, float("-inf"))
         noise = gumbel_noise(seed_low, seed_high, positions, logits.shape[-1])
         drawn = (scaled + noise).argmax(dim=-1).to(torch.int32)
         tokens = torch.where(is_greedy.squeeze(-1), tokens, drawn)
