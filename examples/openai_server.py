@@ -39,7 +39,10 @@ def main() -> None:
         print(f"Chat: {''.join(chunk.choices[0].delta.content or '' for chunk in stream)!r}")
     finally:
         server.terminate()
-        server.wait(timeout=60)
+        try:
+            server.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def is_ready(client: openai.OpenAI) -> bool:

@@ -1,6 +1,6 @@
 """int8 weights: the same prompts on the bundled model as it is and stored as int8, and the bytes of both.
 
-.venv/bin/python -m examples.quantization
+python examples/quantization.py
 """
 
 import gc

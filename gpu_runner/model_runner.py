@@ -1,5 +1,7 @@
 """GPUModelRunner: the four hooks."""
 
+from functools import partial
+
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
@@ -12,6 +14,7 @@ from gpu_runner.static_inputs import StaticInputs
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.memory import DeviceMemoryProfiler
 from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.warm_up import profile_step
 
 logger = init_logger(__name__)
 
@@ -35,7 +38,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def profile_run(self) -> int:
         """Runs the largest step, and measures."""
-        return self.device_ops.peak_memory(self._profile_step)
+        return self.device_ops.peak_memory(partial(profile_step, self))
 
     def capture_model(self) -> None:
         with DeviceMemoryProfiler(self.device_ops) as profiler, frozen_garbage(), graph_capture(self.device):

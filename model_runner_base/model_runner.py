@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 from vllm.config import VllmConfig
 from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
-from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -43,7 +41,7 @@ from model_runner_base.input_batch import (
 )
 from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
-from model_runner_base.prompt_embeds import EmbedInputs, TokenInputs, profile_inputs
+from model_runner_base.prompt_embeds import EmbedInputs, TokenInputs
 from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
@@ -53,6 +51,7 @@ from model_runner_base.sample.sampler import sample
 from model_runner_base.sample.stage import SampleInputs
 from model_runner_base.sample.vocabulary import WHOLE, Vocabulary
 from model_runner_base.steady_decode import SteadyDecode
+from model_runner_base.warm_up import warm_up
 
 
 class ModelRunnerBase:
@@ -398,61 +397,6 @@ class ModelRunnerBase:
             padding = self.prompt_embeds.padding(size)
             return self._forward(size, packed.on_device, self.last_tokens[0], *padding)
 
-    def _profile_step(self) -> None:
-        """Runs the largest step without KV caches, attention left out, and the sampling that takes most memory."""
-        num_tokens = self.scheduler_config.max_num_batched_tokens
-        num_reqs = min(self.scheduler_config.max_num_seqs, num_tokens)
-        token_ids = self.device_ops.zeros((num_tokens,), torch.int32)
-        with override_forward_context(create_forward_context(None, self.vllm_config)):
-            inputs = profile_inputs(self.model_config, self.model, token_ids)
-            hidden_states = self.model(positions=token_ids, intermediate_tensors=None, **inputs)
-            logits = self._compute_logits(hidden_states, token_ids[:num_reqs])
-        slots = self.device_ops.zeros((2, num_reqs), torch.int32)
-        tables = (self.device_ops.zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
-        self._make_sampler(SamplingMode.SORTED)(logits, slots, *tables, token_ids)
-
     def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, largest first, under a progress bar."""
-        self._warm_up_host()
-        largest_first = sorted(sizes, reverse=True)
-        self.graph_policy.compile_ahead(lambda: self._run_each(largest_first))
-        what = {"desc": "Capturing graphs", "unit": "graph"} if self.use_piecewise_graph else {"desc": "Warming up"}
-        self._run_each(tqdm(largest_first, **what))
-        self.device_ops.synchronize()
-
-    def _run_each(self, sizes: Iterable[GraphSize]) -> None:
-        """Runs each size on padding; the parts of sampling once a number of tokens or requests."""
-        num_reqs_seen: set[int] = set()
-        num_tokens_seen: set[int] = set()
-        for size in sizes:
-            logits, sample_slots, hidden_states = self._dummy_run(size)
-            if size.num_tokens not in num_tokens_seen:
-                num_tokens_seen.add(size.num_tokens)
-                self.sampling.prompt_logprobs.warm_up(hidden_states)
-            if size.num_reqs not in num_reqs_seen:
-                num_reqs_seen.add(size.num_reqs)
-                self.sampling.warm_up(logits, sample_slots)
-
-    def _warm_up_host(self) -> None:
-        """Has the host's loops compiled: a request of padding decodes into its second block, then has two tokens.
-
-        As far as the limits allow: what they rule out, no step will call.
-        """
-        req_id = "warm-up"
-        step = SchedulerOutput.make_empty()
-        step.scheduled_cached_reqs.req_ids.append(req_id)
-        info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0])
-        for num_tokens in range(1, 1 + min(2, self.max_model_len, self.scheduler_config.max_num_batched_tokens)):
-            self.requests.add(req_id, info, [0], 0)
-            step.num_scheduled_tokens = {req_id: num_tokens}
-            step.total_num_scheduled_tokens = num_tokens
-            batch = self.batch_builder.build(step)
-            plans = self.attention.plan(batch)
-            # The first way that a step can be run is the one with loops.
-            self._pack_at(self.graph_policy.dispatch(self.attention.needed_sizes(batch, plans)[0]), batch, plans)
-            if self._steady is not None:
-                block_size = max((table.block_size for table in self.block_tables), default=0)
-                for _ in range(min(block_size, self.max_model_len - 1)):
-                    self._steady.advance(step)
-        self.requests.remove(req_id)
-        self._steady = None
+        warm_up(self, sizes)

@@ -113,7 +113,9 @@ class PagedPlatform(Platform):
 
         if parser is not None:
             # vLLM's command line lists the sizes of its kernels; any other, such as max_model_len, is fine here.
-            parser._option_string_actions["--block-size"].choices = None
+            option = parser._option_string_actions.get("--block-size")
+            if option is not None:
+                option.choices = None
         EngineArgs.get_batch_defaults = staticmethod(batch_defaults)  # type: ignore[assignment, method-assign]
 
     @classmethod

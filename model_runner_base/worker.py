@@ -1,6 +1,9 @@
 """The worker half that every device shares: a device names its runner class and its torch device, no more."""
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +25,17 @@ from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
 
 logger = init_logger(__name__)
+
+
+@contextmanager
+def _ending_the_process() -> Iterator[None]:
+    """vLLM's executor hears of rank 0's errors alone. Another rank that went on after one would meet the others a
+    collective late, and add what does not belong together."""
+    try:
+        yield
+    except Exception:
+        logger.exception("This worker failed in a step, so it ends; the engine ends with it.")
+        os._exit(1)
 
 
 class ModelRunnerWorker(WorkerBase):
@@ -118,7 +132,8 @@ class ModelRunnerWorker(WorkerBase):
         self.cache_config.num_cpu_blocks = num_cpu_blocks
 
     def compile_or_warm_up_model(self) -> None:
-        with current_platform.inference_mode(), DeviceMemoryProfiler(self.model_runner.device_ops) as profiler:
+        ops = self.model_runner.device_ops
+        with self._failing_together(), current_platform.inference_mode(), DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
         logger.info("Graphs and warm-up took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
         # Building and profiling the model must not move the seed of what follows.
@@ -127,14 +142,18 @@ class ModelRunnerWorker(WorkerBase):
     # ---- Steps ----
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        with current_platform.inference_mode():
+        with self._failing_together(), current_platform.inference_mode():
             return self.model_runner.execute_model(scheduler_output)
 
     def sample_tokens(  # type: ignore[override]
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        with current_platform.inference_mode():
+        with self._failing_together(), current_platform.inference_mode():
             return self.model_runner.sample_tokens(grammar_output)
+
+    def _failing_together(self) -> AbstractContextManager:
+        """Within it, a rank whose error nobody would hear of ends its process, and with it the engine."""
+        return nullcontext() if self.rank == 0 else _ending_the_process()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return None

@@ -17,7 +17,7 @@ POWERS_OF_TWO = "powers_of_two"
 MAX_CANDIDATES = 256
 """Neuron's compiler finds so many of the largest numbers of a row."""
 
-SECTIONS = ("neuron_config", "override_neuron_config", "override-neuron-config")
+SECTIONS = ("neuron_config", "neuron-config", "override_neuron_config", "override-neuron-config")
 """Keys of ``additional_config``, the one that counts most last."""
 
 VARIABLES = {
@@ -137,7 +137,8 @@ def read_neuron_config(additional_config: Any) -> NeuronConfig:
     values: dict[str, Any] = {}
     if isinstance(additional_config, dict):
         for section in SECTIONS:
-            values |= _read_section(section, additional_config.get(section) or {})
+            given = additional_config.get(section)
+            values |= _read_section(section, {} if given is None else given)
     for variable, key in VARIABLES.items():
         text = os.environ.get(variable, "").strip()
         if not text:
@@ -157,7 +158,8 @@ def _read_section(section: str, values: Any) -> dict[str, Any]:
     written: dict[str, str] = {}
     name: str
     for name in values:
-        key = ALIASES.get(name, name)
+        key = str(name).replace("-", "_")
+        key = ALIASES.get(key, key)
         if key in written:
             raise ValueError(f"{section} gives {written[key]} and {name}, which are one option: leave one of them out")
         written[key] = name

@@ -122,9 +122,9 @@ class CutGraph:
             num_given += len(crossing)
             into = [place[node] for node in (*part.state, *crossing)]
             if part.collective:
-                steps.append(_HostCollective(part.collective, place[part.inputs[0]], *into))
+                steps.append(_HostCollective(part.collective, [place[part.inputs[0]]], *into))
             else:
-                steps.append(_Piece(executable, into))
+                steps.append(_Piece(executable, list(at.values()), into))
         outputs = [*self._state, *self._outputs]
         examples = [values[node] for node in outputs]
         if len(set(outputs)) < len(outputs) or any(node in self._inputs for node in self._outputs):
@@ -142,6 +142,11 @@ class CutExecutable:
         self._results = results
         self._num_places = num_places
         self._shapes = [(example.shape, example.dtype) for example in examples]
+        last_reader = {place: index for index, step in enumerate(steps) for place in step.reads}
+        self._done: list[list[int]] = [[] for _ in steps]
+        """Places that nobody reads after a step: what lies there is let go, so that memory does not grow with depth."""
+        for place in last_reader.keys() - set(results):
+            self._done[last_reader[place]].append(place)
 
     def stand_ins(self, start: int) -> list[torch.Tensor]:
         """Zeros in place of a run's results from ``start`` on."""
@@ -150,14 +155,17 @@ class CutExecutable:
     def run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """Launches pieces and collectives in turn; returns when the last piece is on its way."""
         values: list[Any] = [*given, *(None for _ in range(self._num_places - len(given)))]
-        for step in self._steps:
+        for step, done in zip(self._steps, self._done, strict=True):
             step.run(values)
+            for place in done:
+                values[place] = None
         return [values[place] for place in self._results]
 
 
 @dataclass
 class _Piece:
     executable: Executable
+    reads: list[int]
     into: list[int]
 
     def run(self, values: list[Any]) -> None:
@@ -185,11 +193,12 @@ class _Collective:
 @dataclass
 class _HostCollective:
     collective: _Collective
-    source: int
+    reads: list[int]
     into: int
 
     def run(self, values: list[Any]) -> None:
-        values[self.into] = self.collective.on_host(values[self.source])
+        (source,) = self.reads
+        values[self.into] = self.collective.on_host(values[source])
 
 
 class _Traced:

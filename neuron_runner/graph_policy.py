@@ -8,20 +8,16 @@ from model_runner_base.graph_policy import (
     BucketPolicy,
     GraphPolicy,
     GraphSize,
-    SortLimits,
     StepFunction,
     StepLimits,
     geometric,
 )
 from model_runner_base.size_placement import place_sizes
-from neuron_runner import environment
 from neuron_runner.compilation import CompiledFunction
-from neuron_runner.config import NeuronConfig, OnDeviceSamplingConfig
+from neuron_runner.config import NeuronConfig
 from neuron_runner.executable import Compiler
 from neuron_runner.metrics import CompilationCount
-
-MAX_SORT_WIDTH = 16384
-"""Neuron's compiler searches longer rows for no more than a few largest numbers."""
+from neuron_runner.sampling import sort_limits
 
 
 class OpenXlaPolicy(BucketPolicy):
@@ -34,7 +30,7 @@ class OpenXlaPolicy(BucketPolicy):
 
     def __init__(self, config: NeuronConfig) -> None:
         self.config = config
-        self.sort_limits = _sort_limits(config)
+        self.sort_limits = sort_limits(config)
         self._compiler = Compiler()
 
     def configure(self, limits: StepLimits) -> None:
@@ -90,14 +86,6 @@ class OpenXlaPolicy(BucketPolicy):
 def _given(buckets: list[int] | str | None, start: int, limit: int) -> list[int] | None:
     """A list as the user means it: powers of two begin at ``start`` and end at the limit."""
     return geometric(start, limit) if isinstance(buckets, str) else buckets
-
-
-def _sort_limits(config: NeuronConfig) -> SortLimits:
-    sampling = config.on_device_sampling_config
-    if sampling is None and not environment.neuron_device_visible():
-        return SortLimits()
-    sampling = sampling or OnDeviceSamplingConfig()
-    return SortLimits(sampling.global_topk, MAX_SORT_WIDTH)
 
 
 POLICIES: dict[str, Callable[[NeuronConfig], GraphPolicy]] = {"openxla": OpenXlaPolicy}

@@ -7,6 +7,7 @@ from model_runner_base.step_memory import estimate_step_memory
 from neuron_runner.config import read_neuron_config
 from neuron_runner.nki import use_nki
 from neuron_runner.nki.tiling import KERNEL_KV_TILE, KERNEL_QUERY_TILE
+from neuron_runner.sampling import sort_limits
 
 
 class NeuronModelRunner(ModelRunnerBase):
@@ -15,12 +16,14 @@ class NeuronModelRunner(ModelRunnerBase):
     _has_attention_kernel = False
 
     def _cache_device_properties(self) -> None:
+        config = read_neuron_config(self.vllm_config.additional_config)
         if self.model_config.enforce_eager:
-            return  # The device is torch's own CPU (see NeuronWorker.make_device): the base's defaults serve it.
+            # The device is torch's own CPU (see NeuronWorker.make_device): the base's defaults serve it.
+            self.graph_policy.sort_limits = sort_limits(config)
+            return
         from neuron_runner.device_ops import XlaDeviceOps
         from neuron_runner.graph_policy import POLICIES
 
-        config = read_neuron_config(self.vllm_config.additional_config)
         self.device_ops = XlaDeviceOps(self.device)
         self.graph_policy: GraphPolicy = POLICIES[config.compile_backend](config)
         self.use_piecewise_graph = True

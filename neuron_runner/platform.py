@@ -57,6 +57,13 @@ class NeuronPlatform(PagedPlatform):
         from neuron_runner.config import read_neuron_config
 
         super().check_and_update_config(vllm_config)
+        if vllm_config.parallel_config.distributed_executor_backend == "ray":
+            from model_runner_base.limits import UnsupportedConfigError
+
+            raise UnsupportedConfigError(
+                "Ray is not supported yet: use distributed_executor_backend=mp, over several hosts with --nnodes, "
+                "--node-rank and --master-addr"
+            )
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         if environment.neuron_device_visible():
             environment.check_cores(vllm_config.parallel_config.local_world_size)
@@ -64,5 +71,5 @@ class NeuronPlatform(PagedPlatform):
         if model is not None:
             config.check_limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len)
         if isinstance(vllm_config.additional_config, dict):
-            # The environment is read here, once: workers, also those on other hosts, are handed what it said.
+            # What the environment said is handed to the workers; a host that is started by itself has its own.
             vllm_config.additional_config = config.written_into(vllm_config.additional_config)

@@ -1,11 +1,16 @@
 """The worker of NeuronModelRunner."""
 
+import os
+from typing import Any
+
 import torch
+from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
 from model_runner_base.worker import ModelRunnerWorker
 from neuron_runner import environment
 from neuron_runner.allocator import keep_freed_memory
+from neuron_runner.config import VARIABLES, read_neuron_config
 from neuron_runner.model_runner import NeuronModelRunner
 
 logger = init_logger(__name__)
@@ -13,6 +18,25 @@ logger = init_logger(__name__)
 
 class NeuronWorker(ModelRunnerWorker):
     model_runner_cls = NeuronModelRunner
+
+    def init_device(self) -> None:
+        super().init_device()
+        self._check_options_of_ranks()
+
+    def _check_options_of_ranks(self) -> None:
+        """Raises ValueError if another rank was given other options: hosts have environments of their own."""
+        if self.parallel_config.world_size == 1:
+            return
+        group = get_world_group()
+        mine = read_neuron_config(self.vllm_config.additional_config).model_dump(exclude_unset=True)
+        everyone: list[dict[str, Any]] = [{}] * group.world_size
+        torch.distributed.all_gather_object(everyone, mine, group=group.cpu_group)
+        for rank, theirs in enumerate(everyone):
+            if theirs != mine:
+                raise ValueError(
+                    f"rank {self.rank} was given the options {mine}, rank {rank} {theirs}: start every host with the "
+                    f"same settings and the same {', '.join(VARIABLES)}"
+                )
 
     def make_device(self) -> torch.device:
         if self.model_config.enforce_eager:
@@ -26,6 +50,8 @@ class NeuronWorker(ModelRunnerWorker):
             keep_freed_memory()
             if parallel.world_size > 1:
                 environment.share_host_cores(parallel.local_world_size)
+        # Without its library for Neuron torch_xla would settle for the CPU when it is imported, and not say so.
+        os.environ.setdefault("PJRT_DEVICE", "NEURON" if environment.neuron_device_visible() else "CPU")
         import torch_xla
         import torch_xla.core.xla_model as xm
 

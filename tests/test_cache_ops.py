@@ -13,6 +13,7 @@ import torch_xla
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neuron_runner.config import NeuronConfig
 from neuron_runner.device_ops import XlaDeviceOps
 from neuron_runner.graph_policy import OpenXlaPolicy
 from neuron_runner.ops.cache import copy_blocks, reshape_and_cache, split_slots
@@ -97,10 +98,9 @@ class Compiled:
         self.ops = XlaDeviceOps(torch_xla.device())
         self.caches = [self.ops.to_device(cache) for cache in caches]
         torch_xla.sync()
-        wrap = OpenXlaPolicy.wrap
-        policy = OpenXlaPolicy(None)  # type: ignore[arg-type]
-        self.write = wrap(policy, self._write, self.caches)
-        self.copy = wrap(policy, lambda pairs: copy_blocks(self.caches, pairs), self.caches)
+        policy = OpenXlaPolicy(NeuronConfig())
+        self.write = policy.wrap(self._write, self.caches)
+        self.copy = policy.wrap(lambda pairs: copy_blocks(self.caches, pairs), self.caches)
 
     def _write(self, brought: torch.Tensor, slots: torch.Tensor) -> None:
         reshape_and_cache(brought[:, :KV_HEADS], brought[:, KV_HEADS:], self.caches[1], slots)

@@ -106,11 +106,15 @@ def test_tokens_of_whole_graphs(platform: str, attention: str, embeds: str, expe
     assert "KINDS OF CALLS 1\n" in out
 
 
-@pytest.mark.parametrize("platform", ["KernelPlatform", "PlanningPlatform"])
-def test_promises(platform: str) -> None:
-    """The kit's checks of tokens: whatever they are batched with, prefix hits, preemption, aborts; no late graph."""
+@pytest.mark.parametrize(
+    ("platform", "chosen"),
+    [
+        ("KernelPlatform", "preemption and window or interrupted or host_does_not_wait"),
+        ("PlanningPlatform", "prefix_hits and llama or interrupted or no_compilation"),
+    ],
+)
+def test_promises(platform: str, chosen: str) -> None:
+    """Some of the kit's checks; docs/gpu.md has the command for all of them, which takes longer."""
     worker = ("cuda_stand_in.StandInWorker", "--platform", f"cuda_stand_in.{platform}")
-    checks = Path(__file__).parents[1] / "model_runner_base" / "testing" / "checks"
-    files = [checks / name for name in ("test_equality.py", "test_schedules.py", "test_compilation.py")]
-    out = run("-m", "model_runner_base.testing", *worker, *files)
+    out = run("-m", "model_runner_base.testing", *worker, "-k", chosen)
     assert "passed" in out and "failed" not in out

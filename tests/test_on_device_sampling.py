@@ -24,8 +24,9 @@ from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.statistics import check_counts
 from neuron_runner import environment
 from neuron_runner.config import NeuronConfig, OnDeviceSamplingConfig
-from neuron_runner.graph_policy import MAX_SORT_WIDTH, OpenXlaPolicy
+from neuron_runner.graph_policy import OpenXlaPolicy
 from neuron_runner.metrics import CompilationCount
+from neuron_runner.sampling import MAX_SORT_WIDTH
 
 NEURON_LIMITS = SortLimits(max_candidates=256, max_width=MAX_SORT_WIDTH)
 
@@ -43,6 +44,28 @@ def test_likeliest_are_found_piece_by_piece(data: st.DataObject) -> None:
     np.testing.assert_array_equal(top.numpy(), -np.sort(-values)[:, :count])
     np.testing.assert_array_equal(np.take_along_axis(values, places.numpy(), 1), top.numpy())
     assert all(len(set(row)) == count and max(row) < width for row in places.tolist())
+
+
+def test_places_of_forbidden_tokens_lie_in_the_vocabulary() -> None:
+    """Pieces of pieces, most of which hold nothing but forbidden tokens and padding."""
+    values = torch.full((1, 257), float("-inf"))
+    values[0, 200] = 1.0
+    top, places = likeliest(values, 6, 12)
+    assert top[0].tolist() == [1.0] + [float("-inf")] * 5
+    assert places[0, 0] == 200 and places.max() < 257 and len(set(places[0].tolist())) == 6
+
+
+def test_greedy_requests_keep_all_their_logits_beside_drawn_ones() -> None:
+    states = SamplingStates(2, VOCAB, 0, DeviceOps(torch.device("cpu")))
+    states.set(0, SamplingParams(temperature=0), 1)
+    states.set(1, SamplingParams(), 2)
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    slots = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32)
+    mode = states.mode(np.array([0, 1]))
+    last_tokens = torch.zeros(3, dtype=torch.int32)
+    _, processed = sample(mode, True, SortLimits(4, None), logits, slots, *states.tables(), last_tokens)
+    assert processed.isfinite().sum(dim=-1).tolist() == [VOCAB, 4]
+    assert torch.equal(processed[0], logits[0])
 
 
 def draw(logits: np.ndarray, params: SamplingParams, count: int, limits: SortLimits) -> np.ndarray:

@@ -130,6 +130,11 @@ def restart_seeds(seed: int, worker: Any) -> None:
     worker.model_runner.sampling._states._random.seed(seed)
 
 
+def break_the_last_rank(worker: Any) -> None:
+    if worker.rank == 3:
+        worker.model_runner._prepare_inputs = None
+
+
 def test_a_worker_that_dies_ends_the_engine(pair: LLM) -> None:
     """The last test of ``pair``: later ones have the machine to themselves."""
     _, victim = pair.collective_rpc(pid_of_rank)
@@ -153,4 +158,9 @@ def test_four_workers_replicate_heads_and_pad_the_vocabulary(
     prompts = [[token % 509 for token in prompt] for prompt in random_prompts(3, [5, 40, 70])]
     with engine(model.path, max_model_len=128, tensor_parallel_size=4, enforce_eager=True) as llm:
         got = tokens_of(generate(llm, prompts, greedy(12)))
-    assert got == [model.greedy(tuple(prompt), 12) for prompt in prompts]
+        assert got == [model.greedy(tuple(prompt), 12) for prompt in prompts]
+        # A rank whose step fails ends the engine too: the others would add what does not belong together.
+        llm.collective_rpc(break_the_last_rank)
+        with pytest.raises(Exception, match=r"cancelled|Executor failed|Worker failed"):
+            while True:
+                generate(llm, prompts, greedy(12))

@@ -13,17 +13,26 @@ def likeliest(values: torch.Tensor, count: int, max_width: int | None) -> tuple[
             cut into pieces of one length, and the largest of every piece searched again. Places are counted in integers
             throughout, so they are exact in vocabularies of any size.
     """
+    if max_width is None or values.shape[1] <= max_width:
+        top, places = values.topk(count, dim=-1)
+        return top, places.to(torch.int32)
+    # Padding must lose against every token, forbidden ones with -inf among them.
+    lowest = torch.finfo(values.dtype).min
+    top, places = _by_pieces(values.clamp(min=lowest), count, max_width)
+    return torch.where(top == lowest, float("-inf"), top), places
+
+
+def _by_pieces(values: torch.Tensor, count: int, max_width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``likeliest`` of rows that are -inf in their padding only."""
     num_rows, width = values.shape
-    if max_width is None or width <= max_width:
+    if width <= max_width:
         top, places = values.topk(count, dim=-1)
         return top, places.to(torch.int32)
     num_pieces = -(-width // max_width)
     piece = -(-width // num_pieces)
-    # Padding must lose against every token, forbidden ones with -inf among them.
-    lowest = torch.finfo(values.dtype).min
-    padded = functional.pad(values.clamp(min=lowest), (0, num_pieces * piece - width), value=float("-inf"))
+    padded = functional.pad(values, (0, num_pieces * piece - width), value=float("-inf"))
     top, places = padded.reshape(num_rows * num_pieces, piece).topk(count, dim=-1)
     starts = torch.arange(num_pieces, dtype=torch.int32, device=values.device) * piece
     places = (places.to(torch.int32).view(num_rows, num_pieces, count) + starts.view(1, -1, 1)).view(num_rows, -1)
-    top, among = likeliest(top.view(num_rows, -1), count, max_width)
-    return torch.where(top == lowest, float("-inf"), top), places.gather(-1, among.long())
+    top, among = _by_pieces(top.view(num_rows, -1), count, max_width)
+    return top, places.gather(-1, among.long())

@@ -49,9 +49,9 @@ def sample(
         if mode == SamplingMode.SORTED or sort_limits.max_candidates is not None:
             ordered = _descending(scaled, sort_limits, vocabulary)
             floor = torch.maximum(floor, _sorted_floor(ordered, floor, top_k.unsqueeze(-1), top_p))
-        scaled = torch.where(scaled >= floor, scaled, float("-inf"))
+        scaled = torch.where((scaled >= floor) | is_greedy, scaled, float("-inf"))
         noise = gumbel_noise(seed_low, seed_high, positions, logits.shape[-1], vocabulary.start)
-        candidates = torch.where(is_greedy, logits, scaled + noise)
+        candidates = torch.where(is_greedy, scaled, scaled + noise)
     tokens = vocabulary.argmax(candidates)
     last_tokens.index_put_((rows,), tokens)
     # A copy: where all are greedy these are the input, and a graph hands out nothing that it was handed.

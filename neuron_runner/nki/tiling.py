@@ -8,7 +8,6 @@ zero or thrown away.
 from dataclasses import dataclass
 
 PARTITIONS = 128
-PSUM_BANK_BYTES = 2048
 SBUF_PARTITION_BYTES = 192 * 1024
 MAX_MOVING = 512
 KERNEL_QUERY_TILE = 128

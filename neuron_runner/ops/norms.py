@@ -12,7 +12,8 @@ class NeuronRMSNorm(RMSNorm):
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        is_fused = self.variance_size_override is None and x.device.type == "xla" and has_fused_rms_norm()
+        is_plain = self.has_weight and self.variance_size_override is None
+        is_fused = is_plain and x.device.type == "xla" and has_fused_rms_norm()
         if not is_fused:
             return self.forward_native(x, residual)
         total = x.float() if residual is None else x.float() + residual
