@@ -49,6 +49,7 @@ from model_runner_base.sample.params import SamplingMode
 from model_runner_base.sample.pipeline import SamplingPipeline, SamplingPlan
 from model_runner_base.sample.sampler import sample
 from model_runner_base.sample.stage import SampleInputs
+from model_runner_base.sample.vocabulary import WHOLE, Vocabulary
 from model_runner_base.steady_decode import SteadyDecode
 from model_runner_base.warm_up import warm_up
 
@@ -83,6 +84,8 @@ class ModelRunnerBase:
         # Replaced by _cache_device_properties where the device asks for it.
         self.device_ops = DeviceOps(device)
         self.graph_policy = GraphPolicy()
+        # And by load_model, where ranks share the vocabulary.
+        self.vocabulary: Vocabulary = WHOLE
 
         self.model: Any
         self._inputs = PackedInputs(self._sections)
@@ -199,6 +202,7 @@ class ModelRunnerBase:
             self.last_tokens,
             wrap,
             self.graph_policy.sort_limits,
+            self.vocabulary,
             self.device_ops,
         )
 
@@ -349,13 +353,17 @@ class ModelRunnerBase:
         inputs = self.prompt_embeds.model_inputs(self.model, token_ids, arrays, embeds)
         hidden_states = self.model(positions=arrays["positions"], intermediate_tensors=None, **inputs)
         context.attn_metadata = None  # type: ignore[assignment]
-        logits = self._compute_logits(hidden_states, arrays["logits_indices"])
+        logits = self._own_logits(hidden_states, arrays["logits_indices"])
         sample_slots = torch.stack((arrays["sample_rows"], arrays["sample_positions"]))
         return logits, sample_slots, hidden_states
 
     def _compute_logits(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Logits [len(indices), V] float32 of some rows of the hidden states [T, hidden]."""
-        return self.model.compute_logits(hidden_states[indices]).float()
+        return self.vocabulary.whole(self._own_logits(hidden_states, indices))
+
+    def _own_logits(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """This rank's part of them."""
+        return self.vocabulary.own(self.model.compute_logits(hidden_states[indices]).float())
 
     # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
 

@@ -34,12 +34,14 @@ class NeuronModelRunner(ModelRunnerBase):
     def load_model(self) -> None:
         """Loads on the host, lays the weights out for the device there, then moves them."""
         from neuron_runner import ops, quantization, weights
+        from neuron_runner.ops.logits import cut_vocabulary
 
         ops.register()
         is_quantized = read_neuron_config(self.vllm_config.additional_config).quant_dtype is not None
         if is_quantized:
             quantization.check_quantizable(self.model_config)
         self.model = load_checkpoint(self.vllm_config)
+        self.vocabulary = cut_vocabulary(self.model)
         if is_quantized:
             quantization.quantize_weights(self.model)
         if not self.model_config.enforce_eager:

@@ -183,7 +183,7 @@ MUTATIONS = [
     Mutation(
         "min-p is relative to the sum and not to the likeliest",
         "sample/sampler.py",
-        "floor = scaled.amax(dim=-1, keepdim=True) + torch.log(min_p)",
+        "floor = vocabulary.maximum(scaled) + torch.log(min_p)",
         "floor = scaled.logsumexp(dim=-1, keepdim=True) + torch.log(min_p)",
         "test_distribution",
     ),

@@ -1,6 +1,7 @@
 """Graphs cut at their collectives give what the whole function gives, and refuse what a cut would get wrong."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +10,14 @@ import torch
 import torch.distributed as dist
 import torch_xla
 
+from model_runner_base.graph_policy import SortLimits
+from model_runner_base.sample.params import SamplingMode
+from model_runner_base.sample.sampler import sample
+from model_runner_base.sample.vocabulary import CutVocabulary
 from neuron_runner import communicator
 from neuron_runner.communicator import CollectiveError, NeuronCommunicator
 from neuron_runner.compilation import CompiledFunction
-from neuron_runner.cutting import CutExecutable
+from neuron_runner.cutting import CutExecutable, _HostCollective
 from neuron_runner.executable import UnsupportedGraphError
 from neuron_runner.metrics import CompilationCount
 
@@ -95,6 +100,37 @@ def test_a_collectives_result_may_be_updated_in_place(twice: NeuronCommunicator)
         return gathered
 
     check(step, [torch.zeros(1).to(torch_xla.device())], [torch.zeros(1)])
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_collectives"), [(SortLimits(), [1, 2]), (SortLimits(3, 8), [1, 3, 3])], ids=str
+)
+def test_samplers_of_a_shared_vocabulary_are_cut(
+    lone: NeuronCommunicator, limits: SortLimits, num_collectives: list[int]
+) -> None:
+    """At several numbers of rows, in every mode: the tokens of the whole rows, also where the next step reads them."""
+    device = torch_xla.device()
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = CutVocabulary(0, 22, 1, 20, lone.all_gather)
+    floats = torch.tensor([[0.0, 1.0, 0.0], [0.9, 1.0, 0.0], [1.5, 1.0, 0.2], [2.0, 0.8, 0.0]])
+    ints = torch.tensor([[20, 0, 0], [20, 7, 8], [20, 9, 1], [4, 3, 3]], dtype=torch.int32)
+    modes = vocabulary.modes(limits)
+    for mode, count in zip(modes, num_collectives, strict=True):
+        last = [torch.zeros(5, dtype=torch.int32).to(device)]
+        compiled = CompiledFunction(partial(sample, mode, False, limits, vocabulary=vocabulary), last)
+        for rows in (4, 1, 3, 4):
+            logits = torch.randn(rows, 20, generator=generator)
+            padded = vocabulary.own(torch.nn.functional.pad(logits, (0, 2), value=9.0))
+            slots = torch.stack((torch.arange(rows), torch.arange(rows) + 50)).to(torch.int32)
+            expected = last[0].cpu()
+            tokens = sample(mode, False, limits, logits, slots, floats, ints, expected)
+            arguments = (x.to(device) for x in (padded, slots, floats, ints))
+            assert compiled(*arguments, last[0]).tolist() == tokens.tolist()  # type: ignore[union-attr]
+            assert last[0].tolist() == expected.tolist()
+        for executable, _ in compiled._executables.values():
+            assert isinstance(executable, CutExecutable)
+            assert sum(isinstance(step, _HostCollective) for step in executable._steps) == count
+    assert (SamplingMode.SORTED in modes) == (limits.max_candidates is not None)
 
 
 def test_layers_that_are_alike_are_compiled_once(twice: NeuronCommunicator) -> None:

@@ -8,6 +8,7 @@ from threading import Timer
 from typing import Any
 
 import pytest
+import torch
 from conftest import engine
 from transformers import Qwen3MoeConfig
 from vllm import LLM, SamplingParams
@@ -21,6 +22,7 @@ from model_runner_base.testing.grammars import is_one_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request
 from model_runner_base.testing.tokenizer import add_tokenizer
+from neuron_runner.communicator import _HostTransport
 from neuron_runner.metrics import CompilationCount
 
 CHOICES = ["yes", "no", "yesterday"]
@@ -44,6 +46,27 @@ def pair(model: TinyModel) -> Iterator[LLM]:
 def state_of_rank(worker: Any) -> tuple[CompilationCount, list[int]]:
     """Runs in a worker: its compilations, and the rows' last tokens; ranks may place a request in another row."""
     return CompilationCount.now(), sorted(worker.model_runner.last_tokens[0].tolist()[:-1])
+
+
+def watch_gathers(worker: Any) -> None:
+    plain = _HostTransport.all_gather
+    worker.widths = []
+
+    def noting(self: _HostTransport, x: torch.Tensor, dim: int) -> torch.Tensor:
+        worker.widths.append(x.shape[-1])
+        return plain(self, x, dim)
+
+    _HostTransport.all_gather = noting  # type: ignore[method-assign]
+
+
+def gathered_widths(worker: Any) -> list[int]:
+    """Of every gather since the last call: the numbers a row that this rank handed over."""
+    widths, worker.widths = worker.widths, []
+    return widths
+
+
+def count_of_rank(worker: Any) -> CompilationCount:
+    return CompilationCount.now()
 
 
 def pid_of_rank(worker: Any) -> int:
@@ -75,12 +98,25 @@ def test_what_is_drawn_is_what_one_worker_draws(pair: LLM, model: TinyModel) -> 
         sampled(16, top_k=20, top_p=0.8),
         sampled(16, min_p=0.05, seed=1 << 40, prompt_logprobs=2),
     ]
+    # Nothing of these needs whole rows.
+    plain = [sampled(16, temperature=0.8), sampled(16, min_p=0.05, seed=1 << 40), greedy(16), sampled(16, seed=7)]
     drawn = []
+    before = pair.collective_rpc(count_of_rank)
     with engine(model.path, **OPTIONS, enforce_eager=True) as alone:
         for llm in (alone, pair):
             # A fresh engine has drawn no seeds yet; the pair has.
             llm.collective_rpc(partial(restart_seeds, 3))
             drawn.append(generate(llm, prompts, params))
+        pair.collective_rpc(watch_gathers)
+        alone_plain, pair_plain = (tokens_of(generate(llm, prompts, plain)) for llm in (alone, pair))
+    assert alone_plain == pair_plain
+    # A token in three numbers, and the maximum for min-p.
+    for widths in pair.collective_rpc(gathered_widths):
+        assert set(widths) == {1, 3} and widths.count(3) >= 16
+    generate(pair, prompts[:1], [sampled(4, top_k=5)])
+    part = pair.llm_engine.model_config.get_vocab_size() // 2
+    assert [set(widths) for widths in pair.collective_rpc(gathered_widths)] == [{part}] * 2
+    assert pair.collective_rpc(count_of_rank) == before
     assert tokens_of(drawn[0]) == tokens_of(drawn[1])
     assert drawn[1][3].prompt_logprobs is not None
     for alone_output, pair_output in zip(*drawn, strict=True):

@@ -7,6 +7,8 @@ likeliest token come last; the sampler applies temperature, min-p, top-k and top
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +34,11 @@ from model_runner_base.sample.logprobs import (
 )
 from model_runner_base.sample.params import SamplingMode, SamplingStates
 from model_runner_base.sample.penalties import Penalties
+from model_runner_base.sample.sampler import sample
 from model_runner_base.sample.stage import LogitsStage, SampleInputs
 from model_runner_base.sample.token_edits import TokenEdits
 from model_runner_base.sample.token_masks import AllowedTokens, TokenMasks
+from model_runner_base.sample.vocabulary import Vocabulary
 
 
 @dataclass
@@ -48,6 +52,8 @@ class SamplingPlan:
     """Indices of the requests whose output tokens are needed on the host."""
     num_logprobs: int
     """The most that a request wants, or NO_LOGPROBS."""
+    sample_parts: StepFunction | None = None
+    """The sampler of parts of rows (``vocabulary.py``), if nothing but a grammar may ask for whole ones."""
 
 
 _NOBODY = np.zeros(0, np.int64)
@@ -66,6 +72,7 @@ class SamplingPipeline:
         last_tokens: list[torch.Tensor],
         wrap: WrapFunction,
         sort_limits: SortLimits,
+        vocabulary: Vocabulary,
         device_ops: DeviceOps,
     ) -> None:
         model_config = vllm_config.model_config
@@ -73,6 +80,12 @@ class SamplingPipeline:
         self._vocab_size = vocab_size = model_config.get_vocab_size()
         self._requests = requests
         self._samplers = samplers
+        self._part_samplers = {
+            mode: wrap(partial(sample, mode, False, sort_limits, vocabulary=vocabulary), last_tokens)
+            for mode in vocabulary.modes(sort_limits)
+            if not vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        }
+        self._whole = vocabulary.gatherer(wrap)
         self._last_tokens = last_tokens
         self._history = history = OutputHistory(device_ops)
         self._masks = TokenMasks(vocab_size, wrap, device_ops)
@@ -140,7 +153,8 @@ class SamplingPipeline:
         num_logprobs = int(self._num_logprobs[rows].max(initial=NO_LOGPROBS))
         every = int(np.bitwise_or.reduce(self._asked[rows]))
         if not every:
-            return SamplingPlan(mode, [], _NOBODY, num_logprobs)
+            sample_parts = self._part_samplers.get(mode) if num_logprobs == NO_LOGPROBS else None
+            return SamplingPlan(mode, [], _NOBODY, num_logprobs, sample_parts)
         asked = np.where(batch.is_sampled, self._asked[batch.rows], 0)
         return SamplingPlan(
             mode=mode,
@@ -153,29 +167,45 @@ class SamplingPipeline:
 
     def run(self, plan: SamplingPlan, inputs: SampleInputs, grammar: GrammarOutput | None) -> SampledStep:
         """Launches everything; waits for nothing, unless a rule looks back on the last step's tokens."""
-        logits = raw = self._masks.apply_grammar(inputs.logits, inputs.batch, grammar)
+        if plan.sample_parts is not None and grammar is None:
+            sampled = SampledStep(self._call(plan.sample_parts, inputs.logits, inputs.sample_slots))
+        else:
+            sampled = self._sample_rows(plan, inputs, self._whole(inputs.logits), grammar)
+        sampled.prompt_chunks = self.prompt_logprobs.collect(inputs.batch, inputs.hidden_states)
+        return sampled
+
+    def _sample_rows(
+        self, plan: SamplingPlan, inputs: SampleInputs, whole: torch.Tensor, grammar: GrammarOutput | None
+    ) -> SampledStep:
+        """All but the prompts, from the model's logits [S, V]."""
+        logits = raw = self._masks.apply_grammar(whole, inputs.batch, grammar)
         for stage, asking in plan.stages:
             logits = stage.apply(inputs, asking, logits)
         tokens, processed = self._draw(plan.mode, logits, inputs.sample_slots)
         if len(plan.looking_back):
             infos = self._requests.infos_of(inputs.batch.rows[plan.looking_back])
             self._history.record(plan.looking_back, infos, tokens)
-        sampled = SampledStep(tokens, num_nans=self._count_nans(inputs.logits))
+        sampled = SampledStep(tokens, num_nans=self._count_nans(whole))
         if plan.num_logprobs != NO_LOGPROBS:
             values = processed if self._reads_processed else raw
             sampled.logprobs = self._logprobs.gather(plan.num_logprobs, values, tokens)
-        sampled.prompt_chunks = self.prompt_logprobs.collect(inputs.batch, inputs.hidden_states)
         return sampled
 
     def _draw(
         self, mode: SamplingMode, logits: torch.Tensor, sample_slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [S], and the logits [S, V] that they were drawn from if log probabilities are taken from those."""
-        results = self._samplers[mode](logits, sample_slots, *self._states.tables(), self._last_tokens[0])
+        results = self._call(self._samplers[mode], logits, sample_slots)
         return results if self._reads_processed else (results, logits)
 
+    def _call(self, sampler: StepFunction, logits: torch.Tensor, sample_slots: torch.Tensor) -> Any:
+        return sampler(logits, sample_slots, *self._states.tables(), self._last_tokens[0])
+
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
-        """Runs every stage and sampler once on rows of padding: logits [S, V], slots [2, S]."""
+        """Runs every stage and sampler once on rows of padding: logits as a step leaves them, slots [2, S]."""
+        for sampler in self._part_samplers.values():
+            self._call(sampler, logits, sample_slots)
+        logits = self._whole(logits)
         self._masks.apply(logits, {})
         for stage in self._stages:
             stage.warm_up(logits, sample_slots)

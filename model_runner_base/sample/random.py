@@ -26,14 +26,16 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 16)
 
 
-def gumbel_noise(seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:
-    """Standard Gumbel noise [S, count] in float32 for int32 vectors [S].
+def gumbel_noise(
+    seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.Tensor, count: int, start: int = 0
+) -> torch.Tensor:
+    """Standard Gumbel noise [S, count] in float32 for int32 vectors [S]: that of ``count`` tokens from ``start`` on.
 
     Adding it to logits and taking the maximum draws from their softmax (Gumbel-max trick).
     """
     stream = _mix(_mix(seed_low) ^ seed_high)
     stream = _mix(stream ^ (position * _GOLDEN))
-    index = torch.arange(count, dtype=torch.int32, device=position.device)
+    index = torch.arange(count, dtype=torch.int32, device=position.device) + start
     bits = _mix(_mix(stream.view(-1, 1) ^ (index.view(1, -1) * _GOLDEN)) + stream.view(-1, 1))
     return _gumbel(bits)
 

@@ -8,9 +8,9 @@ every request's top-k (``SortLimits.max_candidates``): the cap is one more top-k
 import torch
 
 from model_runner_base.graph_policy import SortLimits
-from model_runner_base.sample.likeliest import likeliest
 from model_runner_base.sample.params import GREEDY_TEMPERATURE, SamplingMode
 from model_runner_base.sample.random import gumbel_noise
+from model_runner_base.sample.vocabulary import WHOLE, Vocabulary
 
 
 def sample(
@@ -22,46 +22,47 @@ def sample(
     floats: torch.Tensor,
     ints: torch.Tensor,
     last_tokens: torch.Tensor,
+    vocabulary: Vocabulary = WHOLE,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Samples one token a row and records it in ``last_tokens``, in place.
 
     Args:
-        logits: [S, V] float32.
+        logits: [S, V] float32, or this rank's part if ``vocabulary`` is cut.
         slots: [2, S] int32: the request row of each logits row (the padding row where nothing is to be recorded), and
             the position its token will have.
         floats, ints: the tables of ``SamplingStates``.
         last_tokens: [rows] int32.
+        vocabulary: one whose ``modes`` hold ``mode``, or WHOLE.
 
     Returns:
         Token ids [S] int32; if ``returns_logits`` also the logits [S, V] that they were drawn from: divided by the
         temperature, -inf where a token was cut off.
     """
     rows, positions = slots[0], slots[1]
-    tokens = logits.argmax(dim=-1).to(torch.int32)
-    scaled = logits
+    candidates = scaled = logits
     if mode != SamplingMode.GREEDY:
         temperature, top_p, min_p = floats[rows].unsqueeze(-1).unbind(1)
         top_k, seed_low, seed_high = ints[rows].unbind(1)
         is_greedy = temperature < GREEDY_TEMPERATURE
         scaled = logits / torch.where(is_greedy, 1.0, temperature)
-        floor = scaled.amax(dim=-1, keepdim=True) + torch.log(min_p)
+        floor = vocabulary.maximum(scaled) + torch.log(min_p)
         if mode == SamplingMode.SORTED or sort_limits.max_candidates is not None:
-            ordered = _descending(scaled, sort_limits)
+            ordered = _descending(scaled, sort_limits, vocabulary)
             floor = torch.maximum(floor, _sorted_floor(ordered, floor, top_k.unsqueeze(-1), top_p))
         scaled = torch.where((scaled >= floor) | is_greedy, scaled, float("-inf"))
-        noise = gumbel_noise(seed_low, seed_high, positions, logits.shape[-1])
-        drawn = (scaled + noise).argmax(dim=-1).to(torch.int32)
-        tokens = torch.where(is_greedy.squeeze(-1), tokens, drawn)
+        noise = gumbel_noise(seed_low, seed_high, positions, logits.shape[-1], vocabulary.start)
+        candidates = torch.where(is_greedy, scaled, scaled + noise)
+    tokens = vocabulary.argmax(candidates)
     last_tokens.index_put_((rows,), tokens)
     # A copy: where all are greedy these are the input, and a graph hands out nothing that it was handed.
     return (tokens, scaled.clone()) if returns_logits else tokens
 
 
-def _descending(logits: torch.Tensor, sort_limits: SortLimits) -> torch.Tensor:
+def _descending(logits: torch.Tensor, sort_limits: SortLimits, vocabulary: Vocabulary) -> torch.Tensor:
     """The candidates' logits, largest first: [S, max_candidates], or [S, V] if all are candidates."""
     if sort_limits.max_candidates is None:
         return logits.sort(dim=-1, descending=True).values
-    return likeliest(logits, min(sort_limits.max_candidates, logits.shape[-1]), sort_limits.max_width)[0]
+    return vocabulary.largest(logits, sort_limits.max_candidates, sort_limits.max_width)
 
 
 def _sorted_floor(ordered: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

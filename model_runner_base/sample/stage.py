@@ -21,7 +21,7 @@ class SampleInputs:
 
     batch: InputBatch
     logits: torch.Tensor
-    """[S, V] float32"""
+    """[S, V] float32, or this rank's part of the rows if the vocabulary is cut"""
     sample_slots: torch.Tensor
     """[2, S] int32: the request row of each logits row (the padding row if it yields no token), and the position its
     token will have."""

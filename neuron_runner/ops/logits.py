@@ -1,8 +1,14 @@
-"""The vocabulary head's logits."""
+"""The vocabulary head's logits: gathered from all ranks, or left on each rank for the sampler to draw from."""
+
+from contextlib import suppress
+from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from model_runner_base.sample.vocabulary import WHOLE, CutVocabulary, Vocabulary
 
 
 class NeuronLogitsProcessor(LogitsProcessor):
@@ -10,6 +16,9 @@ class NeuronLogitsProcessor(LogitsProcessor):
 
     The product itself is the head's (``weights.py``, ``quantization.py``).
     """
+
+    gathers = True
+    """Whether every rank gets all logits; else each keeps those of its own rows of the head, padding included."""
 
     def forward(
         self,
@@ -24,3 +33,36 @@ class NeuronLogitsProcessor(LogitsProcessor):
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits if self.scale == 1.0 else logits * self.scale
+
+    def _get_logits(
+        self, hidden_states: torch.Tensor, lm_head: VocabParallelEmbedding, embedding_bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if self.gathers:
+            return super()._get_logits(hidden_states, lm_head, embedding_bias)
+        return lm_head.quant_method.apply(lm_head, hidden_states, bias=embedding_bias)
+
+
+@torch.no_grad()
+def cut_vocabulary(model: Any) -> Vocabulary:
+    """Has the ranks of a loaded model keep their own logits, for the sampler to draw from; a rank alone has them all.
+
+    A model that does more with its logits than number by number keeps gathering them: one row, on the host, tells.
+    """
+    group = get_tp_group()
+    processors = [module for module in model.modules() if isinstance(module, NeuronLogitsProcessor)]
+    heads: list[Any] = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    if group.world_size == 1 or len(processors) != 1 or not heads:
+        return WHOLE
+    (processor,), head = processors, heads[-1]
+    row = torch.linspace(-1, 1, head.embedding_dim, dtype=head.weight.dtype).view(1, -1)
+    gathered = model.compute_logits(row)
+    processor.gathers = False
+    with suppress(IndexError, RuntimeError):  # The model looks for tokens that a part of the row has not.
+        own = model.compute_logits(row)
+        width = own.shape[-1]
+        start, size = group.rank_in_group * width, gathered.shape[-1]
+        vocabulary = CutVocabulary(start, width, group.world_size, size, tensor_model_parallel_all_gather)
+        if vocabulary.whole(own).allclose(gathered, equal_nan=True):
+            return vocabulary
+    processor.gathers = True
+    return WHOLE
