@@ -121,6 +121,24 @@ def test_tokens_are_those_of_rounded_weights(name: str, tiny_model: Callable[[st
         assert CompilationCount.now() == before
 
 
+def test_all_options_together_compile_nothing_late(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """int8, given buckets, capped drawing and a contiguous cache; an untied head too."""
+    model = tiny_model("llama")
+    options = INT8["neuron_config"] | {"on_device_sampling_config": {"global_topk": 64}}
+    additional = {"neuron_config": options}
+    with engine(model.path, max_model_len=128, block_size=128, additional_config=additional) as llm:
+        before = CompilationCount.now()
+        assert generate(llm, PROMPTS) == expected(rounded_checkpoint(model, tmp_path / "rounded"), PROMPTS)
+        drawn = {"max_tokens": 12, "detokenize": False, "ignore_eos": True, "seed": 1}
+        params = [
+            SamplingParams(**drawn),
+            SamplingParams(**drawn, temperature=0.8, top_k=5, top_p=0.9, logprobs=3),
+            SamplingParams(**drawn, presence_penalty=0.5, min_p=0.1),
+        ]
+        llm.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], params)
+        assert CompilationCount.now() == before
+
+
 def test_eager_rounds_alike(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
     model = tiny_model("llama")
     with engine(model.path, max_model_len=128, additional_config=INT8, enforce_eager=True) as llm:
