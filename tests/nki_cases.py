@@ -7,7 +7,7 @@ import torch
 from test_attention import dense_attention
 
 from model_runner_base.attention.paged import PagedAttentionMetadata
-from model_runner_base.attention.plan import PlanGeometry, kv_tile_for
+from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, stored_block_size
 from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
@@ -33,6 +33,11 @@ class Case:
     dtype: torch.dtype = torch.float32
     padding: int = 3
     seed: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Tokens in a block of the cache tensor."""
+        return stored_block_size(self.block_size, self.reach)
 
     def __str__(self) -> str:
         kind = {DECODE: "decode", PREFILL: "prefill", MIXED: "mixed"}.get(self.requests, "drawn")
@@ -65,9 +70,9 @@ def make_batch(case: Case) -> tuple[PlanGeometry, BlockTable, InputBatch]:
     computed, scheduled = (np.array(x, np.int64) for x in zip(*case.requests, strict=True))
     longest = int((computed + scheduled).max())
     kv_tile = kv_tile_for(case.block_size, case.reach)
-    geometry = PlanGeometry(case.block_size, kv_tile, -(-longest // kv_tile), case.window)
+    geometry = PlanGeometry(case.stored, kv_tile, -(-longest // kv_tile), case.window)
     rows = np.arange(len(computed))[::-1].copy()
-    table = BlockTable(len(computed), longest, case.block_size, kv_tile // case.block_size)
+    table = BlockTable(len(computed), longest, case.stored, kv_tile // case.stored, case.block_size // case.stored)
     per_request = -(-longest // case.block_size)
     ids = np.random.default_rng(case.seed).permutation(len(computed) * per_request) + 1
     for row in rows:
@@ -102,12 +107,12 @@ def make_step(case: Case) -> Step:
         row: draw(length, 2 * num_kv_heads, head_size) for row, length in zip(batch.rows, batch.seq_lens, strict=True)
     }
     cache = torch.full(
-        (int(table.table.max()) + 1, case.block_size, 2 * num_kv_heads, head_size), float("nan"), dtype=case.dtype
+        (int(table.table.max()) + 1, case.stored, 2 * num_kv_heads, head_size), float("nan"), dtype=case.dtype
     )
     cache[0] = 0.0
     for row, count in zip(batch.rows, batch.num_computed, strict=True):
         seen = np.arange(max(0, count - case.window + 1) if case.window else 0, count)
-        cache[table.table[row, seen // case.block_size], seen % case.block_size] = history[row][seen]
+        cache[table.table[row, seen // case.stored], seen % case.stored] = history[row][seen]
     tokens = len(metadata.slot_blocks)
     query = draw(tokens, num_heads, head_size) * 4
     new = torch.zeros(tokens, 2 * num_kv_heads, head_size, dtype=case.dtype)

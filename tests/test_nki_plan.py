@@ -40,9 +40,7 @@ def rows_seen(case: Case, table: BlockTable, batch: InputBatch) -> list[Counter]
     for row, position in zip(batch.token_rows, batch.positions, strict=True):
         first = max(0, position - case.window + 1) if case.window else 0
         keys = np.arange(first, position + 1)
-        seen.append(
-            Counter((table.table[row, keys // case.block_size] * case.block_size + keys % case.block_size).tolist())
-        )
+        seen.append(Counter((table.table[row, keys // case.stored] * case.stored + keys % case.stored).tolist()))
     return seen
 
 
