@@ -4,8 +4,8 @@
 
 Run where there is network. FOLDER (``.whl``, which git ignores) is then carried to the host and unpacked there:
 
-    python3 -m pip install --no-index --no-deps --target /tmp/site FOLDER/*.whl
-    PYTHONPATH=/tmp/site python3 -m benchmarks.gpu
+    python3 -m pip install --no-index --no-deps --target .site FOLDER/*.whl
+    PYTHONPATH=.site python3 -m benchmarks.gpu
 
 The host is taken to have torch, Triton, transformers, NumPy and what these bring, beside the widespread packages of an
 image for machine learning (aiohttp, attrs, cloudpickle, einops, jinja2, numba, pillow, prometheus-client, protobuf,

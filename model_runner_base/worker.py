@@ -121,7 +121,8 @@ class ModelRunnerWorker(WorkerBase):
 
     def _num_sharing(self) -> int:
         """Workers whose device memory is one and the same, this one among them."""
-        shares = getattr(current_platform, "shares_host_memory", lambda: False)()
+        # Not asked by getattr: vLLM's platforms answer None for whatever they do not have.
+        shares = isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory()
         return self.parallel_config.local_world_size if shares else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

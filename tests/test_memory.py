@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from vllm.platforms.interface import Platform
 
+import model_runner_base.worker
 from model_runner_base import DeviceMemoryProfiler, DeviceOps, MemoryInfo, ModelRunnerWorker
+from model_runner_base.platform import PagedPlatform
 from neuron_runner.device_ops import XlaDeviceOps
 
 
@@ -56,6 +59,25 @@ def test_available_memory(asked: int | None, used: int, step: int, useful: float
         _num_sharing=lambda: sharing,
     )
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
+
+
+class OtherPlatform(Platform):
+    """One of vLLM's own, which knows nothing of what the base asks of a PagedPlatform."""
+
+    device_type = "cuda"
+
+
+class HostPlatform(PagedPlatform):
+    device_type = "cpu"
+
+
+@pytest.mark.parametrize(("platform", "sharing"), [(OtherPlatform(), 1), (HostPlatform(), 2)])
+def test_workers_share_the_hosts_memory_and_no_devices(
+    platform: Platform, sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner_base.worker, "current_platform", platform)
+    worker = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=2))
+    assert ModelRunnerWorker._num_sharing(worker) == sharing  # type: ignore[arg-type]
 
 
 def test_device_without_a_report_needs_to_be_told() -> None:

@@ -230,7 +230,7 @@ def fill_flat_slots(
     for token in range(len(positions)):
         block = positions[token] // block_size
         slots[token] = table[token_rows[token], block] * block_size + positions[token] - block * block_size
-    slots[len(positions) :] = -1
+    slots[len(positions) :] = NO_SLOT
 
 
 @compiled
