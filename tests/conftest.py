@@ -1,6 +1,5 @@
 """Fixtures: tiny checkpoints, and real engines that are shut down after use."""
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import vllm.model_executor.models.registry
 from vllm import LLM
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from model_runner_base.testing.engine import DEFAULTS
+from model_runner_base.testing.engine import DEFAULTS, shut_down
 from model_runner_base.testing.fixtures import tiny_model
 
 # Elsewhere vLLM looks at a model's class in a process of its own, which costs seconds for each architecture.
@@ -34,8 +32,7 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
         yield llm
     finally:
         del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        shut_down()
 
 
 __all__ = ["BUNDLED_MODEL", "engine", "tiny_model"]

@@ -306,6 +306,25 @@ class Schedules(RuleBasedStateMachine):
                 self.run.clean()
 
 
+def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
+    """Requests that come back in other places, one token each, are not taken for those of the step before."""
+    model = tiny_model("llama")
+    with bench_of(engine(model.path, **OPTIONS), model) as bench:
+        for silently in (True, False):
+            run = Run(bench, seed=0, is_async=True)
+            for name in "ab":
+                run.scheduler.add(name, [5, 6, ord(name)], bench.params(0, 12))
+            run.step({"a": 3, "b": 3})
+            run.decode(2)
+            for request in run.requests:
+                run.scheduler.preempt(request, silently)
+            if not silently:
+                run.step({})  # A step without tokens leaves no trace of the batch before.
+            while run.requests:
+                run.step({request.name: 1 for request in run.requests})
+            run.end()
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
 def test_random_schedules(
     name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], pytestconfig: pytest.Config
@@ -327,25 +346,6 @@ def test_random_schedules(
                 suppress_health_check=list(HealthCheck),
             ),
         )
-
-
-def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
-    """Requests that come back in other places, one token each, are not taken for those of the step before."""
-    model = tiny_model("llama")
-    with bench_of(engine(model.path, **OPTIONS), model) as bench:
-        for silently in (True, False):
-            run = Run(bench, seed=0, is_async=True)
-            for name in "ab":
-                run.scheduler.add(name, [5, 6, ord(name)], bench.params(0, 12))
-            run.step({"a": 3, "b": 3})
-            run.decode(2)
-            for request in run.requests:
-                run.scheduler.preempt(request, silently)
-            if not silently:
-                run.step({})  # A step without tokens leaves no trace of the batch before.
-            while run.requests:
-                run.step({request.name: 1 for request in run.requests})
-            run.end()
 
 
 def test_requests_set_aside_by_the_engine(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
