@@ -12,6 +12,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Tiny models: threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import vllm.model_executor.models.registry
 from vllm import LLM
 
@@ -21,7 +22,29 @@ from model_runner_base.testing.fixtures import tiny_model
 # Elsewhere vLLM looks at a model's class in a process of its own, which costs seconds for each architecture.
 vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
 
+LONGEST = [
+    "conformance",
+    "mutations",
+    "architectures",
+    "tensor_parallel",
+    "quantization",
+    "gpu_runner",
+    "gpu_benchmark",
+    "examples",
+    "reload",
+    "compilation",
+    "server",
+    "ways_to_run",
+]
+"""The files that take longest."""
+
 BUNDLED_MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: side by side, no process is left alone with one at the end."""
+    files = [f"test_{name}" for name in LONGEST]
+    items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
 
 
 @contextmanager
