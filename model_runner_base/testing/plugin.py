@@ -26,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all-architectures", action="store_true", help="every architecture, not only the main ones")
     group.addoption("--no-shrinking", action="store_true", help="report failing schedules as found, not the smallest")
     group.addoption(
+        "--schedules", type=int, default=15, metavar="N", help="random schedules of each architecture: fewer find less"
+    )
+    group.addoption(
         "--soak", type=int, default=0, metavar="N", help="requests of the soak, and a twentieth as many schedules"
     )
 

@@ -335,7 +335,7 @@ def test_random_schedules(
         run_state_machine_as_test(
             partial(Schedules, bench),  # type: ignore[arg-type]
             settings=settings(
-                max_examples=15 + pytestconfig.getoption("soak") // 20,
+                max_examples=pytestconfig.getoption("schedules") + pytestconfig.getoption("soak") // 20,
                 stateful_step_count=40,
                 deadline=None,
                 # A verdict on a device must come out the same twice, and leave no files behind.
