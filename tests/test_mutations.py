@@ -39,12 +39,15 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Run]]]:
-    """The kit's runs on every mutation and on the base as it is, two at a time."""
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Run]]]:
+    """The kit's runs on every mutation that is tested and on the base as it is, two at a time."""
     directory = tmp_path_factory.mktemp("mutations")
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_the_kit_catches"]
     with ThreadPoolExecutor(2) as pool:
         control = Mutation("control", "__init__.py", "", "", f"{STEADY} or test_min_tokens")
-        runs = [control, *MUTATIONS]
+        runs = [control, *(test.callspec.params["mutation"] for test in tests)]  # type: ignore[attr-defined]
         yield {
             mutation.name: pool.submit(run_kit, mutation, directory / str(number))
             for number, mutation in enumerate(runs)
