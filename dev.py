@@ -52,6 +52,8 @@ def main(arguments: list[str]) -> None:
     if not command:
         raise SystemExit("run needs a command, such as: run vllm serve examples/models/kjv-2m")
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"}
+    # The tests start some fifty processes, each of which would compile vLLM's modules for ten seconds.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if arguments[0] == "test":
         os.chdir(ROOT)
     os.execvpe(command[0], command, environment)

@@ -31,8 +31,8 @@ class TwoSizes(NamedTuple):
 
 
 BUCKETS = {
-    "num_batched_tokens_buckets": [8, 24, 64],
-    "num_seqs_buckets": [1, 3, 6],
+    "num_batched_tokens_buckets": [24, 64],
+    "num_seqs_buckets": [1, 6],
     "context_length_buckets": [100, 512],
 }
 
