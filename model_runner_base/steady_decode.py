@@ -30,15 +30,13 @@ class SteadyDecode:
         self.packed = packed
         self._plans = plans
         self._requests = requests
-        self._increments: np.ndarray | None = None
-        """What a step adds to the growing sections: 1, and 0 for padding."""
 
     def advance(self, scheduler_output: SchedulerOutput) -> bool:
         """Moves on to the scheduled step; False if it is another, or has no room, and has to be built from scratch."""
         batch = self.batch
         if not _schedules_the_same(scheduler_output, batch):
             return False
-        if self._increments is None:
+        if not batch.follows:
             self._begin()
         num_computed = self._requests.num_computed
         step_on(self._growing, self._increments, num_computed, batch.rows, batch.seq_lens)
@@ -50,6 +48,7 @@ class SteadyDecode:
     def _begin(self) -> None:
         """The batch's arrays become views of the buffer, which moves them on."""
         batch, views = self.batch, self.packed.views
+        # What a step adds to the growing sections: 1, and 0 for padding.
         self._growing, self._increments, increment_views = self.packed.growing()
         for name in ("positions", "sample_positions"):
             increment_views[name][: batch.num_reqs] = 1
