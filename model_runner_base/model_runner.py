@@ -51,7 +51,7 @@ from model_runner_base.sample.sampler import sample
 from model_runner_base.sample.stage import SampleInputs
 from model_runner_base.sample.vocabulary import WHOLE, Vocabulary
 from model_runner_base.steady_decode import SteadyDecode
-from model_runner_base.step_guard import guarded
+from model_runner_base.step_guard import StepGuard, guarded
 from model_runner_base.warm_up import warm_up
 
 
@@ -76,6 +76,7 @@ class ModelRunnerBase:
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config
         self.device = device
+        self.step_guard = StepGuard(vllm_config.parallel_config.rank)
         self.max_model_len = self.model_config.max_model_len
         self._reach: int | None = None
         """Tokens of a request that tables and graphs are made for; None before they are."""
@@ -289,10 +290,9 @@ class ModelRunnerBase:
                     block_ids, extended[index] = extended[index], None
                     tokens, num_computed = cached.all_token_ids[req_id], cached.num_computed_tokens[index]
                     self._place(req_id, self.requests.infos[req_id], tokens, num_computed, block_ids)
-        req_ids = list(compress(cached.req_ids, extended))
-        if req_ids:
-            rows = self.requests.rows_of(req_ids)
-            by_table = zip(*compress(cached.new_block_ids, extended), strict=True)
+        if extended.count(None) < len(extended):
+            rows = self.requests.rows_of(compress(cached.req_ids, extended))
+            by_table = zip(*filter(None, extended), strict=True)
             for table, block_ids in zip(self.block_tables, by_table, strict=True):
                 table.append(rows, block_ids)
 

@@ -21,7 +21,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from model_runner_base.memory import DeviceMemoryProfiler
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
-from model_runner_base.step_guard import step_guard
+from model_runner_base.step_guard import StepGuard
 
 logger = init_logger(__name__)
 
@@ -131,7 +131,7 @@ class ModelRunnerWorker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> None:
         ops = self.model_runner.device_ops
-        with step_guard(self.rank), DeviceMemoryProfiler(ops) as profiler:
+        with StepGuard(self.rank), DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
         logger.info("Graphs and warm-up took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
         # Building and profiling the model must not move the seed of what follows.
