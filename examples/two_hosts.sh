@@ -49,9 +49,9 @@ start() { # node, shell script: run there in the background, with shared memory 
 
 serve="exec $python -m vllm.entrypoints.cli.main serve $model --tensor-parallel-size 2
     --max-model-len 256 --max-num-seqs 2 --max-num-batched-tokens 64
-    --additional-config.neuron_config.num_batched_tokens_buckets [64]
-    --additional-config.neuron_config.num_seqs_buckets [2]
-    --additional-config.neuron_config.context_length_buckets [256]"
+    --additional-config.neuron_config.num_batched_tokens_buckets '[64]'
+    --additional-config.neuron_config.num_seqs_buckets '[2]'
+    --additional-config.neuron_config.context_length_buckets '[256]'"
 serve=${serve//$'\n'/ }
 # Ray counts Neuron cores itself; a host without any has to say how many workers it takes.
 ray="$python -m ray.scripts.scripts start --resources '{\"neuron_cores\": 1}' --disable-usage-stats
