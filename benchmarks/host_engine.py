@@ -6,7 +6,6 @@ Nothing here loads a checkpoint: the model's layers are names with a KV-cache sp
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import enable_envs_cache
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -94,17 +92,11 @@ class Side:
         """Host time since it was last set to 0."""
         self._unread: deque[ModelRunnerOutput | AsyncModelRunnerOutput] = deque()
 
-    def _guard(self) -> AbstractContextManager[object]:
-        """What the worker holds around a call; the stock runner brings its own."""
-        return nullcontext()
-
     def launch(self, scheduler_output: SchedulerOutput) -> None:
         before, start = self.device.taken_ns, time.thread_time_ns()
-        with self._guard():
-            output = self.runner.execute_model(scheduler_output)
+        output = self.runner.execute_model(scheduler_output)
         if output is None:
-            with self._guard():
-                output = self.runner.sample_tokens(None)
+            output = self.runner.sample_tokens(None)
         self._unread.append(output)
         self.step_ns += time.thread_time_ns() - start - CLOCK_NS - (self.device.taken_ns - before)
 
@@ -116,15 +108,6 @@ class Side:
             output = output.get_output()
         self.step_ns += time.thread_time_ns() - start - CLOCK_NS
         return output
-
-
-class OurSide(Side):
-    def __init__(self, runner: FakeDeviceRunner, device: FakeDevice) -> None:
-        super().__init__(runner, device)
-        self._inference_mode = current_platform.inference_mode()
-
-    def _guard(self) -> AbstractContextManager[object]:
-        return self._inference_mode
 
 
 class Sides:
@@ -144,7 +127,7 @@ class Sides:
             ours.load_model()
             ours.initialize_kv_cache(cache_config(self.num_blocks))
         self.stock = Side(stock, stock.fake_device)
-        self.ours = OurSide(ours, ours.fake_device)
+        self.ours = Side(ours, ours.fake_device)
 
     def __iter__(self) -> Iterator[Side]:
         return iter((self.stock, self.ours))

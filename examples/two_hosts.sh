@@ -1,23 +1,30 @@
 #!/usr/bin/env bash
-# One engine on two hosts by vLLM's mp executor, as its documentation starts it: one `vllm serve` a host with --nnodes,
-# --node-rank and --master-addr, --headless on all but the first. Here the hosts are two network namespaces of this
-# machine, joined by one virtual cable (needs root); on real hosts run the two `vllm serve` lines, one on each.
+# One engine on two hosts, started as vLLM documents it for each of its executors:
+#   mp   one `vllm serve` a host with --nnodes, --node-rank and --master-addr, --headless on all but the first
+#   ray  `ray start --head` on the first host and `ray start --address` on the other, then `vllm serve` on the first
+# Here the hosts are two network namespaces of this machine, joined by one virtual cable (needs root); on real hosts run
+# the same commands, each on its own.
 #
-#     examples/two_hosts.sh [MODEL]        PYTHON=path/to/python if it is not .venv/bin/python
+#     examples/two_hosts.sh [mp|ray [MODEL]]        PYTHON=path/to/python if it is not .venv/bin/python
 set -euo pipefail
 cd "$(dirname "$0")/.."
-model=${1:-examples/models/kjv-2m}
+executor=${1:-mp}
+model=$(realpath "${2:-examples/models/kjv-2m}")
 python=${PYTHON:-.venv/bin/python}
 suffix=$$
 hosts=("first$suffix" "second$suffix")
 addresses=(10.77.0.1 10.77.0.2)
 cable=("cable0" "cable1")
+log=$(mktemp)
 pids=()
 
 clean_up() {
     for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
-    for host in "${hosts[@]}"; do ip netns delete "$host" 2>/dev/null || true; done
     for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null || true; done
+    for host in "${hosts[@]}"; do
+        { ip netns pids "$host" | xargs -r kill -9; } 2>/dev/null || true # What Ray left in the background.
+        ip netns delete "$host" 2>/dev/null || true
+    done
 }
 trap clean_up EXIT
 
@@ -31,22 +38,45 @@ for node in 0 1; do
     ip -n "${hosts[$node]}" link set "${cable[$node]}" up
 done
 
-serve() { # node, further options
-    local node=$1
-    shift
-    VLLM_HOST_IP=${addresses[$node]} GLOO_SOCKET_IFNAME=${cable[$node]} \
-        exec ip netns exec "${hosts[$node]}" "$python" -m vllm.entrypoints.cli.main serve "$model" \
-        --tensor-parallel-size 2 --nnodes 2 --node-rank "$node" --master-addr "${addresses[0]}" \
-        --max-model-len 256 --max-num-seqs 2 --max-num-batched-tokens 64 \
-        --additional-config '{"neuron_config": {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [2],
-                              "context_length_buckets": [256]}}' "$@"
+start() { # node, shell script: run there in the background, with shared memory and Ray's folder as a host has its own
+    mkdir -p /tmp/ray
+    VLLM_HOST_IP=${addresses[$1]} GLOO_SOCKET_IFNAME=${cable[$1]} ip netns exec "${hosts[$1]}" bash -euc "
+        mount -t tmpfs tmpfs /dev/shm
+        mount -t tmpfs tmpfs /tmp/ray
+        $2" >>"$log" 2>&1 &
+    pids+=($!)
 }
 
-log=$(mktemp)
-serve 1 --headless >"$log" 2>&1 &
-pids+=($!)
-serve 0 --port 8000 >>"$log" 2>&1 &
-pids+=($!)
+serve="exec $python -m vllm.entrypoints.cli.main serve $model --tensor-parallel-size 2
+    --max-model-len 256 --max-num-seqs 2 --max-num-batched-tokens 64
+    --additional-config.neuron_config.num_batched_tokens_buckets '[64]'
+    --additional-config.neuron_config.num_seqs_buckets '[2]'
+    --additional-config.neuron_config.context_length_buckets '[256]'"
+serve=${serve//$'\n'/ }
+# Ray counts Neuron cores itself; a host without any has to say how many workers it takes.
+ray="$python -m ray.scripts.scripts start --resources '{\"neuron_cores\": 1}' --disable-usage-stats
+    --num-cpus 1 --object-store-memory 100000000"
+ray=${ray//$'\n'/ }
+case $executor in
+mp)
+    several="--nnodes 2 --master-addr ${addresses[0]}"
+    start 0 "$serve $several --node-rank 0"
+    start 1 "$serve $several --node-rank 1 --headless"
+    ;;
+ray)
+    # A cluster's hosts share a token: on real ones, copy what `ray get-auth-token --generate` writes on the first.
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+    RAY_AUTH_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')
+    start 0 "$ray --head --include-dashboard false --node-ip-address ${addresses[0]}
+        $serve --distributed-executor-backend ray"
+    start 1 "until $ray --block --address ${addresses[0]}:6379 --node-ip-address ${addresses[1]}; do sleep 1; done"
+    ;;
+*)
+    echo "the executor is mp or ray, not $executor" >&2
+    exit 1
+    ;;
+esac
+
 echo "two hosts start; their log: $log"
 on_first() { ip netns exec "${hosts[0]}" "$@"; }
 until on_first curl -sf "http://${addresses[0]}:8000/health"; do

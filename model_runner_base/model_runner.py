@@ -51,6 +51,7 @@ from model_runner_base.sample.sampler import sample
 from model_runner_base.sample.stage import SampleInputs
 from model_runner_base.sample.vocabulary import WHOLE, Vocabulary
 from model_runner_base.steady_decode import SteadyDecode
+from model_runner_base.step_guard import StepGuard, guarded
 from model_runner_base.warm_up import warm_up
 
 
@@ -75,6 +76,7 @@ class ModelRunnerBase:
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config
         self.device = device
+        self.step_guard = StepGuard(vllm_config.parallel_config.rank)
         self.max_model_len = self.model_config.max_model_len
         self._reach: int | None = None
         """Tokens of a request that tables and graphs are made for; None before they are."""
@@ -228,8 +230,14 @@ class ModelRunnerBase:
 
     # ---- The engine's contract: one step ----
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless there were none."""
+    @guarded
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
+    ) -> ModelRunnerOutput | None:
+        """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless there were none.
+
+        Tensors would come from the stage before in a pipeline, which limits.py refuses.
+        """
         self._update_states(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -242,6 +250,7 @@ class ModelRunnerBase:
         self._sample_inputs = SampleInputs(batch, *outputs)
         return None
 
+    @guarded
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Launches the sampler on what ``execute_model`` left."""
         inputs, self._sample_inputs = self._sample_inputs, None

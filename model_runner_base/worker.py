@@ -2,8 +2,6 @@
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,19 +21,9 @@ from vllm.v1.worker.worker_base import WorkerBase
 from model_runner_base.memory import DeviceMemoryProfiler
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
+from model_runner_base.step_guard import StepGuard
 
 logger = init_logger(__name__)
-
-
-@contextmanager
-def _ending_the_process() -> Iterator[None]:
-    """vLLM's executor hears of rank 0's errors alone. Another rank that went on after one would meet the others a
-    collective late, and add what does not belong together."""
-    try:
-        yield
-    except Exception:
-        logger.exception("This worker failed in a step, so it ends; the engine ends with it.")
-        os._exit(1)
 
 
 class ModelRunnerWorker(WorkerBase):
@@ -43,6 +31,8 @@ class ModelRunnerWorker(WorkerBase):
 
     model_runner_cls: type[ModelRunnerBase]
     model_runner: ModelRunnerBase  # type: ignore[assignment]
+    num_local_workers: int
+    """Of this engine, on this host."""
 
     def make_device(self) -> torch.device:
         """The torch device of this worker's rank."""
@@ -51,9 +41,9 @@ class ModelRunnerWorker(WorkerBase):
     # ---- Start-up, in the order the engine calls it ----
 
     def init_device(self) -> None:
-        self.device = self.make_device()
         parallel = self.parallel_config
-        PagedPlatform.num_local_workers = parallel.local_world_size
+        PagedPlatform.num_local_workers = self.num_local_workers = self._count_local_workers()
+        self.device = self.make_device()
         init_distributed_environment(
             parallel.world_size,
             self.rank,
@@ -63,9 +53,15 @@ class ModelRunnerWorker(WorkerBase):
         )
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         set_random_seed(self.model_config.seed)
-        self._inference_mode = current_platform.inference_mode()  # Torch's may be entered again and again.
         self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
         self.measure_at_start()
+
+    def _count_local_workers(self) -> int:
+        """To be called before ``make_device``, which may take one of the devices that are named."""
+        if not self.parallel_config.use_ray:
+            return self.parallel_config.local_world_size
+        # Under Ray all ranks count as local there; but each is named the devices of all workers of its host.
+        return len(os.environ[current_platform.device_control_env_var].split(","))
 
     def measure_at_start(self) -> None:
         """Notes what is free; raises ValueError where that is less than the share that the KV cache may need."""
@@ -124,7 +120,7 @@ class ModelRunnerWorker(WorkerBase):
         """Workers whose device memory is one and the same, this one among them."""
         # Not asked by getattr: vLLM's platforms answer None for whatever they do not have.
         shares = isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory()
-        return self.parallel_config.local_world_size if shares else 1
+        return self.num_local_workers if shares else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
@@ -135,7 +131,7 @@ class ModelRunnerWorker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> None:
         ops = self.model_runner.device_ops
-        with self._failing_together(), current_platform.inference_mode(), DeviceMemoryProfiler(ops) as profiler:
+        with StepGuard(self.rank), DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
         logger.info("Graphs and warm-up took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
         # Building and profiling the model must not move the seed of what follows.
@@ -144,18 +140,12 @@ class ModelRunnerWorker(WorkerBase):
     # ---- Steps ----
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        with self._failing_together(), self._inference_mode:
-            return self.model_runner.execute_model(scheduler_output)
+        return self.model_runner.execute_model(scheduler_output)
 
     def sample_tokens(  # type: ignore[override]
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        with self._failing_together(), self._inference_mode:
-            return self.model_runner.sample_tokens(grammar_output)
-
-    def _failing_together(self) -> AbstractContextManager:
-        """Within it, a rank whose error nobody would hear of ends its process, and with it the engine."""
-        return nullcontext() if self.rank == 0 else _ending_the_process()
+        return self.model_runner.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return None

@@ -4,6 +4,7 @@ import glob
 import os
 import re
 from importlib.metadata import PackageNotFoundError, version
+from urllib.parse import urlsplit
 
 TORCH_XLA_VERSION = "2.9"
 VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
@@ -104,6 +105,12 @@ def _visible_cores(text: str) -> list[int] | None:
     return sorted(cores)
 
 
+def host_of(init_method: str) -> str:
+    """The host at which torch.distributed's init method has the ranks meet, which is that of rank 0."""
+    address = urlsplit(init_method).netloc
+    return address.rpartition(":")[0] if address else os.environ["MASTER_ADDR"]  # The latter for env://.
+
+
 def share_neuron_cores(rank: int, local_rank: int, world_size: int, root_host: str) -> None:
     """One core a process, and one runtime over all processes; to be called before torch_xla is imported.
 
@@ -118,10 +125,10 @@ def share_neuron_cores(rank: int, local_rank: int, world_size: int, root_host: s
     os.environ.setdefault("NEURON_RT_ROOT_COMM_ID", f"{root_host}:{ROOT_PORT}")
 
 
-def share_host_cores(local_world_size: int) -> None:
+def share_host_cores(num_local_workers: int) -> None:
     """Gives this process its part of the host's threads under XLA:CPU; to be called before that starts.
 
     XLA's clients read the number from NPROC, which is left as it is if set.
     """
     available = len(os.sched_getaffinity(0))
-    os.environ.setdefault("NPROC", str(max(1, available // local_world_size)))
+    os.environ.setdefault("NPROC", str(max(1, available // num_local_workers)))

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from model_runner_base.platform import PagedPlatform
-from neuron_runner import environment
+from neuron_runner import environment, ray_setup
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 
@@ -17,9 +17,15 @@ class NeuronPlatform(PagedPlatform):
     device_name = "xla"
     device_type = "xla"
     dispatch_key = "XLA"
-    ray_device_key = "neuron_cores"
-    device_control_env_var = "NEURON_RT_VISIBLE_CORES"
+    ray_device_key = ray_setup.RESOURCE
+    ray_noset_device_env_vars = ray_setup.SET_IN_WORKERS
+    device_control_env_var = environment.VISIBLE_CORES
     worker_cls = "neuron_runner.worker.NeuronWorker"
+
+    @property
+    def additional_env_vars(self) -> list[str]:  # type: ignore[override]
+        """What Ray's workers take over from the environment, beside vLLM's own variables."""
+        return ray_setup.copied_variables()
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -52,21 +58,23 @@ class NeuronPlatform(PagedPlatform):
         return "neuron_runner.nki.attention.NkiAttentionBackend" if use_nki() else plain
 
     @classmethod
+    def _check_cores(cls, parallel: "ParallelConfig") -> None:
+        on_neuron = environment.neuron_device_visible()
+        if parallel.use_ray:
+            ray_setup.check_ray()
+            if not on_neuron:
+                ray_setup.give_cores(parallel.world_size)
+        elif on_neuron:
+            environment.check_cores(parallel.local_world_size)
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         environment.check_torch_xla()
         from neuron_runner.config import read_neuron_config
 
         super().check_and_update_config(vllm_config)
-        if vllm_config.parallel_config.distributed_executor_backend == "ray":
-            from model_runner_base.limits import UnsupportedConfigError
-
-            raise UnsupportedConfigError(
-                "Ray is not supported yet: use distributed_executor_backend=mp, over several hosts with --nnodes, "
-                "--node-rank and --master-addr"
-            )
+        cls._check_cores(vllm_config.parallel_config)
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        if environment.neuron_device_visible():
-            environment.check_cores(vllm_config.parallel_config.local_world_size)
         config = read_neuron_config(vllm_config.additional_config)
         if model is not None:
             config.check_limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len)

@@ -38,18 +38,23 @@ class NeuronWorker(ModelRunnerWorker):
                     f"same settings and the same {', '.join(VARIABLES)}"
                 )
 
+    def _root_host(self) -> str:
+        """The host of rank 0, as all ranks can reach it."""
+        if self.parallel_config.nnodes > 1:
+            return self.parallel_config.master_addr  # vLLM puts it in the place of the method below.
+        return environment.host_of(self.distributed_init_method)
+
     def make_device(self) -> torch.device:
         if self.model_config.enforce_eager:
             return torch.device("cpu")
         parallel = self.parallel_config
         if environment.neuron_device_visible():
             if parallel.world_size > 1:
-                root = parallel.master_addr if parallel.nnodes > 1 else "localhost"
-                environment.share_neuron_cores(self.rank, self.local_rank, parallel.world_size, root)
+                environment.share_neuron_cores(self.rank, self.local_rank, parallel.world_size, self._root_host())
         else:
             keep_freed_memory()
             if parallel.world_size > 1:
-                environment.share_host_cores(parallel.local_world_size)
+                environment.share_host_cores(self.num_local_workers)
         # Without its library for Neuron torch_xla would settle for the CPU when it is imported, and not say so.
         os.environ.setdefault("PJRT_DEVICE", "NEURON" if environment.neuron_device_visible() else "CPU")
         import torch_xla

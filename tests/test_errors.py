@@ -39,7 +39,6 @@ def start(model: Path, **options: Any) -> None:
         ({"additional_config": {"neuron_config": {"num_seqs_buckets": [1, 2]}}}, "must end at max_num_seqs=4"),
         ({"additional_config": {"neuron_config": {"seqs": [1]}}}, "neuron_config.seqs: unknown option"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is not supported yet"),
-        ({"distributed_executor_backend": "ray"}, "Ray is not supported yet: use distributed_executor_backend=mp"),
         ({"enable_lora": True}, "LoRA adapters are not supported yet"),
         ({"kv_cache_dtype": "fp8"}, "^paged attention in plain torch does not support: kv_cache_dtype=fp8"),
         ({"logits_processors": ["no_such_module:Processor"]}, "Failed to load 0th LogitsProcessor plugin"),
