@@ -4,35 +4,86 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from model_runner_base.host_loops import compiled
-from model_runner_base.input_batch import InputBatch, pad_into
-from model_runner_base.request_states import RequestStates
+from model_runner_base.input_batch import InputBatch
+from model_runner_base.request_states import RequestStates, int_array
 
 
 @compiled
-def expand_tokens(
-    rows: np.ndarray, query_len: np.ndarray, num_computed: np.ndarray, num_known: np.ndarray, known: np.ndarray
+def advance(
+    rows: np.ndarray, query_len: np.ndarray, progress: np.ndarray, num_known: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """From R requests to T tokens: row, position, id and source of each (see ``InputBatch``).
+    """Moves the ``progress`` of requests, by row, on by ``query_len``; ``num_known`` [rows] are the tokens on the host.
 
-    ``known`` [rows, positions] int32 are the ids on the host, of which each request has ``num_known`` [R]. At most the
-    last token of a request is unknown to the host: the one sampled in its last step.
+    Returns ``query_start``, ``num_computed``, ``seq_lens`` and ``is_sampled`` of an ``InputBatch``.
     """
-    num_tokens = query_len.sum()
-    token_rows = np.empty(num_tokens, np.int64)
-    positions = np.empty(num_tokens, np.int64)
-    token_ids = np.empty(num_tokens, np.int32)
-    token_sources = np.full(num_tokens, -1, np.int64)
+    num_reqs = len(rows)
+    query_start, num_computed, seq_lens = np.empty((3, num_reqs), np.int64)
+    is_sampled = np.empty(num_reqs, np.bool_)
+    token = 0
+    for request in range(num_reqs):
+        row = rows[request]
+        query_start[request] = token
+        num_computed[request] = progress[row]
+        seq_lens[request] = progress[row] = progress[row] + query_len[request]
+        is_sampled[request] = seq_lens[request] >= num_known[row]
+        token += query_len[request]
+    return query_start, num_computed, seq_lens, is_sampled
+
+
+@compiled
+def fill_tokens(
+    rows: np.ndarray,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    num_known: np.ndarray,
+    known: np.ndarray,
+    token_ids: np.ndarray,
+    token_sources: np.ndarray,
+    positions: np.ndarray,
+) -> None:
+    """Id and position of every token; for a token on the device only, its source is the row that it is the last of.
+
+    ``known`` [rows, positions] int32 are the ids on the host, ``num_known`` [rows] of them. At most the last token of a
+    request is unknown to the host: the one sampled in its last step.
+    """
+    token_sources[:] = -1
     token = 0
     for request in range(len(rows)):
-        row = rows[request]
-        for position in range(num_computed[request], num_computed[request] + query_len[request]):
-            token_rows[token] = row
-            positions[token] = position
-            token_ids[token] = known[row, position]
-            token += 1
-        if num_computed[request] + query_len[request] > num_known[request]:
+        row, first, count = rows[request], num_computed[request], query_len[request]
+        for index in range(count):
+            token_ids[token + index] = known[row, first + index]
+            positions[token + index] = first + index
+        token += count
+        if first + count > num_known[row]:
             token_sources[token - 1] = row
-    return token_rows, positions, token_ids, token_sources
+    token_ids[token:] = 0
+    positions[token:] = 0
+
+
+@compiled
+def fill_samples(
+    rows: np.ndarray,
+    query_len: np.ndarray,
+    seq_lens: np.ndarray,
+    is_sampled: np.ndarray,
+    padding_row: int,
+    logits_indices: np.ndarray,
+    sample_rows: np.ndarray,
+    sample_positions: np.ndarray,
+) -> None:
+    """Each request's last token, the row that what is drawn there is recorded in, and its position.
+
+    A row with prompt left yields no token: what is drawn for it is recorded nowhere.
+    """
+    token = -1
+    for request in range(len(rows)):
+        token += query_len[request]
+        logits_indices[request] = token
+        sample_rows[request] = rows[request] if is_sampled[request] else padding_row
+        sample_positions[request] = seq_lens[request]
+    logits_indices[len(rows) :] = 0
+    sample_rows[len(rows) :] = padding_row
+    sample_positions[len(rows) :] = 0
 
 
 class BatchBuilder:
@@ -51,29 +102,20 @@ class BatchBuilder:
         if threshold is not None:
             scheduled = dict(sorted(scheduled.items(), key=lambda request: request[1] > threshold))
         req_ids = list(scheduled)
-        num_reqs = len(req_ids)
         rows = requests.rows_of(req_ids)
-        query_len = np.fromiter(scheduled.values(), np.int64, num_reqs)
-        num_computed = requests.num_computed[rows]
-        seq_lens = num_computed + query_len
-        requests.num_computed[rows] = seq_lens
-        num_known = requests.num_known[rows]
-
-        query_start = np.cumsum(query_len) - query_len
-        arrays = expand_tokens(rows, query_len, num_computed, num_known, requests.token_ids)
-        token_rows, positions, token_ids, token_sources = arrays
+        query_len = int_array(scheduled.values())
+        query_start, num_computed, seq_lens, is_sampled = advance(
+            rows, query_len, requests.num_computed, requests.num_known
+        )
         return InputBatch(
             req_ids=req_ids,
             rows=rows,
+            num_tokens=scheduler_output.total_num_scheduled_tokens,
             query_len=query_len,
             query_start=query_start,
             num_computed=num_computed,
             seq_lens=seq_lens,
-            is_sampled=seq_lens >= num_known,
-            token_rows=token_rows,
-            positions=positions,
-            token_ids=token_ids,
-            token_sources=token_sources,
+            is_sampled=is_sampled,
         )
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
@@ -83,11 +125,24 @@ class BatchBuilder:
 
     def pack(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
         """Fills the sections that every step has; what attention needs, its adapter fills."""
-        padding_row = self.requests.max_num_reqs
-        pad_into(views["token_ids"], batch.token_ids, 0)
-        pad_into(views["token_sources"], batch.token_sources, -1)
-        pad_into(views["positions"], batch.positions, 0)
-        pad_into(views["logits_indices"], batch.query_start + batch.query_len - 1, 0)
-        # A row with prompt left yields no token: what is drawn for it is recorded nowhere.
-        pad_into(views["sample_rows"], np.where(batch.is_sampled, batch.rows, padding_row), padding_row)
-        pad_into(views["sample_positions"], batch.seq_lens, 0)
+        requests = self.requests
+        fill_tokens(
+            batch.rows,
+            batch.query_len,
+            batch.num_computed,
+            requests.num_known,
+            requests.token_ids,
+            views["token_ids"],
+            views["token_sources"],
+            views["positions"],
+        )
+        fill_samples(
+            batch.rows,
+            batch.query_len,
+            batch.seq_lens,
+            batch.is_sampled,
+            requests.max_num_reqs,
+            views["logits_indices"],
+            views["sample_rows"],
+            views["sample_positions"],
+        )
