@@ -81,6 +81,7 @@ def decode_batch(lengths: list[int]) -> InputBatch:
         num_computed=computed,
         seq_lens=computed + 1,
         is_sampled=ones.astype(bool),
+        num_sampled=len(lengths),
     )
 
 

@@ -10,24 +10,28 @@ from model_runner_base.request_states import RequestStates, int_array
 
 @compiled
 def advance(
-    rows: np.ndarray, query_len: np.ndarray, progress: np.ndarray, num_known: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rows: np.ndarray,
+    query_len: np.ndarray,
+    progress: np.ndarray,
+    num_known: np.ndarray,
+    counts: np.ndarray,
+    is_sampled: np.ndarray,
+) -> int:
     """Moves the ``progress`` of requests, by row, on by ``query_len``; ``num_known`` [rows] are the tokens on the host.
 
-    Returns ``query_start``, ``num_computed``, ``seq_lens`` and ``is_sampled`` of an ``InputBatch``.
+    Fills ``is_sampled`` and, as ``counts`` [3, R], ``query_start``, ``num_computed`` and ``seq_lens`` of an
+    ``InputBatch``; returns its ``num_sampled``.
     """
-    num_reqs = len(rows)
-    query_start, num_computed, seq_lens = np.empty((3, num_reqs), np.int64)
-    is_sampled = np.empty(num_reqs, np.bool_)
-    token = 0
-    for request in range(num_reqs):
+    token = num_sampled = 0
+    for request in range(len(rows)):
         row = rows[request]
-        query_start[request] = token
-        num_computed[request] = progress[row]
-        seq_lens[request] = progress[row] = progress[row] + query_len[request]
-        is_sampled[request] = seq_lens[request] >= num_known[row]
+        before = progress[row]
+        progress[row] = after = before + query_len[request]
+        counts[0, request], counts[1, request], counts[2, request] = token, before, after
+        is_sampled[request] = after >= num_known[row]
+        num_sampled += is_sampled[request]
         token += query_len[request]
-    return query_start, num_computed, seq_lens, is_sampled
+    return num_sampled
 
 
 @compiled
@@ -104,9 +108,9 @@ class BatchBuilder:
         req_ids = list(scheduled)
         rows = requests.rows_of(req_ids)
         query_len = int_array(scheduled.values())
-        query_start, num_computed, seq_lens, is_sampled = advance(
-            rows, query_len, requests.num_computed, requests.num_known
-        )
+        counts, is_sampled = np.empty((3, len(rows)), np.int64), np.empty(len(rows), np.bool_)
+        num_sampled = advance(rows, query_len, requests.num_computed, requests.num_known, counts, is_sampled)
+        query_start, num_computed, seq_lens = counts
         return InputBatch(
             req_ids=req_ids,
             rows=rows,
@@ -116,6 +120,7 @@ class BatchBuilder:
             num_computed=num_computed,
             seq_lens=seq_lens,
             is_sampled=is_sampled,
+            num_sampled=num_sampled,
         )
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:

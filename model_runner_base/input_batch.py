@@ -50,6 +50,8 @@ class InputBatch:
     """[R] tokens in the cache after this step."""
     is_sampled: np.ndarray
     """[R] bool: whether the request yields a token, that is, no later chunk of its prompt is left."""
+    num_sampled: int
+    """How many do."""
     follows: bool = False
     """Whether this is the last step's batch, every request one token further (see ``SteadyDecode``)."""
 
@@ -64,7 +66,7 @@ class InputBatch:
     @cached_property
     def unsampled(self) -> list[int]:
         """Indices of the requests that yield no token."""
-        return np.flatnonzero(~self.is_sampled).tolist()
+        return [] if self.num_sampled == self.num_reqs else np.flatnonzero(~self.is_sampled).tolist()
 
     @property
     def is_uniform_decode(self) -> bool:

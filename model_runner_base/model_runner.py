@@ -325,7 +325,7 @@ class ModelRunnerBase:
         self.batch_builder.pack(batch, packed.views)
         self.attention.pack(batch, plans, packed.size, packed.views)
         self._steady = None
-        if batch.is_uniform_decode and batch.is_sampled.all():
+        if batch.is_uniform_decode and batch.num_sampled == batch.num_reqs:
             steady_plans = self.attention.steady_plans(batch, plans, packed.size, packed.views)
             if steady_plans is not None:
                 self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)

@@ -38,8 +38,8 @@ MUTATIONS = [
     Mutation(
         "what counts as sampled is one token late",
         "batch_builder.py",
-        "= seq_lens[request] >= num_known[row]",
-        "= seq_lens[request] > num_known[row]",
+        "= after >= num_known[row]",
+        "= after > num_known[row]",
         STEADY,
     ),
     Mutation(

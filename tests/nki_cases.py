@@ -86,6 +86,7 @@ def make_batch(case: Case) -> tuple[PlanGeometry, BlockTable, InputBatch]:
         num_computed=computed,
         seq_lens=computed + scheduled,
         is_sampled=np.ones(len(rows), bool),
+        num_sampled=len(rows),
     )
     return geometry, table, batch
 

@@ -1,6 +1,7 @@
 """The attention plan against brute force, and paged attention against dense attention in float64."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ def batches(draw: st.DrawFn) -> tuple[InputBatch, PlanGeometry, BlockTable, int]
         num_computed=num_computed,
         seq_lens=num_computed + query_len,
         is_sampled=np.ones(num_reqs, bool),
+        num_sampled=num_reqs,
     )
     return batch, geometry, table, 1 if batch.is_uniform_decode else query_tile
 
@@ -59,17 +61,24 @@ def tokens_of(batch: InputBatch) -> list[tuple[int, int]]:
 def pack(
     batch: InputBatch, geometry: PlanGeometry, table: BlockTable, query_tile: int, padding: int
 ) -> tuple[PagedAttentionAdapter, GraphSize, list[Section], dict[str, np.ndarray]]:
-    """The adapter's sections of a size with ``padding`` spare tokens, tiles and pairs, over what was left there."""
+    """The adapter's sections of a size with ``padding`` spare tokens, tiles and pairs.
+
+    They have held a step of nothing but padding, and one with more of all, and now hold this one.
+    """
     limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
     adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
-    plans = adapter.plan(batch)
-    need = adapter.needed_sizes(batch, plans)[0]
+    longer = batch.query_len + (0 if query_tile == 1 else padding // 2)
+    more = replace(
+        batch, num_tokens=int(longer.sum()), query_len=longer, num_computed=batch.num_computed + padding // 2
+    )
+    plans, need = adapter.plan(batch), adapter.needed_sizes(more, adapter.plan(more))[0]
     num_tokens = need.num_tokens + padding
     num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
     size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)
     sections = adapter.sections(size)
-    views = {section.name: np.ones(section.shape, np.int32) for section in sections}
-    views["pair_tile.0"][:] = views["pair_blocks.0"][:] = 0  # Padding pairs may keep any tile and block that exist.
+    views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
+    adapter.pack_padding(views)
+    adapter.pack(more, adapter.plan(more), size, views)
     adapter.pack(batch, plans, size, views)
     return adapter, size, sections, views
 

@@ -74,6 +74,8 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
             assert views["sample_rows"][index] == (row if is_sampled else MAX_NUM_REQS)
             assert views["sample_positions"][index] == batch.seq_lens[index] == computed[req_id]
             assert batch.num_computed[index] == start and batch.is_sampled[index] == is_sampled
+            assert (index in batch.unsampled) != is_sampled
+        assert batch.num_sampled == len(batch.req_ids) - len(batch.unsampled)
         assert requests.num_computed[batch.rows].tolist() == [computed[req_id] for req_id in batch.req_ids]
         assert views["token_ids"][token:] == views["positions"][token:] == [0] * padding
         assert views["token_sources"][token:] == [-1] * padding

@@ -67,6 +67,7 @@ def decode_batch(num_computed: np.ndarray, rows: np.ndarray) -> InputBatch:
         num_computed=num_computed,
         seq_lens=num_computed + 1,
         is_sampled=ones.astype(bool),
+        num_sampled=len(rows),
     )
 
 

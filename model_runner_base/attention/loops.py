@@ -103,24 +103,41 @@ def fill_pairs(
     Padding pairs see nothing, so they keep the tiles and blocks of an earlier step.
     """
     pair_tile, pair_offset, pair_last = pairs
-    blocks_per_tile = pair_blocks.shape[1]
+    width = pair_blocks.shape[1]
+    all_blocks = pair_blocks.reshape(-1)
     tile = pair = 0
     for request in range(len(query_len)):
-        row = rows[request]
+        row_blocks = table[rows[request]]
         for first in range(0, query_len[request], query_tile):
             position = num_computed[request] + first
             length = min(query_tile, query_len[request] - first)
             start, stop = kv_tiles_of(position, length, kv_tile, window)
-            for kv in range(start, stop):
-                pair_tile[pair] = tile
-                pair_last[pair] = position + length - 1 - kv * kv_tile
-                pair_offset[pair] = position - kv * kv_tile
-                for block in range(blocks_per_tile):
-                    pair_blocks[pair, block] = table[row, kv * blocks_per_tile + block]
-                pair += 1
+            end = pair + stop - start
+            # As slices, which the compiler fills several places at a time.
+            tiles, offsets, last = pair_tile[pair:end], pair_offset[pair:end], pair_last[pair:end]
+            for index in range(stop - start):
+                offset = position - (start + index) * kv_tile
+                tiles[index] = tile
+                last[index] = offset + length - 1
+                offsets[index] = offset
+            blocks, seen = all_blocks[pair * width : end * width], row_blocks[start * width : stop * width]
+            for index in range(len(blocks)):
+                blocks[index] = seen[index]
+            pair = end
             tile += 1
-    pair_offset[pair:] = MASKED
-    pair_last[pair:] = MASKED
+    pad(pair_offset, pair, MASKED)
+    pad(pair_last, pair, MASKED)
+
+
+@compiled
+def pad(places: np.ndarray, start: int, padding: int) -> None:
+    """Makes all of a section from ``start`` on ``padding``, which is found in padding only.
+
+    Behind the first of it there is nothing else: no step of this size has reached so far.
+    """
+    while start < len(places) and places[start] != padding:
+        places[start] = padding
+        start += 1
 
 
 @compiled
@@ -160,7 +177,9 @@ def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray
                 break
         child = last
         num_nodes[tile] = node - before
-    tree[node:] = neutral
+    while node < len(tree) and tree[node, 0] != neutral:  # As in ``pad``.
+        tree[node] = neutral
+        node += 1
     return num_nodes
 
 

@@ -110,13 +110,14 @@ class SamplingPipeline:
         applies_min_p = not any(isinstance(processor, MinPLogitsProcessor) for processor in invariant)
         others = [processor for processor in processors if not processor.is_argmax_invariant()]
         self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, applies_min_p)
-        self._stages: list[LogitsStage] = [
+        stages: list[LogitsStage | None] = [
             AllowedTokens(self._masks),
             TokenEdits(requests, history, vocab_size, wrap, device_ops),
-            LogitsProcessors(others, requests, history, device_ops),
+            LogitsProcessors(others, requests, history, device_ops) if others else None,
             Penalties(max_num_reqs, vocab_size, last_tokens, wrap, device_ops),
-            InvariantLogitsProcessors(invariant, requests, history, device_ops),
+            InvariantLogitsProcessors(invariant, requests, history, device_ops) if invariant else None,
         ]
+        self._stages = [stage for stage in stages if stage is not None]
         mode = model_config.logprobs_mode
         self._reads_processed = reads_processed(mode)
         self._logprobs = LogprobsGatherer(reads_logits(mode), sort_limits.max_width, wrap)
