@@ -52,8 +52,8 @@ MUTATIONS = [
     Mutation(
         "new blocks overwrite the last one",
         "block_tables.py",
-        "start = self.num_blocks[rows]",
-        "start = np.maximum(0, self.num_blocks[rows] - 1)",
+        "end = num_blocks[row]",
+        "end = max(0, num_blocks[row] - 1)",
         STEPS,
     ),
     # Steady decode
