@@ -39,52 +39,38 @@ def fill_tokens(
     rows: np.ndarray,
     query_len: np.ndarray,
     num_computed: np.ndarray,
+    is_sampled: np.ndarray,
     num_known: np.ndarray,
     known: np.ndarray,
     token_ids: np.ndarray,
     token_sources: np.ndarray,
     positions: np.ndarray,
-) -> None:
-    """Id and position of every token; for a token on the device only, its source is the row that it is the last of.
-
-    ``known`` [rows, positions] int32 are the ids on the host, ``num_known`` [rows] of them. At most the last token of a
-    request is unknown to the host: the one sampled in its last step.
-    """
-    token_sources[:] = -1
-    token = 0
-    for request in range(len(rows)):
-        row, first, count = rows[request], num_computed[request], query_len[request]
-        for index in range(count):
-            token_ids[token + index] = known[row, first + index]
-            positions[token + index] = first + index
-        token += count
-        if first + count > num_known[row]:
-            token_sources[token - 1] = row
-    token_ids[token:] = 0
-    positions[token:] = 0
-
-
-@compiled
-def fill_samples(
-    rows: np.ndarray,
-    query_len: np.ndarray,
-    seq_lens: np.ndarray,
-    is_sampled: np.ndarray,
-    padding_row: int,
     logits_indices: np.ndarray,
     sample_rows: np.ndarray,
     sample_positions: np.ndarray,
 ) -> None:
-    """Each request's last token, the row that what is drawn there is recorded in, and its position.
+    """What each token is, and for each request its last token, the row that what is drawn there goes to, its position.
 
-    A row with prompt left yields no token: what is drawn for it is recorded nowhere.
+    ``known`` [rows, positions] int32 are the ids on the host, ``num_known`` [rows] of them. At most the last token of a
+    request is unknown to the host, the one sampled in its last step: its source is the row whose last token it is.
+    A row with prompt left yields no token: what is drawn for it goes to the padding row, where nobody looks.
     """
-    token = -1
+    padding_row = len(num_known)
+    token_sources[:] = -1
+    token = 0
     for request in range(len(rows)):
-        token += query_len[request]
-        logits_indices[request] = token
-        sample_rows[request] = rows[request] if is_sampled[request] else padding_row
-        sample_positions[request] = seq_lens[request]
+        row, start, count = rows[request], num_computed[request], query_len[request]
+        for index in range(count):
+            token_ids[token + index] = known[row, start + index]
+            positions[token + index] = start + index
+        token += count
+        if start + count > num_known[row]:
+            token_sources[token - 1] = row
+        logits_indices[request] = token - 1
+        sample_rows[request] = row if is_sampled[request] else padding_row
+        sample_positions[request] = start + count
+    token_ids[token:] = 0
+    positions[token:] = 0
     logits_indices[len(rows) :] = 0
     sample_rows[len(rows) :] = padding_row
     sample_positions[len(rows) :] = 0
@@ -135,18 +121,12 @@ class BatchBuilder:
             batch.rows,
             batch.query_len,
             batch.num_computed,
+            batch.is_sampled,
             requests.num_known,
             requests.token_ids,
             views["token_ids"],
             views["token_sources"],
             views["positions"],
-        )
-        fill_samples(
-            batch.rows,
-            batch.query_len,
-            batch.seq_lens,
-            batch.is_sampled,
-            requests.max_num_reqs,
             views["logits_indices"],
             views["sample_rows"],
             views["sample_positions"],
