@@ -174,7 +174,7 @@ class BucketPolicy(GraphPolicy):
 
 
 def _round_up(number: int, allowed: Sequence[float]) -> float:
-    """The next of ``allowed``, which ascend."""
+    """The next of ``allowed``, smallest first."""
     return allowed[bisect_left(allowed, number)]
 
 
