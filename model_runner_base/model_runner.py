@@ -288,12 +288,7 @@ class ModelRunnerBase:
                 table.append(rows, block_ids)
 
     def _place(
-        self,
-        req_id: str,
-        info: RequestInfo,
-        token_ids: list[int],
-        num_computed: int,
-        block_ids: tuple[list[int], ...],
+        self, req_id: str, info: RequestInfo, token_ids: list[int], num_computed: int, block_ids: tuple[list[int], ...]
     ) -> None:
         """Gives a new or resumed request its row."""
         row = self.requests.add(req_id, info, token_ids, num_computed)
