@@ -178,14 +178,14 @@ MUTATIONS = [
         "sample/sampler.py",
         "before = probabilities.cumsum(dim=-1) - probabilities",
         "before = probabilities.cumsum(dim=-1)",
-        "test_distribution",
+        "test_distribution and top_p",
     ),
     Mutation(
         "min-p is relative to the sum and not to the likeliest",
         "sample/sampler.py",
         "floor = vocabulary.maximum(scaled) + torch.log(min_p)",
         "floor = scaled.logsumexp(dim=-1, keepdim=True) + torch.log(min_p)",
-        "test_distribution",
+        "test_distribution and min_p",
     ),
     Mutation(
         "presence and frequency penalties count the prompt",
