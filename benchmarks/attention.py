@@ -74,16 +74,14 @@ def decode_batch(lengths: list[int]) -> InputBatch:
     computed = np.array(lengths) - 1
     return InputBatch(
         req_ids=[str(row) for row in rows],
+        num_tokens=len(rows),
         rows=rows,
         query_len=ones,
         query_start=rows,
         num_computed=computed,
         seq_lens=computed + 1,
         is_sampled=ones.astype(bool),
-        token_rows=rows,
-        positions=computed,
-        token_ids=rows,
-        token_sources=rows,
+        num_sampled=len(lengths),
     )
 
 

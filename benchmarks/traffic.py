@@ -121,7 +121,6 @@ class Trace:
 
 def trace(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int = 0) -> Trace:
     geometry = PlanGeometry(BLOCK_SIZE, limits.kv_tile, limits.max_kv_tiles)
-    table = np.zeros((1, limits.max_kv_tiles * geometry.blocks_per_tile), np.int32)
     result = Trace(Counter())
     for scheduled in serve(limits, mix, load, num_steps, seed):
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
@@ -131,8 +130,7 @@ def trace(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int =
         num_computed = np.array([computed[req_id] for req_id in scheduled.num_scheduled_tokens])
         num_tokens, num_reqs = int(query_len.sum()), len(query_len)
         query_tile = 1 if num_tokens == num_reqs else limits.query_tile
-        start, rows = np.cumsum(query_len) - query_len, np.zeros(num_reqs, np.int64)
-        plan = make_plan(geometry, query_tile, start, query_len, num_computed, table, rows)
+        plan = make_plan(geometry, query_tile, query_len, num_computed)
         result.needs[GraphSize(query_tile, num_tokens, num_reqs, plan.num_tiles, plan.num_pairs + 1)] += 1
         result.attended += int((query_len * num_computed + query_len * (query_len + 1) // 2).sum())
         result.in_pairs += plan.num_pairs * query_tile * limits.kv_tile

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup, SteadySections
-from model_runner_base.attention.loops import FAN_IN, MASKED, fill_pair_ends, fill_slots, fill_tiles
+from model_runner_base.attention.loops import FAN_IN, MASKED, fill_group, fill_tiles
 from model_runner_base.attention.paged import PagedAttentionMetadata
-from model_runner_base.attention.plan import AttentionPlan, fill_merge_tree, make_plan
+from model_runner_base.attention.plan import AttentionPlan, make_plan
 from model_runner_base.attention.steady import SteadyPlan
 from model_runner_base.graph_policy import GraphSize, StepLimits
-from model_runner_base.input_batch import InputBatch, Section, pad_into
+from model_runner_base.input_batch import InputBatch, Section
 
 
 class PagedAttentionAdapter(AttentionAdapter):
@@ -24,18 +24,7 @@ class PagedAttentionAdapter(AttentionAdapter):
     def plan(self, batch: InputBatch) -> list[AttentionPlan]:
         """One plan a group; all have the same query tiles."""
         query_tile = 1 if batch.is_uniform_decode else self.limits.query_tile
-        return [
-            make_plan(
-                group.geometry,
-                query_tile,
-                batch.query_start,
-                batch.query_len,
-                batch.num_computed,
-                group.block_table.table,
-                batch.rows,
-            )
-            for group in self.groups
-        ]
+        return [make_plan(group.geometry, query_tile, batch.query_len, batch.num_computed) for group in self.groups]
 
     def steady_plans(
         self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]
@@ -92,25 +81,26 @@ class PagedAttentionAdapter(AttentionAdapter):
     ) -> None:
         """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
-            fill_slots(
-                batch.token_rows,
-                batch.positions,
+            geometry, offsets = group.geometry, views[f"pair_offset.{index}"]
+            fill_group(
+                geometry.block_size,
+                size.query_tile,
+                geometry.kv_tile,
+                geometry.window or 0,
+                batch.query_len,
+                batch.num_computed,
+                batch.rows,
                 group.block_table.table,
-                group.block_table.block_size,
-                views[f"slot_blocks.{index}"],
-                views[f"slot_offsets.{index}"],
+                plan.pairs_per_tile,
+                (views[f"slot_blocks.{index}"], views[f"slot_offsets.{index}"]),
+                # In decode a tile's first token is its last.
+                (views[f"pair_tile.{index}"], offsets, views.get(f"pair_last.{index}", offsets)),
+                views[f"pair_blocks.{index}"],
+                tuple(views[f"tree.{index}.{level}"] for level in range(geometry.num_levels)),
             )
-            pad_into(views[f"pair_offset.{index}"], plan.pair_offset, MASKED)
-            # Padding pairs see nothing, so they may keep the tiles and blocks of an earlier step.
-            views[f"pair_tile.{index}"][: plan.num_pairs] = plan.pair_tile
-            views[f"pair_blocks.{index}"][: plan.num_pairs] = plan.pair_blocks
-            if size.query_tile != 1:
-                fill_pair_ends(plan.pair_tile, plan.pair_offset, plan.tile_len, views[f"pair_last.{index}"])
-            trees = [views[f"tree.{index}.{level}"] for level in range(group.geometry.num_levels)]
-            fill_merge_tree(trees, plan.pairs_per_tile, size.num_pairs)
         if size.query_tile != 1:
             # All groups have the same tiles.
-            fill_tiles(plans[0].tile_start, plans[0].tile_len, views["tile_tokens"], views["token_slots"])
+            fill_tiles(size.query_tile, batch.query_len, views["tile_tokens"], views["token_slots"])
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
         """What of these sections is not zero in a step of nothing but padding."""

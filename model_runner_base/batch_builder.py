@@ -4,35 +4,76 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from model_runner_base.host_loops import compiled
-from model_runner_base.input_batch import InputBatch, pad_into
-from model_runner_base.request_states import RequestStates
+from model_runner_base.input_batch import InputBatch
+from model_runner_base.request_states import RequestStates, int_array
 
 
 @compiled
-def expand_tokens(
-    rows: np.ndarray, query_len: np.ndarray, num_computed: np.ndarray, num_known: np.ndarray, known: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """From R requests to T tokens: row, position, id and source of each (see ``InputBatch``).
+def advance(
+    rows: np.ndarray,
+    query_len: np.ndarray,
+    progress: np.ndarray,
+    num_known: np.ndarray,
+    counts: np.ndarray,
+    is_sampled: np.ndarray,
+) -> int:
+    """Moves the ``progress`` of requests, by row, on by ``query_len``; ``num_known`` [rows] are the tokens on the host.
 
-    ``known`` [rows, positions] int32 are the ids on the host, of which each request has ``num_known`` [R]. At most the
-    last token of a request is unknown to the host: the one sampled in its last step.
+    Fills ``is_sampled`` and, as ``counts`` [3, R], ``query_start``, ``num_computed`` and ``seq_lens`` of an
+    ``InputBatch``; returns its ``num_sampled``.
     """
-    num_tokens = query_len.sum()
-    token_rows = np.empty(num_tokens, np.int64)
-    positions = np.empty(num_tokens, np.int64)
-    token_ids = np.empty(num_tokens, np.int32)
-    token_sources = np.full(num_tokens, -1, np.int64)
-    token = 0
+    token = num_sampled = 0
     for request in range(len(rows)):
         row = rows[request]
-        for position in range(num_computed[request], num_computed[request] + query_len[request]):
-            token_rows[token] = row
-            positions[token] = position
-            token_ids[token] = known[row, position]
-            token += 1
-        if num_computed[request] + query_len[request] > num_known[request]:
+        before = progress[row]
+        progress[row] = after = before + query_len[request]
+        counts[0, request], counts[1, request], counts[2, request] = token, before, after
+        is_sampled[request] = after >= num_known[row]
+        num_sampled += is_sampled[request]
+        token += query_len[request]
+    return num_sampled
+
+
+@compiled
+def fill_tokens(
+    rows: np.ndarray,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    is_sampled: np.ndarray,
+    num_known: np.ndarray,
+    known: np.ndarray,
+    token_ids: np.ndarray,
+    token_sources: np.ndarray,
+    positions: np.ndarray,
+    logits_indices: np.ndarray,
+    sample_rows: np.ndarray,
+    sample_positions: np.ndarray,
+) -> None:
+    """What each token is, and for each request its last token, the row that what is drawn there goes to, its position.
+
+    ``known`` [rows, positions] int32 are the ids on the host, ``num_known`` [rows] of them. At most the last token of a
+    request is unknown to the host, the one sampled in its last step: its source is the row whose last token it is.
+    A row with prompt left yields no token: what is drawn for it goes to the padding row, where nobody looks.
+    """
+    padding_row = len(num_known)
+    token_sources[:] = -1
+    token = 0
+    for request in range(len(rows)):
+        row, start, count = rows[request], num_computed[request], query_len[request]
+        for index in range(count):
+            token_ids[token + index] = known[row, start + index]
+            positions[token + index] = start + index
+        token += count
+        if start + count > num_known[row]:
             token_sources[token - 1] = row
-    return token_rows, positions, token_ids, token_sources
+        logits_indices[request] = token - 1
+        sample_rows[request] = row if is_sampled[request] else padding_row
+        sample_positions[request] = start + count
+    token_ids[token:] = 0
+    positions[token:] = 0
+    logits_indices[len(rows) :] = 0
+    sample_rows[len(rows) :] = padding_row
+    sample_positions[len(rows) :] = 0
 
 
 class BatchBuilder:
@@ -51,29 +92,21 @@ class BatchBuilder:
         if threshold is not None:
             scheduled = dict(sorted(scheduled.items(), key=lambda request: request[1] > threshold))
         req_ids = list(scheduled)
-        num_reqs = len(req_ids)
         rows = requests.rows_of(req_ids)
-        query_len = np.fromiter(scheduled.values(), np.int64, num_reqs)
-        num_computed = requests.num_computed[rows]
-        seq_lens = num_computed + query_len
-        requests.num_computed[rows] = seq_lens
-        num_known = requests.num_known[rows]
-
-        query_start = np.cumsum(query_len) - query_len
-        arrays = expand_tokens(rows, query_len, num_computed, num_known, requests.token_ids)
-        token_rows, positions, token_ids, token_sources = arrays
+        query_len = int_array(scheduled.values())
+        counts, is_sampled = np.empty((3, len(rows)), np.int64), np.empty(len(rows), np.bool_)
+        num_sampled = advance(rows, query_len, requests.num_computed, requests.num_known, counts, is_sampled)
+        query_start, num_computed, seq_lens = counts
         return InputBatch(
             req_ids=req_ids,
             rows=rows,
+            num_tokens=scheduler_output.total_num_scheduled_tokens,
             query_len=query_len,
             query_start=query_start,
             num_computed=num_computed,
             seq_lens=seq_lens,
-            is_sampled=seq_lens >= num_known,
-            token_rows=token_rows,
-            positions=positions,
-            token_ids=token_ids,
-            token_sources=token_sources,
+            is_sampled=is_sampled,
+            num_sampled=num_sampled,
         )
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
@@ -83,11 +116,18 @@ class BatchBuilder:
 
     def pack(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
         """Fills the sections that every step has; what attention needs, its adapter fills."""
-        padding_row = self.requests.max_num_reqs
-        pad_into(views["token_ids"], batch.token_ids, 0)
-        pad_into(views["token_sources"], batch.token_sources, -1)
-        pad_into(views["positions"], batch.positions, 0)
-        pad_into(views["logits_indices"], batch.query_start + batch.query_len - 1, 0)
-        # A row with prompt left yields no token: what is drawn for it is recorded nowhere.
-        pad_into(views["sample_rows"], np.where(batch.is_sampled, batch.rows, padding_row), padding_row)
-        pad_into(views["sample_positions"], batch.seq_lens, 0)
+        requests = self.requests
+        fill_tokens(
+            batch.rows,
+            batch.query_len,
+            batch.num_computed,
+            batch.is_sampled,
+            requests.num_known,
+            requests.token_ids,
+            views["token_ids"],
+            views["token_sources"],
+            views["positions"],
+            views["logits_indices"],
+            views["sample_rows"],
+            views["sample_positions"],
+        )

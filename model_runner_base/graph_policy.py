@@ -5,6 +5,8 @@ that picks the cheapest size a step fits in, and padding up to it. The default p
 size it has and nothing is captured.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -153,14 +155,27 @@ class BucketPolicy(GraphPolicy):
         """``sizes`` in any order, repeats allowed."""
         self.sizes = sorted(set(sizes), key=lambda size: (step_cost(np.array(size)), size))
         self._table = np.array(self.sizes)
-        self.dispatch = lru_cache(maxsize=4096)(self._cheapest_that_holds)  # type: ignore[method-assign]
+        self._numbers = [[*sorted(set(numbers)), math.inf] for numbers in zip(*self.sizes, strict=True)]
+        """What each of a size's numbers may be."""
+        self._look_up = lru_cache(maxsize=4096)(self._cheapest_that_holds)
 
-    def _cheapest_that_holds(self, need: GraphSize) -> GraphSize:
-        holds = (self._table >= need).all(axis=1) & (self._table[:, 0] == need.query_tile)
-        index = int(holds.argmax())
-        if not holds[index]:
+    def dispatch(self, need: GraphSize) -> GraphSize:
+        # The same sizes hold a need whose numbers are rounded up to theirs: few of those differ, and are remembered.
+        _, *numbers = map(_round_up, need, self._numbers)
+        size = self._look_up(need.query_tile, *numbers)
+        if size is None:
             raise NoGraphSizeError(f"no captured size holds a step of {need}")
-        return self.sizes[index]
+        return size
+
+    def _cheapest_that_holds(self, query_tile: int, *numbers: float) -> GraphSize | None:
+        holds = (self._table[:, 0] == query_tile) & (self._table[:, 1:] >= numbers).all(axis=1)
+        index = int(holds.argmax())
+        return self.sizes[index] if holds[index] else None
+
+
+def _round_up(number: int, allowed: Sequence[float]) -> float:
+    """The next of ``allowed``, smallest first."""
+    return allowed[bisect_left(allowed, number)]
 
 
 def step_cost(sizes: np.ndarray) -> np.ndarray:

@@ -30,13 +30,14 @@ class Section(NamedTuple):
 
 @dataclass
 class InputBatch:
-    """The scheduled requests of one step, unpadded: R requests, T tokens.
+    """The scheduled requests of one step, unpadded: R requests, T tokens. What its tokens are goes right into the
+    packed buffer.
 
-    In steady decode one batch serves many steps: what follows its progress are views of the packed buffer then, int32,
-    and ``token_ids`` are left from the first.
+    In steady decode one batch serves many steps: what follows its progress are views of that buffer then, int32.
     """
 
     req_ids: list[str]
+    num_tokens: int
     rows: np.ndarray
     """[R] row of each request in the request states."""
     query_len: np.ndarray
@@ -49,14 +50,8 @@ class InputBatch:
     """[R] tokens in the cache after this step."""
     is_sampled: np.ndarray
     """[R] bool: whether the request yields a token, that is, no later chunk of its prompt is left."""
-    token_rows: np.ndarray
-    """[T] row of each token's request."""
-    positions: np.ndarray
-    """[T] position of each token in its request."""
-    token_ids: np.ndarray
-    """[T] token ids known to the host."""
-    token_sources: np.ndarray
-    """[T] row whose last sampled token stands in for the id (it is on the device only), or -1."""
+    num_sampled: int
+    """How many do."""
     follows: bool = False
     """Whether this is the last step's batch, every request one token further (see ``SteadyDecode``)."""
 
@@ -71,11 +66,7 @@ class InputBatch:
     @cached_property
     def unsampled(self) -> list[int]:
         """Indices of the requests that yield no token."""
-        return np.flatnonzero(~self.is_sampled).tolist()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return [] if self.num_sampled == self.num_reqs else np.flatnonzero(~self.is_sampled).tolist()
 
     @property
     def is_uniform_decode(self) -> bool:

@@ -297,12 +297,7 @@ class ModelRunnerBase:
                 table.append(rows, block_ids)
 
     def _place(
-        self,
-        req_id: str,
-        info: RequestInfo,
-        token_ids: list[int],
-        num_computed: int,
-        block_ids: tuple[list[int], ...],
+        self, req_id: str, info: RequestInfo, token_ids: list[int], num_computed: int, block_ids: tuple[list[int], ...]
     ) -> None:
         """Gives a new or resumed request its row."""
         row = self.requests.add(req_id, info, token_ids, num_computed)
@@ -333,7 +328,7 @@ class ModelRunnerBase:
         self.batch_builder.pack(batch, packed.views)
         self.attention.pack(batch, plans, packed.size, packed.views)
         self._steady = None
-        if batch.is_uniform_decode and batch.is_sampled.all():
+        if batch.is_uniform_decode and batch.num_sampled == batch.num_reqs:
             steady_plans = self.attention.steady_plans(batch, plans, packed.size, packed.views)
             if steady_plans is not None:
                 self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)

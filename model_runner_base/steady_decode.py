@@ -54,11 +54,10 @@ class SteadyDecode:
             increment_views[name][: batch.num_reqs] = 1
         for plan in self._plans:
             plan.begin(increment_views)
-        batch.num_computed = batch.positions = views["positions"][: batch.num_reqs]
+        batch.num_computed = views["positions"][: batch.num_reqs]
         batch.seq_lens = views["sample_positions"][: batch.num_reqs]
         # All were sampled, so all input tokens lie on the device.
-        batch.token_sources = views["token_sources"][: batch.num_reqs]
-        batch.token_sources[:] = batch.rows
+        views["token_sources"][: batch.num_reqs] = batch.rows
         batch.follows = True
 
 

@@ -81,6 +81,7 @@ def compile_host_loops(runner: "ModelRunnerBase") -> None:
         # The first way that a step can be run is the one with loops.
         size = runner.graph_policy.dispatch(runner.attention.needed_sizes(batch, plans)[0])
         runner._pack_at(size, batch, plans)
+        runner.sampling.prepare(batch)
         if runner._steady is not None:
             block_size = max((table.block_size for table in runner.block_tables), default=0)
             for _ in range(min(block_size, runner.max_model_len - 1)):

@@ -38,8 +38,8 @@ MUTATIONS = [
     Mutation(
         "what counts as sampled is one token late",
         "batch_builder.py",
-        "is_sampled=seq_lens >= num_known",
-        "is_sampled=seq_lens > num_known",
+        "= after >= num_known[row]",
+        "= after > num_known[row]",
         STEADY,
     ),
     Mutation(
@@ -103,8 +103,8 @@ MUTATIONS = [
     Mutation(
         "the last KV tile of a context is left out",
         "attention/loops.py",
-        "(position + length - 1) // kv_tile + 1 - first_kv_tile[tile]",
-        "max(1, (position + length - 1) // kv_tile - first_kv_tile[tile])",
+        "return start, (position + length - 1) // kv_tile + 1",
+        "return start, max(start + 1, (position + length - 1) // kv_tile)",
         STEPS,
     ),
     Mutation(
@@ -124,8 +124,8 @@ MUTATIONS = [
     Mutation(
         "keys are written one slot further",
         "attention/loops.py",
-        "= positions[token] - block * block_size",
-        "= (positions[token] - block * block_size + 1) % block_size",
+        "slot_offsets[token] = offset",
+        "slot_offsets[token] = (offset + 1) % block_size",
         STEADY,
     ),
     # Output

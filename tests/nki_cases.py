@@ -77,21 +77,24 @@ def make_batch(case: Case) -> tuple[PlanGeometry, BlockTable, InputBatch]:
     ids = np.random.default_rng(case.seed).permutation(len(computed) * per_request) + 1
     for row in rows:
         table.assign(row, ids[row * per_request :][:per_request].tolist())
-    positions = np.concatenate([c + np.arange(n) for c, n in case.requests])
     batch = InputBatch(
         req_ids=[str(row) for row in rows],
+        num_tokens=int(scheduled.sum()),
         rows=rows,
         query_len=scheduled,
         query_start=np.cumsum(scheduled) - scheduled,
         num_computed=computed,
         seq_lens=computed + scheduled,
         is_sampled=np.ones(len(rows), bool),
-        token_rows=np.repeat(rows, scheduled),
-        positions=positions,
-        token_ids=np.zeros(len(positions), np.int32),
-        token_sources=np.full(len(positions), -1),
+        num_sampled=len(rows),
     )
     return geometry, table, batch
+
+
+def tokens_of(batch: InputBatch) -> list[tuple[int, int]]:
+    """(row, position) of every token."""
+    requests = zip(batch.rows.tolist(), batch.num_computed.tolist(), batch.seq_lens.tolist(), strict=True)
+    return [(row, position) for row, start, stop in requests for position in range(start, stop)]
 
 
 def make_step(case: Case) -> Step:
@@ -117,11 +120,11 @@ def make_step(case: Case) -> Step:
     query = draw(tokens, num_heads, head_size) * 4
     new = torch.zeros(tokens, 2 * num_kv_heads, head_size, dtype=case.dtype)
     wanted = []
-    for token, (row, position) in enumerate(zip(batch.token_rows, batch.positions, strict=True)):
+    for token, (row, position) in enumerate(tokens_of(batch)):
         new[token] = history[row][position]
         keys, values = history[row].double().numpy().reshape(-1, 2, num_kv_heads, head_size).transpose(1, 0, 2, 3)
         exact = query[token].double().numpy()
-        wanted.append(dense_attention(exact, keys, values, int(position), case.window, case.soft_cap or None))
+        wanted.append(dense_attention(exact, keys, values, position, case.window, case.soft_cap or None))
     key, value = new[:, :num_kv_heads], new[:, num_kv_heads:]
     return Step(query, key, value, cache, metadata, np.stack(wanted))
 

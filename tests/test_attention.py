@@ -1,17 +1,21 @@
 """The attention plan against brute force, and paged attention against dense attention in float64."""
 
+from collections import defaultdict
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.attention.adapter import AttentionGroup
+from model_runner_base.attention.loops import FAN_IN, MASKED, fill_merge_tree
 from model_runner_base.attention.paged import PagedAttentionImpl
-from model_runner_base.attention.plan import FAN_IN, AttentionPlan, PlanGeometry, fill_merge_tree, make_plan
+from model_runner_base.attention.plan import PlanGeometry, make_plan
 from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
-from model_runner_base.input_batch import InputBatch, unpack
+from model_runner_base.input_batch import InputBatch, Section, unpack
 
 MAX_LENGTH = 300
 
@@ -34,54 +38,91 @@ def batches(draw: st.DrawFn) -> tuple[InputBatch, PlanGeometry, BlockTable, int]
     rows = np.arange(num_reqs)[::-1].copy()
     for row in range(num_reqs):
         table.assign(row, order[row * MAX_LENGTH :][: -(-MAX_LENGTH // block_size)].tolist())
-    positions = np.concatenate([c + np.arange(n) for c, n in zip(num_computed, query_len, strict=True)])
     batch = InputBatch(
         req_ids=[str(i) for i in range(num_reqs)],
+        num_tokens=int(query_len.sum()),
         rows=rows,
         query_len=query_len,
         query_start=np.cumsum(query_len) - query_len,
         num_computed=num_computed,
         seq_lens=num_computed + query_len,
         is_sampled=np.ones(num_reqs, bool),
-        token_rows=np.repeat(rows, query_len),
-        positions=positions,
-        token_ids=np.zeros(len(positions), np.int32),
-        token_sources=np.full(len(positions), -1),
+        num_sampled=num_reqs,
     )
     return batch, geometry, table, 1 if batch.is_uniform_decode else query_tile
 
 
-def plan_of(batch: InputBatch, geometry: PlanGeometry, table: BlockTable, query_tile: int) -> AttentionPlan:
-    return make_plan(
-        geometry, query_tile, batch.query_start, batch.query_len, batch.num_computed, table.table, batch.rows
+def tokens_of(batch: InputBatch) -> list[tuple[int, int]]:
+    """(row, position) of every token."""
+    requests = zip(batch.rows.tolist(), batch.num_computed.tolist(), batch.seq_lens.tolist(), strict=True)
+    return [(row, position) for row, start, stop in requests for position in range(start, stop)]
+
+
+def pack(
+    batch: InputBatch, geometry: PlanGeometry, table: BlockTable, query_tile: int, padding: int
+) -> tuple[PagedAttentionAdapter, GraphSize, list[Section], dict[str, np.ndarray]]:
+    """The adapter's sections of a size with ``padding`` spare tokens, tiles and pairs.
+
+    They have held a step of nothing but padding, and one with more of all, and now hold this one.
+    """
+    limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
+    adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
+    longer = batch.query_len + (0 if query_tile == 1 else padding // 2)
+    more = replace(
+        batch, num_tokens=int(longer.sum()), query_len=longer, num_computed=batch.num_computed + padding // 2
     )
+    plans, need = adapter.plan(batch), adapter.needed_sizes(more, adapter.plan(more))[0]
+    num_tokens = need.num_tokens + padding
+    num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
+    size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)
+    sections = adapter.sections(size)
+    views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
+    adapter.pack_padding(views)
+    adapter.pack(more, adapter.plan(more), size, views)
+    adapter.pack(batch, plans, size, views)
+    return adapter, size, sections, views
 
 
-@given(batches())
+@given(batches(), st.integers(0, 40))
 @settings(max_examples=150, deadline=None)
-def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: tuple) -> None:
-    batch, geometry, table, _ = case
-    plan = plan_of(*case)
-    seen: dict[tuple[int, int], list[int]] = {}
-    for pair, tile in enumerate(plan.pair_tile):
+def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: tuple, padding: int) -> None:
+    batch, geometry, table, query_tile = case
+    _, size, _, views = pack(*case, padding)
+    tokens = tokens_of(batch)
+    tile_tokens, token_slots = views.get("tile_tokens"), views.get("token_slots")
+    if tile_tokens is None or token_slots is None:
+        tile_tokens, token_slots = np.arange(size.num_tokens)[:, None], np.arange(size.num_tokens)
+    assert len(set(token_slots[: len(tokens)])) == len(tokens), "two tokens in one place"
+    members: dict[int, list[int]] = defaultdict(list)
+    for token, slot in enumerate(token_slots[: len(tokens)].tolist()):
+        assert tile_tokens[slot // query_tile, slot % query_tile] == token
+        members[slot // query_tile].append(token)
+    offsets, last = views["pair_offset.0"], views.get("pair_last.0", views["pair_offset.0"])
+    pair_of: dict[tuple[int, int], int] = {}
+    num_pairs = int((offsets != MASKED).sum())
+    assert num_pairs < size.num_pairs and (offsets[num_pairs:] == MASKED).all() and (last[num_pairs:] == MASKED).all()
+    for pair, tile in enumerate(views["pair_tile.0"][:num_pairs].tolist()):
         useful = False
-        for index in range(plan.tile_len[tile]):
-            token = plan.tile_start[tile] + index
-            position = batch.positions[token]
-            kv_start = position - index - plan.pair_offset[pair]
+        assert last[pair] - offsets[pair] == len(members[tile]) - 1
+        for index, token in enumerate(members[tile]):
+            row, position = tokens[token]
+            kv_start = position - index - offsets[pair]
             for key in range(kv_start, kv_start + geometry.kv_tile):
                 if key <= position and (geometry.window is None or key > position - geometry.window):
-                    block = key // geometry.block_size
-                    stored = plan.pair_blocks[pair, (key - kv_start) // geometry.block_size]
-                    assert stored == table.table[batch.token_rows[token], block]
-                    seen.setdefault((token, key), []).append(pair)
+                    stored = views["pair_blocks.0"][pair, (key - kv_start) // geometry.block_size]
+                    assert stored == table.table[row, key // geometry.block_size]
+                    assert (token, key) not in pair_of, "seen twice"
+                    pair_of[token, key] = pair
                     useful = True
         assert useful, "a pair that no token needs"
-    for token, position in enumerate(batch.positions):
+    for token, (row, position) in enumerate(tokens):
         first = 0 if geometry.window is None else max(0, position - geometry.window + 1)
         for key in range(first, position + 1):
-            assert len(seen.pop((token, key))) == 1
-    assert not seen
+            del pair_of[token, key]
+        assert views["slot_blocks.0"][token] == table.table[row, position // geometry.block_size]
+        assert views["slot_offsets.0"][token] == position % geometry.block_size
+    assert not pair_of
+    assert not views["slot_blocks.0"][len(tokens) :].any(), "padding is written outside the null block"
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(0, 30), st.integers(0, 5))
@@ -90,7 +131,7 @@ def test_merge_tree_reaches_each_pair_of_a_tile_once(counts: list[int], spare_pa
     geometry = PlanGeometry(block_size=1, kv_tile=1, max_kv_tiles=100)
     num_pairs = sum(counts) + 1 + spare_pairs
     sizes = geometry.level_sizes(len(counts) + spare_tiles, num_pairs)
-    levels = [np.full((size, FAN_IN), -1, np.int32) for size in sizes]
+    levels = tuple(np.full((size, FAN_IN), -1, np.int32) for size in sizes)
     fill_merge_tree(levels, np.array(counts), num_pairs)
     leaves = [{pair} for pair in range(sum(counts))] + [set()] * (num_pairs - sum(counts))
     for level in levels:
@@ -147,19 +188,11 @@ def test_paged_attention_equals_dense(
     case: tuple, heads: tuple[int, int], cap: float | None, has_slopes: bool, sink: float | None, padding: int
 ) -> None:
     """With padding tokens, tiles and pairs, NaN in unused cache entries, and blocks scattered over the cache."""
-    batch, geometry, table, query_tile = case
+    batch, geometry, table, _ = case
     num_heads, num_kv_heads = heads
     head_size = 8
-    limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
-    adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
-    plans = adapter.plan(batch)
-    need = adapter.needed_sizes(batch, plans)[0]
-    num_tokens = need.num_tokens + padding
-    num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
-    size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)
-    sections = adapter.sections(size)
-    views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
-    adapter.pack(batch, plans, size, views)
+    adapter, size, sections, views = pack(*case, padding)
+    num_tokens = size.num_tokens
     packed = torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
     metadata = adapter.build(size, unpack(packed, sections))["layer"]
 
@@ -175,8 +208,8 @@ def test_paged_attention_equals_dense(
         for position in range(max(0, computed - geometry.window + 1) if geometry.window else 0, length):
             block = table.table[row, position // geometry.block_size]
             cache[block, position % geometry.block_size] = torch.from_numpy(history[row][position])
-    new = np.stack([history[r][p] for r, p in zip(batch.token_rows, batch.positions, strict=True)])
-    for row, position in zip(batch.token_rows, batch.positions, strict=True):
+    new = np.stack([history[row][position] for row, position in tokens_of(batch)])
+    for row, position in tokens_of(batch):
         cache[table.table[row, position // geometry.block_size], position % geometry.block_size] = 1e6
 
     query = rng.normal(size=(num_tokens, num_heads, head_size)).astype(np.float32)
@@ -199,7 +232,7 @@ def test_paged_attention_equals_dense(
     value = torch.from_numpy(key_value[:, num_kv_heads:].reshape(num_tokens, -1))
     out = impl.forward(None, flat, key, value, cache, metadata)  # type: ignore[arg-type]
     assert torch.isfinite(out).all()
-    for token, (row, position) in enumerate(zip(batch.token_rows, batch.positions, strict=True)):
+    for token, (row, position) in enumerate(tokens_of(batch)):
         keys, values = history[row][:, :num_kv_heads], history[row][:, num_kv_heads:]
         want = dense_attention(query[token], keys, values, position, geometry.window, cap, slopes, sinks)
         np.testing.assert_allclose(out[token].reshape(num_heads, head_size), want, atol=2e-5)
@@ -209,7 +242,5 @@ def test_pairs_follow_the_tokens_that_exist() -> None:
     """Eight rows of mixed length cost what their tokens cost, not eight times the longest."""
     geometry = PlanGeometry(block_size=16, kv_tile=256, max_kv_tiles=32)
     lengths = np.array([256, 512, 768, 1024, 2048, 4096, 6144, 8192])
-    table = np.zeros((8, 512), np.int32)
-    ones = np.ones(8, np.int64)
-    plan = make_plan(geometry, 1, np.arange(8), ones, lengths - 1, table, np.arange(8))
+    plan = make_plan(geometry, 1, np.ones(8, np.int64), lengths - 1)
     assert plan.num_pairs == lengths.sum() // 256

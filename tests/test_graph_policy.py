@@ -69,9 +69,7 @@ def test_every_step_within_the_limits_fits(
     num_tokens, num_reqs = int(query_len.sum()), len(steps)
     query_tile = 1 if num_tokens == num_reqs else limits.query_tile
     geometry = PlanGeometry(block_size, 64, limits.max_kv_tiles, window)
-    table = np.zeros((num_reqs, limits.max_kv_tiles * geometry.blocks_per_tile), np.int32)
-    start = np.cumsum(query_len) - query_len
-    plan = make_plan(geometry, query_tile, start, query_len, computed, table, np.arange(num_reqs))
+    plan = make_plan(geometry, query_tile, query_len, computed)
     need = GraphSize(query_tile, num_tokens, num_reqs, plan.num_tiles, plan.num_pairs + 1)
     size = policy.dispatch(need)
     assert size in policy.sizes and size.holds(need)

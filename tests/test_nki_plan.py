@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nki_cases import Case, make_batch, plan_step
+from nki_cases import Case, make_batch, plan_step, tokens_of
 
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.input_batch import InputBatch
@@ -37,7 +37,7 @@ def cases(draw: st.DrawFn, is_decode: bool) -> Case:
 def rows_seen(case: Case, table: BlockTable, batch: InputBatch) -> list[Counter]:
     """For each token the cache rows that it must see, once each."""
     seen = []
-    for row, position in zip(batch.token_rows, batch.positions, strict=True):
+    for row, position in tokens_of(batch):
         first = max(0, position - case.window + 1) if case.window else 0
         keys = np.arange(first, position + 1)
         seen.append(Counter((table.table[row, keys // case.stored] * case.stored + keys % case.stored).tolist()))

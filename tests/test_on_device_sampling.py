@@ -61,7 +61,7 @@ def test_greedy_requests_keep_all_their_logits_beside_drawn_ones() -> None:
     states.set(1, SamplingParams(), 2)
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     slots = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32)
-    mode = states.mode(np.array([0, 1]))
+    mode = SamplingMode(states.modes.max())
     last_tokens = torch.zeros(3, dtype=torch.int32)
     _, processed = sample(mode, True, SortLimits(4, None), logits, slots, *states.tables(), last_tokens)
     assert processed.isfinite().sum(dim=-1).tolist() == [VOCAB, 4]
@@ -74,7 +74,7 @@ def draw(logits: np.ndarray, params: SamplingParams, count: int, limits: SortLim
     states.set(0, params, 123)
     slots = torch.stack((torch.zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32)))
     rows = torch.from_numpy(logits.astype(np.float32)).expand(count, -1)
-    mode = states.mode(np.array([0]))
+    mode = SamplingMode(states.modes.max())
     return sample(mode, False, limits, rows, slots, *states.tables(), torch.zeros(2, dtype=torch.int32)).numpy()
 
 

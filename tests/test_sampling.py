@@ -1,6 +1,8 @@
 """The sampler against NumPy and statistics, and seeds through the real engine."""
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from vllm import LLM, SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import SortLimits
+from model_runner_base.sample.logprobs import NO_LOGPROBS
 from model_runner_base.sample.params import SamplingMode, SamplingStates
+from model_runner_base.sample.pipeline import most_asked
 from model_runner_base.sample.random import _gumbel, gumbel_noise
 from model_runner_base.sample.sampler import sample
 from model_runner_base.testing.models import TinyModel
@@ -46,7 +50,7 @@ def draw(logits: np.ndarray, params: SamplingParams, seeds: list[int], positions
     slots = torch.tensor([list(range(count)), positions], dtype=torch.int32)
     last_tokens = torch.zeros(count + 1, dtype=torch.int32)
     rows = torch.from_numpy(np.tile(logits, (count, 1)).astype(np.float32))
-    tokens = sample(states.mode(np.arange(count)), False, SortLimits(), rows, slots, *states.tables(), last_tokens)
+    tokens = sample(SamplingMode(states.modes.max()), False, SortLimits(), rows, slots, *states.tables(), last_tokens)
     assert torch.equal(last_tokens[:count], tokens)
     return tokens.numpy()
 
@@ -124,8 +128,22 @@ def test_greedy_rows_take_the_maximum_in_every_mode() -> None:
     for mode in SamplingMode:
         tokens = sample(mode, False, SortLimits(), logits, slots, *states.tables(), torch.zeros(4, dtype=torch.int32))
         assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(-1).tolist()
-    assert states.mode(np.array([0, 2])) == SamplingMode.GREEDY
-    assert states.mode(np.array([0, 1])) == SamplingMode.SORTED
+    assert states.modes.tolist() == [SamplingMode.GREEDY, SamplingMode.SORTED, SamplingMode.GREEDY, SamplingMode.GREEDY]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 63), st.integers(0, 2), st.integers(-2, 20)), max_size=8))
+@settings(deadline=None)
+def test_a_batch_asks_for_what_its_sampled_rows_ask_for(wishes: list[tuple[bool, int, int, int]]) -> None:
+    rows = np.random.default_rng(0).permutation(len(wishes))
+    is_sampled = np.array([wish[0] for wish in wishes], bool)
+    asked, num_logprobs = np.zeros((2, len(wishes)), np.int32)
+    modes = np.zeros(len(wishes), np.int8)
+    for row, (_, bits, mode, count) in zip(rows, wishes, strict=True):
+        asked[row], modes[row], num_logprobs[row] = bits, mode, count
+    sampled = [wish[1:] for wish in wishes if wish[0]] or [(0, 0, NO_LOGPROBS)]
+    bits, modes_asked, counts = zip(*sampled, strict=True)
+    wanted = (reduce(or_, bits), max(modes_asked), max(counts))
+    assert most_asked(rows, is_sampled, asked, modes, num_logprobs, NO_LOGPROBS) == wanted
 
 
 def test_two_seeds_that_differ_in_high_bits_differ() -> None:

@@ -94,7 +94,7 @@ def test_ranks_draw_what_one_draws_from_whole_rows(data: st.DataObject) -> None:
     states = SamplingStates(count, size, 0, DeviceOps(torch.device("cpu")))
     for row, request in enumerate(requests):
         states.set(row, SamplingParams(**request), int(rng.integers(1 << 63)))
-    mode = states.mode(np.arange(count))
+    mode = SamplingMode(states.modes.max())
     slots = torch.tensor([list(range(count)), data.draw(st.permutations(range(count)))], dtype=torch.int32)
 
     def last_tokens() -> torch.Tensor:

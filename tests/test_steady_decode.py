@@ -60,16 +60,14 @@ def decode_batch(num_computed: np.ndarray, rows: np.ndarray) -> InputBatch:
     ones = np.ones(len(rows), np.int64)
     return InputBatch(
         req_ids=[str(row) for row in rows],
+        num_tokens=len(rows),
         rows=rows,
         query_len=ones,
         query_start=np.arange(len(rows)),
         num_computed=num_computed,
         seq_lens=num_computed + 1,
         is_sampled=ones.astype(bool),
-        token_rows=rows,
-        positions=num_computed,
-        token_ids=np.zeros(len(rows), np.int32),
-        token_sources=rows,
+        num_sampled=len(rows),
     )
 
 
@@ -121,7 +119,7 @@ def test_moved_on_plan_sees_what_exists(
     for step in range(1, steps + 1):
         positions = np.array(lengths) + step
         if not steady.advance(scheduled(batch.req_ids)):
-            fresh = make_plan(geometry, 1, batch.query_start, batch.query_len, positions, table.table, batch.rows)
+            fresh = make_plan(geometry, 1, batch.query_len, positions)
             # A windowed request may hold one pair that it has left behind.
             assert fresh.num_pairs + (num_reqs if window else 0) >= size.num_pairs, "there was room"
             return

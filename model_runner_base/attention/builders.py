@@ -85,7 +85,9 @@ class BuilderAttentionAdapter(AttentionAdapter):
         pad_into(views["table_rows"], batch.rows, self.limits.max_num_reqs)
         for index, group in enumerate(self.groups):
             table = group.block_table
-            fill_flat_slots(batch.token_rows, batch.positions, table.table, table.block_size, views[f"slots.{index}"])
+            fill_flat_slots(
+                table.block_size, batch.query_len, batch.num_computed, batch.rows, table.table, views[f"slots.{index}"]
+            )
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
         """Requests that share the tokens, the last with what is left over, and have nothing else in the cache."""
@@ -224,13 +226,21 @@ class _SteadySlots:
 
 @compiled
 def fill_flat_slots(
-    token_rows: np.ndarray, positions: np.ndarray, table: np.ndarray, block_size: int, slots: np.ndarray
+    block_size: int,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    rows: np.ndarray,
+    table: np.ndarray,
+    slots: np.ndarray,
 ) -> None:
     """Where each token's key and value go: block times block size plus offset."""
-    for token in range(len(positions)):
-        block = positions[token] // block_size
-        slots[token] = table[token_rows[token], block] * block_size + positions[token] - block * block_size
-    slots[len(positions) :] = NO_SLOT
+    token = 0
+    for request in range(len(rows)):
+        for position in range(num_computed[request], num_computed[request] + query_len[request]):
+            block = position // block_size
+            slots[token] = table[rows[request], block] * block_size + position - block * block_size
+            token += 1
+    slots[token:] = NO_SLOT
 
 
 @compiled

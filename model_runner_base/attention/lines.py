@@ -51,11 +51,11 @@ class ContiguousAdapter(PagedAttentionAdapter):
         for index, group in enumerate(self.groups):
             lines = lines_of(group, batch.rows)
             pad_into(views[f"token_lines.{index}"], lines, 0)
-            pad_into(views[f"token_offsets.{index}"], batch.positions, 0)
+            pad_into(views[f"token_offsets.{index}"], batch.num_computed, 0)
             # Lines that nobody decodes on keep the tokens of an earlier step: they see nothing.
             views[f"pair_tile.{index}"][lines - 1] = np.arange(len(lines))
             views[f"pair_offset.{index}"][:] = MASKED
-            views[f"pair_offset.{index}"][lines - 1] = batch.positions
+            views[f"pair_offset.{index}"][lines - 1] = batch.num_computed
 
     def steady_plans(
         self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]

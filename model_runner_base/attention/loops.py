@@ -10,57 +10,151 @@ MASKED = -(1 << 30)
 
 
 @compiled
-def list_pairs(
-    query_tile: int,
-    kv_tile: int,
-    window: int,
-    query_start: np.ndarray,
-    query_len: np.ndarray,
-    num_computed: np.ndarray,
-    rows: np.ndarray,
-    tiled_table: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays of an ``AttentionPlan`` in its order.
-
-    ``window`` is 0 if there is none; ``tiled_table`` is [rows, KV tiles, blocks a tile].
-    """
+def count_pairs(
+    query_tile: int, kv_tile: int, window: int, query_len: np.ndarray, num_computed: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """The pairs of each query tile [NT], and of all; ``window`` is 0 if there is none."""
     num_tiles = 0
     for length in query_len:
         num_tiles += (length + query_tile - 1) // query_tile
-    tile_start = np.empty(num_tiles, np.int64)
-    tile_len = np.empty(num_tiles, np.int64)
     pairs_per_tile = np.empty(num_tiles, np.int64)
-    first_kv_tile = np.zeros(num_tiles, np.int64)
     tile = num_pairs = 0
     for request in range(len(query_len)):
         for first in range(0, query_len[request], query_tile):
-            position = num_computed[request] + first
             length = min(query_tile, query_len[request] - first)
-            if window:
-                first_kv_tile[tile] = max(0, position - window + 1) // kv_tile
-            tile_start[tile] = query_start[request] + first
-            tile_len[tile] = length
-            pairs_per_tile[tile] = (position + length - 1) // kv_tile + 1 - first_kv_tile[tile]
-            num_pairs += pairs_per_tile[tile]
+            start, stop = kv_tiles_of(num_computed[request] + first, length, kv_tile, window)
+            pairs_per_tile[tile] = stop - start
+            num_pairs += stop - start
             tile += 1
+    return pairs_per_tile, num_pairs
 
-    blocks_per_tile = tiled_table.shape[2]
-    pair_tile = np.empty(num_pairs, np.int32)
-    pair_offset = np.empty(num_pairs, np.int32)
-    pair_blocks = np.empty((num_pairs, blocks_per_tile), np.int32)
-    tile = pair = 0
+
+@compiled
+def kv_tiles_of(position: int, length: int, kv_tile: int, window: int) -> tuple[int, int]:
+    """The first KV tile that a query tile sees, and the one behind its last."""
+    start = max(0, position - window + 1) // kv_tile if window else 0
+    return start, (position + length - 1) // kv_tile + 1
+
+
+@compiled
+def fill_group(
+    block_size: int,
+    query_tile: int,
+    kv_tile: int,
+    window: int,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    rows: np.ndarray,
+    table: np.ndarray,
+    pairs_per_tile: np.ndarray,
+    slots: tuple[np.ndarray, np.ndarray],
+    pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    pair_blocks: np.ndarray,
+    trees: tuple[np.ndarray, ...],
+) -> None:
+    """A group's sections of the packed buffer in one call: see the loops below."""
+    fill_slots(block_size, query_len, num_computed, rows, table, slots[0], slots[1])
+    fill_pairs(query_tile, kv_tile, window, query_len, num_computed, rows, table, pairs, pair_blocks)
+    fill_merge_tree(trees, pairs_per_tile, len(pair_blocks))
+
+
+@compiled
+def fill_slots(
+    block_size: int,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    rows: np.ndarray,
+    table: np.ndarray,
+    slot_blocks: np.ndarray,
+    slot_offsets: np.ndarray,
+) -> None:
+    """Where each token's key and value go; padding goes to the null block."""
+    token = 0
     for request in range(len(query_len)):
         row = rows[request]
+        block = num_computed[request] // block_size
+        offset = num_computed[request] - block * block_size
+        for _ in range(query_len[request]):
+            if offset == block_size:
+                block, offset = block + 1, 0
+            slot_blocks[token] = table[row, block]
+            slot_offsets[token] = offset
+            offset += 1
+            token += 1
+    slot_blocks[token:] = 0
+    slot_offsets[token:] = 0
+
+
+@compiled
+def fill_pairs(
+    query_tile: int,
+    kv_tile: int,
+    window: int,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    rows: np.ndarray,
+    table: np.ndarray,
+    pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    pair_blocks: np.ndarray,
+) -> None:
+    """Each pair's query tile; the positions of that tile's first and last token, counted from the start of the pair's
+    KV tile; and the blocks [NP, B] of the KV tile.
+
+    Padding pairs see nothing, so they keep the tiles and blocks of an earlier step.
+    """
+    pair_tile, pair_offset, pair_last = pairs
+    width = pair_blocks.shape[1]
+    all_blocks = pair_blocks.reshape(-1)
+    tile = pair = 0
+    for request in range(len(query_len)):
+        row_blocks = table[rows[request]]
         for first in range(0, query_len[request], query_tile):
             position = num_computed[request] + first
-            for kv in range(first_kv_tile[tile], first_kv_tile[tile] + pairs_per_tile[tile]):
-                pair_tile[pair] = tile
-                pair_offset[pair] = position - kv * kv_tile
-                for block in range(blocks_per_tile):
-                    pair_blocks[pair, block] = tiled_table[row, kv, block]
-                pair += 1
+            length = min(query_tile, query_len[request] - first)
+            start, stop = kv_tiles_of(position, length, kv_tile, window)
+            end = pair + stop - start
+            # As slices, which the compiler fills several places at a time.
+            tiles, offsets, last = pair_tile[pair:end], pair_offset[pair:end], pair_last[pair:end]
+            for index in range(stop - start):
+                offset = position - (start + index) * kv_tile
+                tiles[index] = tile
+                last[index] = offset + length - 1
+                offsets[index] = offset
+            blocks, seen = all_blocks[pair * width : end * width], row_blocks[start * width : stop * width]
+            for index in range(len(blocks)):
+                blocks[index] = seen[index]
+            pair = end
             tile += 1
-    return tile_start, tile_len, pairs_per_tile, pair_tile, pair_offset, pair_blocks
+    pad(pair_offset, pair, MASKED)
+    pad(pair_last, pair, MASKED)
+
+
+@compiled
+def pad(places: np.ndarray, start: int, padding: int) -> None:
+    """Makes all of a section from ``start`` on ``padding``, which is found in padding only.
+
+    Behind the first of it there is nothing else: no step of this size has reached so far.
+    """
+    while start < len(places) and places[start] != padding:
+        places[start] = padding
+        start += 1
+
+
+@compiled
+def fill_merge_tree(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
+    """The merge tree: for each level an array [nodes, FAN_IN] int32 of node indices of the level below.
+
+    The last index of every level is a neutral node, to which all padding points.
+
+    Args:
+        trees: padded, as long as ``PlanGeometry.level_sizes`` says.
+        num_pairs: padded number of pairs.
+    """
+    counts = pairs_per_tile
+    neutral = num_pairs - 1
+    for tree in trees:
+        counts = fill_level(tree, counts, neutral)
+        neutral = len(tree) - 1
 
 
 @compiled
@@ -83,47 +177,25 @@ def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray
                 break
         child = last
         num_nodes[tile] = node - before
-    tree[node:] = neutral
+    while node < len(tree) and tree[node, 0] != neutral:  # As in ``pad``.
+        tree[node] = neutral
+        node += 1
     return num_nodes
 
 
 @compiled
-def fill_slots(
-    token_rows: np.ndarray,
-    positions: np.ndarray,
-    table: np.ndarray,
-    block_size: int,
-    slot_blocks: np.ndarray,
-    slot_offsets: np.ndarray,
-) -> None:
-    """Where each token's key and value go; padding goes to the null block."""
-    for token in range(len(positions)):
-        block = positions[token] // block_size
-        slot_blocks[token] = table[token_rows[token], block]
-        slot_offsets[token] = positions[token] - block * block_size
-    slot_blocks[len(positions) :] = 0
-    slot_offsets[len(positions) :] = 0
-
-
-@compiled
-def fill_pair_ends(pair_tile: np.ndarray, pair_offset: np.ndarray, tile_len: np.ndarray, pair_last: np.ndarray) -> None:
-    """The position of each pair's last token in its KV tile."""
-    for pair in range(len(pair_tile)):
-        pair_last[pair] = pair_offset[pair] + tile_len[pair_tile[pair]] - 1
-    pair_last[len(pair_tile) :] = MASKED
-
-
-@compiled
-def fill_tiles(tile_start: np.ndarray, tile_len: np.ndarray, tile_tokens: np.ndarray, token_slots: np.ndarray) -> None:
+def fill_tiles(query_tile: int, query_len: np.ndarray, tile_tokens: np.ndarray, token_slots: np.ndarray) -> None:
     """The tokens of each tile [NT, Q], and where in the flattened tiles each token lies; 0 is padding."""
-    token_slots[:] = 0
-    width = tile_tokens.shape[1]
-    for tile in range(len(tile_start)):
-        for index in range(width):
-            token = tile_start[tile] + index
-            if index < tile_len[tile]:
-                tile_tokens[tile, index] = token
-                token_slots[token] = tile * width + index
-            else:
-                tile_tokens[tile, index] = 0
-    tile_tokens[len(tile_start) :] = 0
+    tile = token = 0
+    for length in query_len:
+        for first in range(0, length, query_tile):
+            for index in range(query_tile):
+                if first + index < length:
+                    tile_tokens[tile, index] = token
+                    token_slots[token] = tile * query_tile + index
+                    token += 1
+                else:
+                    tile_tokens[tile, index] = 0
+            tile += 1
+    tile_tokens[tile:] = 0
+    token_slots[token:] = 0

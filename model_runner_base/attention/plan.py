@@ -3,8 +3,8 @@
 Attention is computed over (query tile, KV tile) pairs. A query tile is up to ``query_tile`` consecutive tokens of one
 request, a KV tile ``kv_tile`` consecutive cache positions of the same request. Only pairs that overlap causally, and
 lie inside the sliding window if there is one, are listed, so the work is proportional to the tokens that exist and
-not to rows x longest context. The plan is a handful of int32 arrays built on the host; padding it to a
-captured size adds pairs that are masked everywhere.
+not to rows x longest context. Counting them says which captured size the step needs; they are then listed right in
+the packed buffer of that size, and what is left of it are pairs that are masked everywhere.
 
 A pair yields an unnormalised partial result with its running maximum and sum (the online-softmax state of
 FlashAttention, arXiv:2205.14135). The partial results of a tile are merged by a tree of gathers with fixed fan-in, so
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model_runner_base.attention.loops import FAN_IN, fill_level, list_pairs
+from model_runner_base.attention.loops import FAN_IN, count_pairs
 
 
 @dataclass(frozen=True)
@@ -82,68 +82,27 @@ def stored_block_size(block_size: int, target: int) -> int:
 
 @dataclass
 class AttentionPlan:
-    """The plan of one step, unpadded. T tokens, NT query tiles, NP pairs, B blocks a KV tile."""
+    """What a step needs room for, before padding; its pairs are listed when they are packed. NT query tiles."""
 
     query_tile: int
-    tile_start: np.ndarray
-    """[NT] index of a tile's first token in the batch."""
-    tile_len: np.ndarray
-    """[NT] tokens of a tile."""
     pairs_per_tile: np.ndarray
     """[NT]"""
-    pair_tile: np.ndarray
-    """[NP] the query tile of a pair."""
-    pair_offset: np.ndarray
-    """[NP] position of the tile's first token, counted from the start of the pair's KV tile."""
-    pair_blocks: np.ndarray
-    """[NP, B] block ids of the pair's KV tile; entries past the sequence are leftovers, masked by ``pair_offset``."""
+    num_pairs: int
 
     @property
     def num_tiles(self) -> int:
-        return len(self.tile_start)
-
-    @property
-    def num_pairs(self) -> int:
-        return len(self.pair_tile)
+        return len(self.pairs_per_tile)
 
 
 def make_plan(
-    geometry: PlanGeometry,
-    query_tile: int,
-    query_start: np.ndarray,
-    query_len: np.ndarray,
-    num_computed: np.ndarray,
-    block_table: np.ndarray,
-    rows: np.ndarray,
+    geometry: PlanGeometry, query_tile: int, query_len: np.ndarray, num_computed: np.ndarray
 ) -> AttentionPlan:
     """Plans a step.
 
     Args:
         query_tile: 1 if every request has one token, else the tile of mixed steps.
-        query_start: [R] index of each request's first token in the batch.
-        query_len: [R] tokens scheduled.
-        num_computed: [R] tokens in the cache before this step.
-        block_table: [rows, blocks] int32.
-        rows: [R] block-table row of each request.
+        query_len: [R] int64 tokens scheduled.
+        num_computed: [R] int64 tokens in the cache before this step.
     """
-    tiled_table = block_table.reshape(len(block_table), -1, geometry.blocks_per_tile)
-    arrays = list_pairs(
-        query_tile, geometry.kv_tile, geometry.window or 0, query_start, query_len, num_computed, rows, tiled_table
-    )
-    return AttentionPlan(query_tile, *arrays)
-
-
-def fill_merge_tree(trees: list[np.ndarray], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
-    """Fills the merge tree: for each level an array [nodes, FAN_IN] int32 of node indices of the level below.
-
-    The last index of every level is a neutral node, to which all padding points.
-
-    Args:
-        trees: padded, as long as ``PlanGeometry.level_sizes`` says.
-        num_pairs: padded number of pairs.
-    """
-    counts = pairs_per_tile
-    neutral = num_pairs - 1
-    for tree in trees:
-        counts = fill_level(tree, counts, neutral)
-        neutral = len(tree) - 1
+    pairs = count_pairs(query_tile, geometry.kv_tile, geometry.window or 0, query_len, num_computed)
+    return AttentionPlan(query_tile, *pairs)

@@ -44,7 +44,7 @@ def load_processors(vllm_config: VllmConfig, device: torch.device) -> list[Logit
 class LogitsProcessors(LogitsStage):
     """Those that may change which token is likeliest.
 
-    Every request asks for the stage where there are processors: only they know whom they serve.
+    Every request asks for the stage: only they know whom they serve.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LogitsProcessors(LogitsStage):
         """The requests as the processors know them, by index in the batch."""
 
     def asked_by(self, params: SamplingParams) -> bool:
-        return bool(self._processors)
+        return True
 
     def looks_back(self, params: SamplingParams) -> bool:
         return True

@@ -67,9 +67,6 @@ class SamplingStates:
     def draw_seed(self) -> int:
         return self._random.getrandbits(63)
 
-    def mode(self, rows: np.ndarray) -> SamplingMode:
-        return SamplingMode(int(self.modes[rows].max(initial=0)))
-
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The two tables on the device."""
         if self._device is None:

@@ -19,6 +19,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, MinPLogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import SortLimits, StepFunction, WrapFunction
+from model_runner_base.host_loops import compiled
 from model_runner_base.input_batch import InputBatch
 from model_runner_base.outputs import SampledStep
 from model_runner_base.prompt_logprobs import PromptLogprobs
@@ -39,6 +40,22 @@ from model_runner_base.sample.stage import LogitsStage, SampleInputs
 from model_runner_base.sample.token_edits import TokenEdits
 from model_runner_base.sample.token_masks import AllowedTokens, TokenMasks
 from model_runner_base.sample.vocabulary import Vocabulary
+
+
+@compiled
+def most_asked(
+    rows: np.ndarray, is_sampled: np.ndarray, asked: np.ndarray, modes: np.ndarray, counts: np.ndarray, least: int
+) -> tuple[int, int, int]:
+    """All bits of ``asked``, the highest of ``modes`` and of ``counts`` among ``rows`` that yield a token; ``least`` is
+    the count of nobody."""
+    bits, mode, count = 0, 0, least
+    for index in range(len(rows)):
+        if is_sampled[index]:
+            row = rows[index]
+            bits |= asked[row]
+            mode = max(mode, modes[row])
+            count = max(count, counts[row])
+    return bits, mode, count
 
 
 @dataclass
@@ -93,13 +110,14 @@ class SamplingPipeline:
         applies_min_p = not any(isinstance(processor, MinPLogitsProcessor) for processor in invariant)
         others = [processor for processor in processors if not processor.is_argmax_invariant()]
         self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, applies_min_p)
-        self._stages: list[LogitsStage] = [
+        stages: list[LogitsStage | None] = [
             AllowedTokens(self._masks),
             TokenEdits(requests, history, vocab_size, wrap, device_ops),
-            LogitsProcessors(others, requests, history, device_ops),
+            LogitsProcessors(others, requests, history, device_ops) if others else None,
             Penalties(max_num_reqs, vocab_size, last_tokens, wrap, device_ops),
-            InvariantLogitsProcessors(invariant, requests, history, device_ops),
+            InvariantLogitsProcessors(invariant, requests, history, device_ops) if invariant else None,
         ]
+        self._stages = [stage for stage in stages if stage is not None]
         mode = model_config.logprobs_mode
         self._reads_processed = reads_processed(mode)
         self._logprobs = LogprobsGatherer(reads_logits(mode), sort_limits.max_width, wrap)
@@ -148,10 +166,10 @@ class SamplingPipeline:
         return self._plan
 
     def _make_plan(self, batch: InputBatch) -> SamplingPlan:
-        rows = batch.rows[batch.is_sampled]
-        mode = self._states.mode(rows)
-        num_logprobs = int(self._num_logprobs[rows].max(initial=NO_LOGPROBS))
-        every = int(np.bitwise_or.reduce(self._asked[rows]))
+        every, highest_mode, num_logprobs = most_asked(
+            batch.rows, batch.is_sampled, self._asked, self._states.modes, self._num_logprobs, NO_LOGPROBS
+        )
+        mode = SamplingMode(highest_mode)
         if not every:
             sample_parts = self._part_samplers.get(mode) if num_logprobs == NO_LOGPROBS else None
             return SamplingPlan(mode, [], _NOBODY, num_logprobs, sample_parts)
