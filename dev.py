@@ -1,7 +1,7 @@
 """Sets up .venv beside this file, then runs one of the project's jobs in it. Needs Python 3.11 and pip, nothing else.
 
     python3.11 dev.py generate [options]   text from the bundled model, through vLLM
-    python3.11 dev.py test [options]       the tests, with pytest's options
+    python3.11 dev.py test [options]       the tests, a process a core, with pytest's options (-n 0: in one)
     python3.11 dev.py run COMMAND ...      any command of the environment, such as `vllm serve`
 
 Setting up takes a minute or two, and happens again only when pyproject.toml or constraints.txt change.
@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "installed"
+# Whole files, since the tests of one share engines; the longest come first (tests/conftest.py).
+SIDE_BY_SIDE = ["-n", "logical", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def set_up() -> None:
@@ -40,7 +42,7 @@ def set_up() -> None:
 def main(arguments: list[str]) -> None:
     jobs = {
         "generate": [str(BIN / "python"), str(ROOT / "examples" / "generate.py")],
-        "test": [str(BIN / "python"), "-m", "pytest"],
+        "test": [str(BIN / "python"), "-m", "pytest", *SIDE_BY_SIDE],
         "run": [],
     }
     if not arguments or arguments[0] not in jobs:
@@ -50,6 +52,8 @@ def main(arguments: list[str]) -> None:
     if not command:
         raise SystemExit("run needs a command, such as: run vllm serve examples/models/kjv-2m")
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"}
+    # The tests start some fifty processes, each of which would compile vLLM's modules for ten seconds.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if arguments[0] == "test":
         os.chdir(ROOT)
     os.execvpe(command[0], command, environment)

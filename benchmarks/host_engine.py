@@ -119,8 +119,12 @@ class Side:
 
 
 class OurSide(Side):
+    def __init__(self, runner: FakeDeviceRunner, device: FakeDevice) -> None:
+        super().__init__(runner, device)
+        self._inference_mode = current_platform.inference_mode()
+
     def _guard(self) -> AbstractContextManager[object]:
-        return current_platform.inference_mode()
+        return self._inference_mode
 
 
 class Sides:

@@ -6,6 +6,8 @@ from itertools import chain
 
 import numpy as np
 
+from model_runner_base.host_loops import compiled
+
 
 class BlockTable:
     """Block ids of every row of one KV-cache group.
@@ -37,24 +39,37 @@ class BlockTable:
         self.has_changed[row] = True
 
     def append(self, rows: np.ndarray, block_ids: Sequence[list[int]]) -> None:
-        """Adds blocks at the end of each of ``rows``, which are distinct."""
-        if self.parts > 1:
-            block_ids = list(map(self._stored, block_ids))
-        flat = list(chain.from_iterable(block_ids))
-        start = self.num_blocks[rows]
-        self.has_changed[rows] = True
-        if len(flat) == len(rows) and all(block_ids):  # Decode: one block each.
-            self.table[rows, start] = flat
-            self.num_blocks[rows] = start + 1
-            return
+        """Adds blocks at the end of each of ``rows`` [R] int64, which are distinct."""
         counts = np.fromiter(map(len, block_ids), np.int64, len(block_ids))
-        first = np.cumsum(counts) - counts
-        index = np.arange(len(flat)) + np.repeat(start - first, counts)
-        self.table[np.repeat(rows, counts), index] = flat
-        self.num_blocks[rows] = start + counts
+        flat = np.fromiter(chain.from_iterable(block_ids), np.int64)
+        append_blocks(self.table, self.num_blocks, self.has_changed, rows, counts, flat, self.parts)
 
     def _stored(self, block_ids: list[int]) -> list[int]:
         """The scheduler's blocks as those of the cache tensors."""
         if self.parts == 1:
             return block_ids
         return [block_id * self.parts + part for block_id in block_ids for part in range(self.parts)]
+
+
+@compiled
+def append_blocks(
+    table: np.ndarray,
+    num_blocks: np.ndarray,
+    has_changed: np.ndarray,
+    rows: np.ndarray,
+    counts: np.ndarray,
+    block_ids: np.ndarray,
+    parts: int,
+) -> None:
+    """``counts`` [R] of the scheduler's ``block_ids``, which lie side by side, go behind what each of ``rows`` has."""
+    first = 0
+    for index in range(len(rows)):
+        row = rows[index]
+        end = num_blocks[row]
+        for block in range(first, first + counts[index]):
+            for part in range(parts):
+                table[row, end] = block_ids[block] * parts + part
+                end += 1
+        first += counts[index]
+        num_blocks[row] = end
+        has_changed[row] = True

@@ -281,10 +281,9 @@ class ModelRunnerBase:
                     block_ids, extended[index] = extended[index], None
                     tokens, num_computed = cached.all_token_ids[req_id], cached.num_computed_tokens[index]
                     self._place(req_id, self.requests.infos[req_id], tokens, num_computed, block_ids)
-        req_ids = list(compress(cached.req_ids, extended))
-        if req_ids:
-            rows = self.requests.rows_of(req_ids)
-            by_table = zip(*compress(cached.new_block_ids, extended), strict=True)
+        if extended.count(None) < len(extended):
+            rows = self.requests.rows_of(compress(cached.req_ids, extended))
+            by_table = zip(*filter(None, extended), strict=True)
             for table, block_ids in zip(self.block_tables, by_table, strict=True):
                 table.append(rows, block_ids)
 

@@ -12,6 +12,7 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from model_runner_base.attention.adapter import SteadySections
+from model_runner_base.host_loops import compiled
 from model_runner_base.input_batch import InputBatch, PackedStep
 from model_runner_base.request_states import RequestStates
 
@@ -29,26 +30,25 @@ class SteadyDecode:
         self.packed = packed
         self._plans = plans
         self._requests = requests
-        self._increments: np.ndarray | None = None
-        """What a step adds to the growing sections: 1, and 0 for padding."""
 
     def advance(self, scheduler_output: SchedulerOutput) -> bool:
         """Moves on to the scheduled step; False if it is another, or has no room, and has to be built from scratch."""
         batch = self.batch
         if not _schedules_the_same(scheduler_output, batch):
             return False
-        if self._increments is None:
+        if not batch.follows:
             self._begin()
-        self._growing += self._increments
-        for plan in self._plans:
-            if not plan.advance():
-                return False
-        self._requests.num_computed[batch.rows] = batch.seq_lens
-        return True
+        num_computed = self._requests.num_computed
+        step_on(self._growing, self._increments, num_computed, batch.rows, batch.seq_lens)
+        if all(plan.advance() for plan in self._plans):
+            return True
+        num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.
+        return False
 
     def _begin(self) -> None:
         """The batch's arrays become views of the buffer, which moves them on."""
         batch, views = self.batch, self.packed.views
+        # What a step adds to the growing sections: 1, and 0 for padding.
         self._growing, self._increments, increment_views = self.packed.growing()
         for name in ("positions", "sample_positions"):
             increment_views[name][: batch.num_reqs] = 1
@@ -60,6 +60,17 @@ class SteadyDecode:
         batch.token_sources = views["token_sources"][: batch.num_reqs]
         batch.token_sources[:] = batch.rows
         batch.follows = True
+
+
+@compiled
+def step_on(
+    growing: np.ndarray, increments: np.ndarray, num_computed: np.ndarray, rows: np.ndarray, seq_lens: np.ndarray
+) -> None:
+    """Adds to what grows, ``seq_lens`` [R] among it, which are then the requests' ``num_computed`` [rows]."""
+    for index in range(len(growing)):
+        growing[index] += increments[index]
+    for index in range(len(rows)):
+        num_computed[rows[index]] = seq_lens[index]
 
 
 def _schedules_the_same(scheduler_output: SchedulerOutput, last: InputBatch) -> bool:

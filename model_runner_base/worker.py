@@ -63,6 +63,7 @@ class ModelRunnerWorker(WorkerBase):
         )
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         set_random_seed(self.model_config.seed)
+        self._inference_mode = current_platform.inference_mode()  # Torch's may be entered again and again.
         self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
         self.measure_at_start()
 
@@ -143,13 +144,13 @@ class ModelRunnerWorker(WorkerBase):
     # ---- Steps ----
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        with self._failing_together(), current_platform.inference_mode():
+        with self._failing_together(), self._inference_mode:
             return self.model_runner.execute_model(scheduler_output)
 
     def sample_tokens(  # type: ignore[override]
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        with self._failing_together(), current_platform.inference_mode():
+        with self._failing_together(), self._inference_mode:
             return self.model_runner.sample_tokens(grammar_output)
 
     def _failing_together(self) -> AbstractContextManager:

@@ -1,6 +1,5 @@
 """Fixtures: tiny checkpoints, and real engines that are shut down after use."""
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +12,39 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Tiny models: threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import vllm.model_executor.models.registry
 from vllm import LLM
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from model_runner_base.testing.engine import DEFAULTS
+from model_runner_base.testing.engine import DEFAULTS, shut_down
 from model_runner_base.testing.fixtures import tiny_model
 
 # Elsewhere vLLM looks at a model's class in a process of its own, which costs seconds for each architecture.
 vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
 
+LONGEST = [
+    "conformance",
+    "mutations",
+    "architectures",
+    "tensor_parallel",
+    "quantization",
+    "gpu_runner",
+    "gpu_benchmark",
+    "examples",
+    "reload",
+    "compilation",
+    "server",
+    "ways_to_run",
+]
+"""The files that take longest."""
+
 BUNDLED_MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: side by side, no process is left alone with one at the end."""
+    files = [f"test_{name}" for name in LONGEST]
+    items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
 
 
 @contextmanager
@@ -34,8 +55,7 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
         yield llm
     finally:
         del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        shut_down()
 
 
 __all__ = ["BUNDLED_MODEL", "engine", "tiny_model"]

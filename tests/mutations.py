@@ -52,8 +52,8 @@ MUTATIONS = [
     Mutation(
         "new blocks overwrite the last one",
         "block_tables.py",
-        "start = self.num_blocks[rows]",
-        "start = np.maximum(0, self.num_blocks[rows] - 1)",
+        "end = num_blocks[row]",
+        "end = max(0, num_blocks[row] - 1)",
         STEPS,
     ),
     # Steady decode
@@ -178,14 +178,14 @@ MUTATIONS = [
         "sample/sampler.py",
         "before = probabilities.cumsum(dim=-1) - probabilities",
         "before = probabilities.cumsum(dim=-1)",
-        "test_distribution",
+        "test_distribution and top_p",
     ),
     Mutation(
         "min-p is relative to the sum and not to the likeliest",
         "sample/sampler.py",
         "floor = vocabulary.maximum(scaled) + torch.log(min_p)",
         "floor = scaled.logsumexp(dim=-1, keepdim=True) + torch.log(min_p)",
-        "test_distribution",
+        "test_distribution and min_p",
     ),
     Mutation(
         "presence and frequency penalties count the prompt",

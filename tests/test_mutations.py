@@ -1,13 +1,14 @@
 """The conformance kit catches deliberate faults: each is put into a copy of the base, which the kit must fail."""
 
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from mutations import MUTATIONS, STEADY, Mutation
@@ -16,16 +17,37 @@ ROOT = Path(__file__).parents[1]
 BASE = "model_runner_base"
 TIMEOUT_S = 600
 
-Kit = Callable[[Mutation], Future[subprocess.CompletedProcess[str]]]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama",
+        "openai.types.responses",
+        "fastapi",
+        "scipy.stats",
+        "hypothesis.stateful",
+        "pytest",
+    ]
+)
+"""Each fault has a process of its own, forked from one that has imported what is large, and nothing of the base."""
+
+
+class Run(NamedTuple):
+    status: int | None
+    """None after the timeout."""
+    printed: str
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
-    """The kit's runs on every mutation and on the base as it is, two at a time."""
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Run]]]:
+    """The kit's runs on every mutation that is tested and on the base as it is, two at a time."""
     directory = tmp_path_factory.mktemp("mutations")
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_the_kit_catches"]
     with ThreadPoolExecutor(2) as pool:
         control = Mutation("control", "__init__.py", "", "", f"{STEADY} or test_min_tokens")
-        runs = [control, *MUTATIONS]
+        runs = [control, *(test.callspec.params["mutation"] for test in tests)]  # type: ignore[attr-defined]
         yield {
             mutation.name: pool.submit(run_kit, mutation, directory / str(number))
             for number, mutation in enumerate(runs)
@@ -33,30 +55,36 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def run_kit(mutation: Mutation, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the kit's command on the example device over a mutated copy of the base."""
+def run_kit(mutation: Mutation, directory: Path) -> Run:
+    """Runs the kit on the example device over a mutated copy of the base."""
     shutil.copytree(ROOT / BASE, directory / BASE, ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "examples").mkdir()
     shutil.copy(ROOT / "examples" / "plain_device.py", directory / "examples")
     path = directory / BASE / mutation.file
     text = path.read_text()
     path.write_text(text.replace(mutation.old, mutation.new, 1) if mutation.old else text)
+    process = FORKS.Process(target=kit, args=(directory, mutation.selection))
+    process.start()
+    process.join(TIMEOUT_S)
+    status = process.exitcode
+    process.kill()
+    return Run(status, (directory / "printed").read_text())
+
+
+def kit(directory: Path, selection: str) -> None:
+    """The kit's command, in a process of its own."""
+    printed = os.open(directory / "printed", os.O_CREAT | os.O_WRONLY)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    # The host's loops as plain Python: every copy would have to compile its own.
+    os.environ |= {"VLLM_PLUGINS": "", "COLUMNS": "200", "NUMBA_DISABLE_JIT": "1"}
+    os.chdir(directory)
+    sys.path.insert(0, str(directory))
+    from model_runner_base.testing import __main__ as command
+
+    assert Path(command.__file__).is_relative_to(directory)
     device = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
-    return subprocess.run(
-        [sys.executable, "-m", f"{BASE}.testing", *device, "-x", "--no-shrinking", "-k", mutation.selection],
-        # The host's loops as plain Python: every copy would have to compile its own.
-        env={
-            **os.environ,
-            "PYTHONPATH": str(directory),
-            "VLLM_PLUGINS": "",
-            "COLUMNS": "200",
-            "NUMBA_DISABLE_JIT": "1",
-        },
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    sys.exit(command.main([*device, "-x", "--no-shrinking", "-k", selection]))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -65,18 +93,18 @@ def test_replaces_one_place(mutation: Mutation) -> None:
     assert mutation.old != mutation.new
 
 
-def test_the_base_as_it_is_passes(verdicts: dict[str, Future]) -> None:
+def test_the_base_as_it_is_passes(verdicts: dict[str, Future[Run]]) -> None:
     run = verdicts["control"].result()
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert len(re.findall(r" passes ", run.stdout)) >= 2
+    assert run.status == 0, run.printed[-3000:]
+    assert len(re.findall(r" passes ", run.printed)) >= 2
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_the_kit_catches(mutation: Mutation, verdicts: dict[str, Future]) -> None:
+def test_the_kit_catches(mutation: Mutation, verdicts: dict[str, Future[Run]]) -> None:
     """By a row of its table, which says what is wrong."""
     run = verdicts[mutation.name].result()
-    assert run.returncode == 1, f"{run.returncode}: {run.stdout[-3000:]}{run.stderr[-3000:]}"
-    assert re.search(r" FAILS ", run.stdout), run.stdout[-3000:]
+    assert run.status == 1, f"{run.status}: {run.printed[-3000:]}"
+    assert re.search(r" FAILS ", run.printed), run.printed[-3000:]
 
 
 def test_the_list_in_the_documentation_is_this_one() -> None:

@@ -150,19 +150,22 @@ def test_moved_on_plan_sees_what_exists(
 @given(
     st.lists(
         st.lists(st.lists(st.integers(1, 999), max_size=4), min_size=3, max_size=3).filter(any), min_size=1, max_size=8
-    )
+    ),
+    st.sampled_from([1, 3]),
 )
 @settings(deadline=None)
-def test_appended_blocks_follow_those_that_a_row_has(steps: list[list[list[int]]]) -> None:
-    table = BlockTable(4, 256, 2, 1)
+def test_appended_blocks_follow_those_that_a_row_has(steps: list[list[list[int]]], parts: int) -> None:
+    table = BlockTable(4, 256 * parts, 2, 1, parts)
     wanted: list[list[int]] = [[7], [], [8, 9], [5]]
     for row, ids in enumerate(wanted):
         table.assign(row, ids)
+    table.has_changed[:] = False
     rows = np.array([2, 0, 1])
     for step in steps:
         table.append(rows, step)
         for row, ids in zip(rows, step, strict=True):
             wanted[row] = wanted[row] + ids
     for row, ids in enumerate(wanted):
-        assert table.num_blocks[row] == len(ids)
-        assert table.table[row, : len(ids)].tolist() == ids
+        stored = [block_id * parts + part for block_id in ids for part in range(parts)]
+        assert table.table[row, : table.num_blocks[row]].tolist() == stored
+    assert table.has_changed.tolist() == [True, True, True, False]

@@ -15,7 +15,9 @@ import sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
+    few = {"num_batched_tokens_buckets": [32], "num_seqs_buckets": [2], "context_length_buckets": [64]}
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64}
+    llm = LLM(sys.argv[1], additional_config={"neuron_config": few}, **limits)
     outputs = llm.generate(["The LORD is my shepherd;", "And he"], SamplingParams(temperature=0, max_tokens=12))
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     print("RESULT", type(llm.llm_engine.engine_core).__name__, tokens, flush=True)

@@ -10,14 +10,26 @@ from model_runner_base.testing.models import TinyModel, make_checkpoint
 from model_runner_base.testing.table import FAILED
 from model_runner_base.testing.tokenizer import add_tokenizer
 
-SHARING = ["sampling", "combinations", "seeds", "distributions", "logprobs", "structured_outputs"]
-"""Groups whose checks share the engine of ``text_engine()``: they run one after the other, after all others."""
+SHARING = [
+    "compilation",
+    "sampling",
+    "combinations",
+    "seeds",
+    "distributions",
+    "logprobs",
+    "soak",
+    "structured_outputs",
+]
+"""Groups whose checks share the engine of ``text_engine()``: they run one after the other, before all others.
+
+What is compiled late shows in a process that has compiled nothing before, hence the first; the last is the one that
+goes on with another backend's engine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where every engine takes half a minute to start, order is time."""
     groups = [f"test_{name}" for name in SHARING]
-    items.sort(key=lambda item: groups.index(item.path.stem) if item.path.stem in groups else -1)
+    items.sort(key=lambda item: groups.index(item.path.stem) if item.path.stem in groups else len(groups))
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +42,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 @pytest.fixture(scope="session")
 def engines(pytestconfig: pytest.Config) -> Iterator[Engines]:
     """Keeps one engine alive for the checks that share it."""
-    engines = Engines(pytestconfig.getoption("worker"), pytestconfig.getoption("eager"))
+    option = pytestconfig.getoption
+    engines = Engines(option("worker"), option("eager"), **option("engine_options"))
     yield engines
     engines.close()
 

@@ -4,7 +4,9 @@ Nothing here imports vLLM: pytest loads the plugin on every start, and vLLM must
 ``--platform`` is in place.
 """
 
+import json
 import os
+from typing import Any
 
 import pytest
 
@@ -14,11 +16,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--worker", metavar="CLASS", help="the worker under test, such as my_package.MyWorker")
     group.addoption("--platform", metavar="CLASS", help="its platform, where no installed plugin of vLLM names it")
     group.addoption("--eager", action="store_true", help="start every engine with enforce_eager=True")
+    group.addoption(
+        "--engine-options",
+        type=_options,
+        default={},
+        metavar="JSON",
+        help="options of every engine, as of vllm.LLM; those that a check is about go before",
+    )
     group.addoption("--all-architectures", action="store_true", help="every architecture, not only the main ones")
     group.addoption("--no-shrinking", action="store_true", help="report failing schedules as found, not the smallest")
     group.addoption(
+        "--schedules", type=int, default=15, metavar="N", help="random schedules of each architecture: fewer find less"
+    )
+    group.addoption(
         "--soak", type=int, default=0, metavar="N", help="requests of the soak, and a twentieth as many schedules"
     )
+
+
+def _options(text: str) -> dict[str, Any]:
+    options = json.loads(text)
+    if not isinstance(options, dict):
+        raise ValueError
+    return options
 
 
 @pytest.hookimpl(tryfirst=True)

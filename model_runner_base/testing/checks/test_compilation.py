@@ -28,7 +28,7 @@ LENGTHS = [1, 3, 17, 40, 64, 65, 150]
 
 def test_no_compilation_after_warm_up(text_engine: Callable[..., LLM]) -> None:
     """Nothing is compiled after warm-up, whatever single requests ask of sampling."""
-    llm = text_engine(max_num_seqs=3)
+    llm = text_engine()
     policy = runner_of(llm).graph_policy
     warm = policy.num_compilations()
     assert warm or not policy.sizes, "sizes were captured, but num_compilations() counts none"
@@ -48,9 +48,9 @@ def test_no_compilation_after_warm_up(text_engine: Callable[..., LLM]) -> None:
     assert "greedy" not in refused
 
 
-def test_caches_are_written_in_place(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
+def test_caches_are_written_in_place(text_engine: Callable[..., LLM]) -> None:
     """The KV caches stay where they are, so that no step's memory or time grows with them."""
-    llm = engine(tiny_model("llama").path)
+    llm = text_engine()
     runner = runner_of(llm)
 
     def addresses() -> list[int]:
@@ -64,11 +64,10 @@ def test_caches_are_written_in_place(engine: Callable[..., LLM], tiny_model: Cal
 
 
 def test_host_does_not_wait(
-    engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+    text_engine: Callable[..., LLM], text_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is launched before the last one's tokens are read, and nothing is read while it is launched."""
-    model = tiny_model("llama")
-    llm = engine(model.path)
+    llm = text_engine()
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling, "asynchronous scheduling is off by default"
     runner, count = runner_of(llm), 6
     launches = Launches(count)
@@ -78,7 +77,7 @@ def test_host_does_not_wait(
         monkeypatch.setattr(runner.device_ops, name, launches.waiting(getattr(runner.device_ops, name), name))
     monkeypatch.setattr(runner, "_make_output", launches.holding(runner._make_output))
     (tokens,) = tokens_of(generate(llm, [(5, 6, 7)], greedy(count)))
-    assert tokens == model.greedy((5, 6, 7), count)
+    assert tokens == text_model.greedy((5, 6, 7), count)
     assert not launches.waits, f"launching a step called {launches.waits}"
 
 

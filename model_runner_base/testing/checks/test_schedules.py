@@ -306,29 +306,6 @@ class Schedules(RuleBasedStateMachine):
                 self.run.clean()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
-def test_random_schedules(
-    name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], pytestconfig: pytest.Config
-) -> None:
-    """Every array and token of random schedules is what a model without memory says."""
-    model = tiny_model(name)
-    with bench_of(engine(model.path, **OPTIONS), model) as bench:
-        run_state_machine_as_test(
-            partial(Schedules, bench),  # type: ignore[arg-type]
-            settings=settings(
-                max_examples=15 + pytestconfig.getoption("soak") // 20,
-                stateful_step_count=40,
-                deadline=None,
-                # A verdict on a device must come out the same twice, and leave no files behind.
-                derandomize=True,
-                database=None,
-                report_multiple_bugs=False,
-                phases=set(Phase) - ({Phase.shrink} if pytestconfig.getoption("no_shrinking") else set()),
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-
-
 def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
     """Requests that come back in other places, one token each, are not taken for those of the step before."""
     model = tiny_model("llama")
@@ -346,6 +323,29 @@ def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Ca
             while run.requests:
                 run.step({request.name: 1 for request in run.requests})
             run.end()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
+def test_random_schedules(
+    name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], pytestconfig: pytest.Config
+) -> None:
+    """Every array and token of random schedules is what a model without memory says."""
+    model = tiny_model(name)
+    with bench_of(engine(model.path, **OPTIONS), model) as bench:
+        run_state_machine_as_test(
+            partial(Schedules, bench),  # type: ignore[arg-type]
+            settings=settings(
+                max_examples=pytestconfig.getoption("schedules") + pytestconfig.getoption("soak") // 20,
+                stateful_step_count=40,
+                deadline=None,
+                # A verdict on a device must come out the same twice, and leave no files behind.
+                derandomize=True,
+                database=None,
+                report_multiple_bugs=False,
+                phases=set(Phase) - ({Phase.shrink} if pytestconfig.getoption("no_shrinking") else set()),
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
 
 
 def test_requests_set_aside_by_the_engine(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:

@@ -147,6 +147,7 @@ def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconf
     """After many random requests no block, row, entry or memory is left behind, and what finished is right."""
     llm = text_engine()
     count = max(NUM_REQUESTS, pytestconfig.getoption("soak"))
+    preemptions = metric(llm, "vllm:num_preemptions")
     soak = Soak(llm)
     soak.run(count // 3)
     before = memory()
@@ -154,7 +155,7 @@ def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconf
     grown = memory() - before
     allowed = LEFT_OVER_BYTES + RESULT_BYTES * count
     assert grown < allowed, f"{grown >> 20} MiB more after {count} requests than after a third of them"
-    assert metric(llm, "vllm:num_preemptions"), "nothing was preempted"
+    assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
 
     generate(llm, [(5, 6, 7)], greedy(1))  # The end of a request is told in the step after it.
     runner, core = runner_of(llm), core_of(llm)

@@ -61,6 +61,24 @@ def structured(backend: str, kind: str, length: int = 8, **options: Any) -> Requ
     return Request(random_prompts(30 + length, [length])[0], params, grammar, backend == "guidance")
 
 
+def test_structural_tag(text_engine: Start, text_model: TinyModel) -> None:
+    """A structural tag: free text, and a value of the schema after each trigger."""
+    # By xgrammar alone: vLLM 0.16 hands guidance the schema in a form that it takes for any JSON.
+    (prompt,) = random_prompts(41, [9])
+    trigger = make_tokenizer().decode(text_model.greedy(prompt, 3)[2:])
+    tag = {"begin": trigger, "schema": {"enum": ["wise", "foolish"]}, "end": "."}
+    constraint = json.dumps({"type": "structural_tag", "structures": [tag], "triggers": [trigger]})
+    params = greedy(40, structured_outputs=StructuredOutputsParams(structural_tag=constraint), detokenize=True)
+    (output,) = generate(text_engine(), [prompt], params)
+    first, *pieces = output.outputs[0].text.split(trigger)
+    assert pieces, f"{Request(prompt, params)}: the trigger {trigger!r} never came"
+    assert first == make_tokenizer().decode(text_model.greedy(prompt, 2)), f"{Request(prompt, params)}: free text"
+    for piece in pieces:
+        assert regex.fullmatch(r'("wise"|"foolish")\..*', piece, partial=True, flags=regex.DOTALL), (
+            f"{Request(prompt, params)}: {piece!r} after the trigger {trigger!r}"
+        )
+
+
 @pytest.mark.parametrize("kind", ["choice", "regex", "grammar"])
 def test_best_allowed_token(kind: str, backend: str, structured_engine: Start, text_model: TinyModel) -> None:
     """choice, regex and EBNF: each token is the best of those that brute force finds allowed."""
@@ -118,21 +136,3 @@ def check_json(request: Request, text: str) -> None:
         and all(isinstance(item, bool) for item in document["list"])
     )
     assert is_valid, f"{request}: {text!r} does not follow the schema"
-
-
-def test_structural_tag(text_engine: Start, text_model: TinyModel) -> None:
-    """A structural tag: free text, and a value of the schema after each trigger."""
-    # By xgrammar alone: vLLM 0.16 hands guidance the schema in a form that it takes for any JSON.
-    (prompt,) = random_prompts(41, [9])
-    trigger = make_tokenizer().decode(text_model.greedy(prompt, 3)[2:])
-    tag = {"begin": trigger, "schema": {"enum": ["wise", "foolish"]}, "end": "."}
-    constraint = json.dumps({"type": "structural_tag", "structures": [tag], "triggers": [trigger]})
-    params = greedy(40, structured_outputs=StructuredOutputsParams(structural_tag=constraint), detokenize=True)
-    (output,) = generate(text_engine(), [prompt], params)
-    first, *pieces = output.outputs[0].text.split(trigger)
-    assert pieces, f"{Request(prompt, params)}: the trigger {trigger!r} never came"
-    assert first == make_tokenizer().decode(text_model.greedy(prompt, 2)), f"{Request(prompt, params)}: free text"
-    for piece in pieces:
-        assert regex.fullmatch(r'("wise"|"foolish")\..*', piece, partial=True, flags=regex.DOTALL), (
-            f"{Request(prompt, params)}: {piece!r} after the trigger {trigger!r}"
-        )
