@@ -1,7 +1,7 @@
 """Sets up .venv beside this file, then runs one of the project's jobs in it. Needs Python 3.11 and pip, nothing else.
 
     python3.11 dev.py generate [options]   text from the bundled model, through vLLM
-    python3.11 dev.py test [options]       the tests, a process a core, with pytest's options (-n 0: in one)
+    python3.11 dev.py test [options]       the tests in up to four processes, with pytest's options (-n 0: in one)
     python3.11 dev.py run COMMAND ...      any command of the environment, such as `vllm serve`
 
 Setting up takes a minute or two, and happens again only when pyproject.toml or constraints.txt change.

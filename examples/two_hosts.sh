@@ -9,6 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 executor=${1:-mp}
+[[ $executor == mp || $executor == ray ]] || { echo "the executor is mp or ray, not $executor" >&2; exit 1; }
 model=$(realpath "${2:-examples/models/kjv-2m}")
 python=${PYTHON:-.venv/bin/python}
 suffix=$$
@@ -47,7 +48,7 @@ start() { # node, shell script: run there in the background, with shared memory 
     pids+=($!)
 }
 
-serve="exec $python -m vllm.entrypoints.cli.main serve $model --tensor-parallel-size 2
+serve="exec $python -m vllm.entrypoints.cli.main serve '$model' --tensor-parallel-size 2
     --max-model-len 256 --max-num-seqs 2 --max-num-batched-tokens 64
     --additional-config.neuron_config.num_batched_tokens_buckets '[64]'
     --additional-config.neuron_config.num_seqs_buckets '[2]'
@@ -70,10 +71,6 @@ ray)
     start 0 "$ray --head --include-dashboard false --node-ip-address ${addresses[0]}
         $serve --distributed-executor-backend ray"
     start 1 "until $ray --block --address ${addresses[0]}:6379 --node-ip-address ${addresses[1]}; do sleep 1; done"
-    ;;
-*)
-    echo "the executor is mp or ray, not $executor" >&2
-    exit 1
     ;;
 esac
 

@@ -36,8 +36,9 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def pair(model: TinyModel) -> Iterator[LLM]:
-    """Two workers, in a cluster that the engine starts for itself. Nothing of it outlives the tests."""
+    """Two workers, in a cluster that the engine starts for itself. No process of it outlives the tests."""
     variables = {
+        "RAY_ADDRESS": "local",  # Whatever cluster runs here already.
         "RAY_AUTH_MODE": "disabled",  # Else Ray writes a token into the home folder.
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": "120",

@@ -48,6 +48,8 @@ def server() -> Iterator[str]:
             process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
+            raise
 
 
 @pytest.fixture(scope="module")

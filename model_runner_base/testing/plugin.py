@@ -4,6 +4,7 @@ Nothing here imports vLLM: pytest loads the plugin on every start, and vLLM must
 ``--platform`` is in place.
 """
 
+import argparse
 import json
 import os
 from typing import Any
@@ -36,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _options(text: str) -> dict[str, Any]:
     options = json.loads(text)
     if not isinstance(options, dict):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object of vllm.LLM's options")
     return options
 
 
