@@ -39,7 +39,10 @@ class BlockTable:
         self.has_changed[row] = True
 
     def append(self, rows: np.ndarray, block_ids: Sequence[list[int]]) -> None:
-        """Adds blocks at the end of each of ``rows`` [R] int64, which are distinct."""
+        """Adds blocks at the end of each of ``rows`` [R] int64, which are distinct.
+
+        Raises IndexError for a row that cannot hold them: the scheduler has gone beyond the model's length.
+        """
         counts = np.fromiter(map(len, block_ids), np.int64, len(block_ids))
         flat = np.fromiter(chain.from_iterable(block_ids), np.int64)
         append_blocks(self.table, self.num_blocks, self.has_changed, rows, counts, flat, self.parts)
@@ -66,6 +69,8 @@ def append_blocks(
     for index in range(len(rows)):
         row = rows[index]
         end = num_blocks[row]
+        if end + counts[index] * parts > table.shape[1]:
+            raise IndexError("a request has more blocks than its row of the block table can hold")
         for block in range(first, first + counts[index]):
             for part in range(parts):
                 table[row, end] = block_ids[block] * parts + part

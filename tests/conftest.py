@@ -9,6 +9,12 @@ from typing import Any
 # One process, so that tests can look into the engine; tests of the other ways to run start processes of their own.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# A compiled loop that leaves its arrays would spoil others in silence. What is compiled so lies
+# apart, also from what another of pytest's processes compiles.
+os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
+os.environ.setdefault(
+    "NUMBA_CACHE_DIR", f"{Path(__file__).parents[1]}/.numba_cache/{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
+)
 # Tiny models: threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -63,7 +63,7 @@ def pack(
 ) -> tuple[PagedAttentionAdapter, GraphSize, list[Section], dict[str, np.ndarray]]:
     """The adapter's sections of a size with ``padding`` spare tokens, tiles and pairs.
 
-    They have held a step of nothing but padding, and one with more of all, and now hold this one.
+    They have held a step of nothing but padding, and one with longer requests, and now hold this one.
     """
     limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
     adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
@@ -71,10 +71,14 @@ def pack(
     more = replace(
         batch, num_tokens=int(longer.sum()), query_len=longer, num_computed=batch.num_computed + padding // 2
     )
-    plans, need = adapter.plan(batch), adapter.needed_sizes(more, adapter.plan(more))[0]
+    plans = adapter.plan(batch)
+    needs = [*adapter.needed_sizes(batch, plans), *adapter.needed_sizes(more, adapter.plan(more))]
+    # Behind a window the longer requests may need fewer pairs.
+    need = GraphSize(*map(max, zip(*needs, strict=True)))
     num_tokens = need.num_tokens + padding
     num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
     size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)
+    assert all(size.holds(each) for each in needs)
     sections = adapter.sections(size)
     views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
     adapter.pack_padding(views)

@@ -1,9 +1,10 @@
 """The batch of a step and its packed arrays, against lists of every request's tokens."""
 
+import struct
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
@@ -86,10 +87,6 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
 def test_numbers_out_of_range_are_refused() -> None:
     """As NumPy does: an id that an int32 cannot hold is an error and not another id."""
     requests = RequestStates(1, 4)
-    for token_ids in ([1 << 31], [1, 2, 3, 4, 5]):
-        try:
+    for token_ids in ([1, 1 << 31], [1, 2, 3, 4, 5]):
+        with pytest.raises(struct.error):
             requests.add("a", RequestInfo(SamplingParams(), 0, token_ids), token_ids, 0)
-        except Exception:
-            continue
-        raise AssertionError(f"{token_ids} went in")
-    assert np.array_equal(requests.token_ids, np.zeros((1, 4)))

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,6 +112,7 @@ def test_moved_on_plan_sees_what_exists(
     packed = PackedStep(size, in_order([*token_sections(size), *adapter.sections(size)]))
     views = packed.views
     requests = RequestStates(num_reqs, MAX_LENGTH)
+    requests.num_computed[rows] = batch.seq_lens
     builder = BatchBuilder(requests)
     builder.pack(batch, views)
     adapter.pack(batch, plans, size, views)
@@ -122,6 +124,7 @@ def test_moved_on_plan_sees_what_exists(
             fresh = make_plan(geometry, 1, batch.query_len, positions)
             # A windowed request may hold one pair that it has left behind.
             assert fresh.num_pairs + (num_reqs if window else 0) >= size.num_pairs, "there was room"
+            assert (requests.num_computed[rows] == positions).all(), "the step would be counted twice"
             return
         assert (requests.num_computed[rows] == positions + 1).all()
         for name, values in [("positions", positions), ("sample_positions", positions + 1), ("token_sources", rows)]:
@@ -167,3 +170,7 @@ def test_appended_blocks_follow_those_that_a_row_has(steps: list[list[list[int]]
         stored = [block_id * parts + part for block_id in ids for part in range(parts)]
         assert table.table[row, : table.num_blocks[row]].tolist() == stored
     assert table.has_changed.tolist() == [True, True, True, False]
+    before = table.table.copy()
+    with pytest.raises(IndexError, match="more blocks than its row"):
+        table.append(np.array([0]), [[1] * (table.table.shape[1] // parts + 1)])
+    assert (table.table == before).all()

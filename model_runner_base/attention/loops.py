@@ -133,7 +133,8 @@ def fill_pairs(
 def pad(places: np.ndarray, start: int, padding: int) -> None:
     """Makes all of a section from ``start`` on ``padding``, which is found in padding only.
 
-    Behind the first of it there is nothing else: no step of this size has reached so far.
+    Behind the first of it there is nothing else: no step of this size has reached so far, and a buffer of zeros was
+    padded to its end. So whoever packs these sections leaves no padding between what is not.
     """
     while start < len(places) and places[start] != padding:
         places[start] = padding
