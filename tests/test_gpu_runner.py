@@ -110,7 +110,7 @@ def test_tokens_of_whole_graphs(platform: str, attention: str, embeds: str, expe
     ("platform", "chosen"),
     [
         ("KernelPlatform", "preemption and window or interrupted or host_does_not_wait"),
-        ("PlanningPlatform", "prefix_hits and llama or interrupted or no_compilation"),
+        ("PlanningPlatform", "prefix_hits and llama or interrupted or no_compilation or random_schedules and llama"),
     ],
 )
 def test_promises(platform: str, chosen: str) -> None:
