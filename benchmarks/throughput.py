@@ -44,7 +44,11 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
 }
 # Sizes that these workloads fit well: the default ones would fit too, and take three times as long to compile.
-BUCKETS = {"num_seqs_buckets": list(BATCHES), "num_batched_tokens_buckets": [32, 128, 256, MAX_TOKENS]}
+BUCKETS = {
+    "num_seqs_buckets": list(BATCHES),
+    "num_batched_tokens_buckets": [32, 128, 256, MAX_TOKENS],
+    "context_length_buckets": [64, 128, 512],
+}
 
 
 class Side:

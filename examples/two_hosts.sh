@@ -17,6 +17,7 @@ hosts=("first$suffix" "second$suffix")
 addresses=(10.77.0.1 10.77.0.2)
 cable=("cable0" "cable1")
 log=$(mktemp)
+ray_folder=$(mktemp -d)
 pids=()
 
 clean_up() {
@@ -26,6 +27,7 @@ clean_up() {
         { ip netns pids "$host" | xargs -r kill -9; } 2>/dev/null || true # What Ray left in the background.
         ip netns delete "$host" 2>/dev/null || true
     done
+    rmdir "$ray_folder"
 }
 trap clean_up EXIT
 
@@ -40,10 +42,9 @@ for node in 0 1; do
 done
 
 start() { # node, shell script: run there in the background, with shared memory and Ray's folder as a host has its own
-    mkdir -p /tmp/ray
-    VLLM_HOST_IP=${addresses[$1]} GLOO_SOCKET_IFNAME=${cable[$1]} ip netns exec "${hosts[$1]}" bash -euc "
+    VLLM_HOST_IP=${addresses[$1]} GLOO_SOCKET_IFNAME=${cable[$1]} RAY_TMPDIR=$ray_folder ip netns exec "${hosts[$1]}" bash -euc "
         mount -t tmpfs tmpfs /dev/shm
-        mount -t tmpfs tmpfs /tmp/ray
+        mount -t tmpfs tmpfs $ray_folder
         $2" >>"$log" 2>&1 &
     pids+=($!)
 }

@@ -41,7 +41,7 @@ from model_runner_base.input_batch import (
 )
 from model_runner_base.loader import reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
-from model_runner_base.prompt_embeds import EmbedInputs, TokenInputs
+from model_runner_base.prompt_embeds import make_prompt_embeds
 from model_runner_base.request_states import RequestInfo, RequestStates
 from model_runner_base.sample.logits_processors import load_processors
 from model_runner_base.sample.logprobs import reads_processed
@@ -187,7 +187,7 @@ class ModelRunnerBase:
         self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
         self.attention = self._make_attention_adapter(groups, step_limits)
         self.batch_builder = BatchBuilder(self.requests, self.attention.decode_threshold)
-        self.prompt_embeds = self._make_prompt_embeds()
+        self.prompt_embeds = make_prompt_embeds(self.model_config, self.requests, self.device_ops)
 
         # One for all steps: a step's attention metadata is put into it while the model runs (see _run_model).
         self._forward_context = create_forward_context(None, self.vllm_config)
@@ -211,12 +211,6 @@ class ModelRunnerBase:
     def _bind_kv_caches(self) -> None:
         """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
         kv_cache.bind(self.kv_caches, self._kv_cache_index, self.vllm_config)
-
-    def _make_prompt_embeds(self) -> TokenInputs:
-        if not self.model_config.enable_prompt_embeds:
-            return TokenInputs()
-        hidden_size = self.model_config.get_inputs_embeds_size()
-        return EmbedInputs(self.requests, hidden_size, self.device_ops)
 
     def _step_limits(self, num_lines: int = 0) -> StepLimits:
         return StepLimits(

@@ -106,6 +106,12 @@ class EmbedInputs(TokenInputs):
         return {"input_ids": None, "inputs_embeds": torch.where(used, given.to(looked_up.dtype), looked_up)}
 
 
+def make_prompt_embeds(model_config: ModelConfig, requests: RequestStates, device_ops: DeviceOps) -> TokenInputs:
+    if not model_config.enable_prompt_embeds:
+        return TokenInputs()
+    return EmbedInputs(requests, model_config.get_inputs_embeds_size(), device_ops)
+
+
 def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """What a model is called with for its tokens before there are requests: the same arguments as in every step."""
     if model_config.enable_prompt_embeds:
