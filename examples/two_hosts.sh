@@ -27,7 +27,7 @@ clean_up() {
         { ip netns pids "$host" | xargs -r kill -9; } 2>/dev/null || true # What Ray left in the background.
         ip netns delete "$host" 2>/dev/null || true
     done
-    rmdir "$ray_folder"
+    rmdir "$ray_folder" || true
 }
 trap clean_up EXIT
 
@@ -44,7 +44,7 @@ done
 start() { # node, shell script: run there in the background, with shared memory and Ray's folder as a host has its own
     VLLM_HOST_IP=${addresses[$1]} GLOO_SOCKET_IFNAME=${cable[$1]} RAY_TMPDIR=$ray_folder ip netns exec "${hosts[$1]}" bash -euc "
         mount -t tmpfs tmpfs /dev/shm
-        mount -t tmpfs tmpfs $ray_folder
+        mount -t tmpfs tmpfs '$ray_folder'
         $2" >>"$log" 2>&1 &
     pids+=($!)
 }
@@ -66,6 +66,7 @@ mp)
     start 1 "$serve $several --node-rank 1 --headless"
     ;;
 ray)
+    unset RAY_ADDRESS # Of another cluster.
     # A cluster's hosts share a token: on real ones, copy what `ray get-auth-token --generate` writes on the first.
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
     RAY_AUTH_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')
