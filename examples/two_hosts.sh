@@ -42,7 +42,8 @@ for node in 0 1; do
 done
 
 start() { # node, shell script: run there in the background, with shared memory and Ray's folder as a host has its own
-    VLLM_HOST_IP=${addresses[$1]} GLOO_SOCKET_IFNAME=${cable[$1]} RAY_TMPDIR=$ray_folder ip netns exec "${hosts[$1]}" bash -euc "
+    VLLM_HOST_IP=${addresses[$1]} GLOO_SOCKET_IFNAME=${cable[$1]} RAY_TMPDIR=$ray_folder \
+        ip netns exec "${hosts[$1]}" bash -euc "
         mount -t tmpfs tmpfs /dev/shm
         mount -t tmpfs tmpfs '$ray_folder'
         $2" >>"$log" 2>&1 &

@@ -107,6 +107,7 @@ class EmbedInputs(TokenInputs):
 
 
 def make_prompt_embeds(model_config: ModelConfig, requests: RequestStates, device_ops: DeviceOps) -> TokenInputs:
+    """What ``enable_prompt_embeds`` asks for; by default nothing beside token ids."""
     if not model_config.enable_prompt_embeds:
         return TokenInputs()
     return EmbedInputs(requests, model_config.get_inputs_embeds_size(), device_ops)
