@@ -1,16 +1,19 @@
-"""Host time a step of our runner and of vLLM's own, stepped by the same outputs of vLLM's scheduler in one process.
+"""Host time a step of our runner and of vLLM's own, each behind a scheduler of vLLM's in one process.
 
-    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--cold] [--profile]
+    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--turn N] [--cold] [--profile]
 
 Time is the thread's CPU time in execute_model, sample_tokens and (under asynchronous scheduling) get_output, less what
 the model, the logits and the sampler take, which are fakes (fake_device.py). The scheduler is not timed. The runners
-take turns step by step, each going first every other step. Figures are means over all steps, since steps differ: now
-and then a request enters a new block or attention tile. A step that takes either runner ten times its median is left
-out for both. The garbage collector rests while steps are timed.
+take turns of 32 steps, stepped as in an engine: between two steps their scheduler runs and, on a device that is not
+the host, nothing else. With ``--turn 1`` each finds in the processor's caches what the other has just left there.
+Figures are means over all steps, since steps differ: now and then a request enters a new block or attention tile. A
+step that takes either runner ten times its median is left out for both. The garbage collector rests while steps are
+timed.
 
 Before a case is timed, and in schedules of random arrivals with chunked prompts, preemption and finishing, both
-runners must hand over the same token ids, positions, cache slots, sequence lengths and sampled rows for each request,
-and return the same tokens; in the random schedules every token must also see the same of the cache.
+schedulers must ask for the same steps, and both runners hand over the same token ids, positions, cache slots, sequence
+lengths and sampled rows for each request, and return the same tokens; in the random schedules every token must also see
+the same of the cache.
 
 What favours the stock runner: see stock_runner.py.
 """
@@ -32,7 +35,8 @@ def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=CASES, default=list(CASES), help="; ".join(CASES))
     parser.add_argument("--steps", type=int, default=512, help="timed steps a case")
-    parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each runner's turn")
+    parser.add_argument("--turn", type=int, default=32, help="steps of a runner before it is the other's turn")
+    parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each step")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (which the profiler changes)")
     return parser.parse_args()
 
@@ -55,7 +59,7 @@ def main() -> None:
             check_random(sides, has_features)
         for name, case in cases.items():
             profiler = cProfile.Profile() if args.profile else None
-            results[name] = measure(sides, case, args.steps, args.cold, profiler)
+            results[name] = measure(sides, case, args.steps, args.turn, args.cold, profiler)
             if profiler is not None:
                 print(f"\n{name}, {args.steps} steps")
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
