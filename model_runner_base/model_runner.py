@@ -285,7 +285,11 @@ class ModelRunnerBase:
                     tokens, num_computed = cached.all_token_ids[req_id], cached.num_computed_tokens[index]
                     self._place(req_id, self.requests.infos[req_id], tokens, num_computed, block_ids)
         if extended.count(None) < len(extended):
-            rows = self.requests.rows_of(compress(cached.req_ids, extended))
+            steady = self._steady
+            if steady is not None and steady.batch.req_ids == cached.req_ids:
+                rows = steady.batch.rows[list(compress(range(len(extended)), extended))]
+            else:
+                rows = self.requests.rows_of(compress(cached.req_ids, extended))
             by_table = zip(*filter(None, extended), strict=True)
             for table, block_ids in zip(self.block_tables, by_table, strict=True):
                 table.append(rows, block_ids)
