@@ -43,6 +43,13 @@ MUTATIONS = [
         STEADY,
     ),
     Mutation(
+        "in steady decode new blocks go to the first requests, whoever needs them",
+        "model_runner.py",
+        "steady.batch.rows[list(compress(range(len(extended)), extended))]",
+        "steady.batch.rows[: len(extended) - extended.count(None)]",
+        STEPS,
+    ),
+    Mutation(
         "resumed requests append their blocks to the old ones",
         "block_tables.py",
         "        self.table[row, : len(block_ids)] = block_ids\n        self.num_blocks[row] = len(block_ids)",
