@@ -211,11 +211,9 @@ def measure(
         _run_timed(lane, case, WARM_UP_STEPS)
     race.lanes[1].profiler = profiler
     times: tuple[list[int], list[int]] = ([], [])
-    in_order = list(zip(race.lanes, times, strict=True))
-    for _ in range(0, num_steps, turn):
-        for lane, lane_times in in_order:
-            lane_times += _run_timed(lane, case, turn)
-        in_order.reverse()
+    for start in range(0, num_steps, turn):
+        for lane, lane_times in zip(race.lanes, times, strict=True):
+            lane_times += _run_timed(lane, case, min(turn, num_steps - start))
     race.lanes[1].profiler = None
     gc.enable()
     race.close()

@@ -1,4 +1,4 @@
-"""An engine core in small: one real scheduler of vLLM, and both runners stepped by its outputs.
+"""An engine core in small: both runners, and real schedulers of vLLM whose outputs step them.
 
 Nothing here loads a checkpoint: the model's layers are names with a KV-cache spec, of Llama-3-8B's number.
 """

@@ -5,10 +5,10 @@
 Time is the thread's CPU time in execute_model, sample_tokens and (under asynchronous scheduling) get_output, less what
 the model, the logits and the sampler take, which are fakes (fake_device.py). The scheduler is not timed. The runners
 take turns of 32 steps, stepped as in an engine: between two steps their scheduler runs and, on a device that is not
-the host, nothing else. With ``--turn 1`` each finds in the processor's caches what the other has just left there.
-Figures are means over all steps, since steps differ: now and then a request enters a new block or attention tile. A
-step that takes either runner ten times its median is left out for both. The garbage collector rests while steps are
-timed.
+the host, nothing else (in the mixed case prompts are drawn, too). With ``--turn 1`` each finds in the processor's
+caches what the other has just left there. Figures are means over all steps, since steps differ: now and then a request
+enters a new block or attention tile. A step that takes either runner ten times its median is left out for both. The
+garbage collector rests while steps are timed.
 
 Before a case is timed, and in schedules of random arrivals with chunked prompts, preemption and finishing, both
 schedulers must ask for the same steps, and both runners hand over the same token ids, positions, cache slots, sequence

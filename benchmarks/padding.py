@@ -56,7 +56,7 @@ def placed(limits: StepLimits, max_padding: float | None = None) -> OpenXlaPolic
 
 
 def grid(limits: StepLimits) -> OpenXlaPolicy:
-    """Sizes that grow twofold, mixed pairs fourfold: what the bucket lists would hold without knowledge of traffic."""
+    """Sizes that grow twofold: what the bucket lists would hold without knowledge of traffic."""
     config = NeuronConfig(
         num_seqs_buckets=geometric(1, limits.max_num_reqs),
         context_length_buckets=[tiles * limits.kv_tile for tiles in geometric(1, limits.max_kv_tiles)],
