@@ -60,15 +60,16 @@ class OpenXlaPolicy(BucketPolicy):
         return [GraphSize(1, n, n, n, n * kv_tiles + 1) for n in requests for kv_tiles in tiles]
 
     def _mixed_grid(self, limits: StepLimits, tokens: list[int]) -> list[GraphSize]:
-        """Tokens x pairs, which double from two a tile to the most that the limits allow."""
+        """Tokens x pairs, from the most that the limits allow in halves down to two a tile."""
         sizes = []
         for num_tokens in tokens:
             num_tiles = limits.num_tiles(num_tokens)
-            most = num_tiles * limits.max_kv_tiles
+            num_pairs = num_tiles * limits.max_kv_tiles
             num_reqs = min(num_tokens, limits.max_num_reqs)
-            fewest = min(most, max(8, 2 * num_tokens // limits.query_tile))
-            for num_pairs in geometric(fewest, most):
+            fewest = min(num_pairs, max(8, 2 * num_tokens // limits.query_tile))
+            while num_pairs >= fewest:
                 sizes.append(GraphSize(limits.query_tile, num_tokens, num_reqs, num_tiles, num_pairs + 1))
+                num_pairs //= 2
         return sizes
 
     def num_compilations(self) -> int:
