@@ -60,10 +60,9 @@ class Lane:
         self._in_flight.append((scheduler_output, self.side.runner.model.seen))
         return scheduler_output, None if output is None else self._finish(output)
 
-    def drain(self) -> None:
+    def drain(self) -> "list[Results]":
         """Reads what is in flight."""
-        while self._in_flight:
-            self._finish(self.side.read())
+        return [self._finish(self.side.read()) for _ in range(len(self._in_flight))]
 
     def _finish(self, output: ModelRunnerOutput) -> "Results":
         scheduler_output, seen = self._in_flight.popleft()
@@ -71,8 +70,7 @@ class Lane:
         return Results(scheduler_output, output, seen)
 
     def close(self) -> None:
-        """Ends all requests and lets the runner know."""
-        self.drain()
+        """Ends all requests and lets the runner know; nothing is in flight."""
         self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
         self.step()
         self.drain()
@@ -87,7 +85,7 @@ class Results(NamedTuple):
 
 
 class Race:
-    """Both runners through the same steps. Where they are stepped together, what they do is compared."""
+    """Both runners through the same steps. What they do live, stepped together, is compared."""
 
     _count = 0
     """Of this process: no request id comes twice."""
@@ -103,13 +101,19 @@ class Race:
     def step(self) -> SchedulerOutput:
         (scheduled, stock), (ours_scheduled, ours) = (lane.step() for lane in self.lanes)
         assert scheduled.num_scheduled_tokens == ours_scheduled.num_scheduled_tokens
-        if stock is not None and ours is not None and stock.scheduler_output.total_num_scheduled_tokens:
-            compare(stock, ours)
+        if stock is not None and ours is not None:
+            self._compare(stock, ours)
         return scheduled
 
     def close(self) -> None:
+        for stock, ours in zip(*(lane.drain() for lane in self.lanes), strict=True):
+            self._compare(stock, ours)
         for lane in self.lanes:
             lane.close()
+
+    def _compare(self, stock: Results, ours: Results) -> None:
+        if self.lanes[0].side.device.is_live and stock.scheduler_output.total_num_scheduled_tokens:
+            compare(stock, ours)
 
 
 # ---- Both do the same ----

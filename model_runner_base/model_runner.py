@@ -286,6 +286,7 @@ class ModelRunnerBase:
                     self._place(req_id, self.requests.infos[req_id], tokens, num_computed, block_ids)
         if extended.count(None) < len(extended):
             steady = self._steady
+            # The last step's requests again: their rows are known, a look-up each would be most of the cost.
             if steady is not None and steady.batch.req_ids == cached.req_ids:
                 rows = steady.batch.rows[list(compress(range(len(extended)), extended))]
             else:
