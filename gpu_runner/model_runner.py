@@ -5,6 +5,7 @@ from functools import partial
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import set_cpu_offload_max_bytes
 from vllm.utils.mem_constants import GiB_bytes
 
 from gpu_runner.cuda_graphs import frozen_garbage
@@ -29,6 +30,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         """By vLLM's loaders, straight to the device; layers keep their kernels, quantised ones too."""
+        set_cpu_offload_max_bytes(int(self.vllm_config.cache_config.cpu_offload_gb * GiB_bytes))
         self.model = load_checkpoint(self.vllm_config, use_plain_layers=False)
         compilation = self.vllm_config.compilation_config
         if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:

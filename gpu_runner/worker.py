@@ -1,7 +1,7 @@
 """The worker of GPUModelRunner, for vLLM's ``--worker-cls gpu_runner.GPUWorker``."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -10,11 +10,9 @@ from vllm.distributed import set_custom_all_reduce
 from vllm.model_executor.layers.batch_invariant import init_batch_invariance
 from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
 from vllm.platforms import current_platform
-from vllm.profiler.wrapper import CudaProfilerWrapper, TorchProfilerWrapper, WorkerProfiler
+from vllm.profiler.wrapper import CudaProfilerWrapper, TorchProfilerActivity, WorkerProfiler
 from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.utils.flashinfer import autotune, has_flashinfer
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
 from gpu_runner.model_runner import GPUModelRunner
@@ -26,7 +24,6 @@ class GPUWorker(ModelRunnerWorker):
     """vLLM's worker over GPUModelRunner: device, sleep and wake; the rest is the base's."""
 
     model_runner_cls = GPUModelRunner
-    _profiler: WorkerProfiler | None = None
     _buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
     """The model's buffers while it sleeps at level 2."""
 
@@ -61,24 +58,9 @@ class GPUWorker(ModelRunnerWorker):
             with torch.inference_mode(), autotune():
                 runner.profile_run()
 
-    # ---- Profiling, by vLLM's own wrappers ----
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        if self._profiler is not None:
-            self._profiler.step()
-        return super().execute_model(scheduler_output)
-
-    def profile(self, is_start: bool = True) -> None:
-        """Starts or stops what ``profiler_config`` names."""
+    def make_profiler(self, activities: Sequence[TorchProfilerActivity] = ("CPU", "CUDA")) -> WorkerProfiler | None:
         config = self.vllm_config.profiler_config
-        if self._profiler is None and config.profiler == "torch":
-            name = f"{self.vllm_config.instance_id}-rank-{self.rank}"
-            self._profiler = TorchProfilerWrapper(config, name, self.local_rank, activities=["CPU", "CUDA"])
-        elif self._profiler is None and config.profiler == "cuda":
-            self._profiler = CudaProfilerWrapper(config)
-        if self._profiler is None:
-            raise RuntimeError("Profiling is not enabled: set --profiler-config, for example its profiler to torch")
-        (self._profiler.start if is_start else self._profiler.stop)()
+        return CudaProfilerWrapper(config) if config.profiler == "cuda" else super().make_profiler(activities)
 
     # ---- Sleep: vLLM's allocator unmaps what was allocated under a tag, and maps it again at the same addresses ----
 

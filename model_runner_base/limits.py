@@ -4,6 +4,7 @@ A configuration or request that would come out wrong is refused here with one li
 is built takes its line away.
 """
 
+from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -20,7 +21,14 @@ def check_config(vllm_config: VllmConfig) -> None:
     refusals = {
         "LoRA adapters are not supported yet: leave out enable_lora": vllm_config.lora_config,
         "speculative decoding is not supported yet: leave out speculative_config": vllm_config.speculative_config,
+        # Before KV transfer, which vLLM makes of it.
+        "KV offloading is not supported yet: leave out kv_offloading_size": vllm_config.cache_config.kv_offloading_size,
         "KV transfer is not supported yet: leave out kv_transfer_config": vllm_config.kv_transfer_config,
+        "encoder-cache transfer is not supported yet: leave out ec_transfer_config": vllm_config.ec_transfer_config,
+        "KV-sharing fast prefill is not supported yet: leave out kv_sharing_fast_prefill": (
+            vllm_config.cache_config.kv_sharing_fast_prefill
+        ),
+        "micro-batching is not supported yet: leave out enable_dbo": parallel.enable_dbo,
         "pipeline parallelism is not supported yet: use pipeline_parallel_size=1 and more tensor_parallel_size": (
             parallel.pipeline_parallel_size > 1
         ),
@@ -39,6 +47,9 @@ def check_config(vllm_config: VllmConfig) -> None:
         " attention layers": model and _has_recurrent_layers(model),
         "routed experts are not returned yet: leave out enable_return_routed_experts": (
             model and model.enable_return_routed_experts
+        ),
+        "VLLM_USE_V2_MODEL_RUNNER has the scheduler speak to vLLM's own runner alone: leave it unset": (
+            envs.VLLM_USE_V2_MODEL_RUNNER
         ),
     }
     for message, is_asked in refusals.items():

@@ -122,6 +122,8 @@ def _check_complete(model: nn.Module) -> None:
 
 def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
     """The first tensor that is missing or of another shape than the config asks for, by transformers' own model."""
+    if model_config.quantization is not None:
+        return None  # Its tensors have names and shapes of their method's own.
     files = sorted(Path(path or model_config.model).glob("*.safetensors"))
     try:
         with torch.device("meta"):

@@ -44,7 +44,7 @@ class PagedPlatform(Platform):
     _hidden_size: int
 
     @classmethod
-    def shares_host_memory(cls) -> bool:
+    def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:
         """Whether the device's memory is the host's, so that the KV cache takes a fixed amount and not a share."""
         return True
 
@@ -124,7 +124,7 @@ class PagedPlatform(Platform):
         from vllm.config import CompilationMode
 
         from model_runner_base.attention.plan import kv_tile_for
-        from model_runner_base.limits import check_config
+        from model_runner_base.limits import UnsupportedConfigError, check_config
 
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
@@ -139,13 +139,20 @@ class PagedPlatform(Platform):
         vllm_config.compilation_config.custom_ops = ["all"]
 
         cache = vllm_config.cache_config
+        if cache.cpu_offload_gb:
+            raise UnsupportedConfigError("weights are not offloaded here: leave out cpu_offload_gb")
+        cache.calculate_kv_scales = False  # They are those of fp8 caches, which attention refuses.
         if cache.block_size is None:
             cache.block_size = cls.default_block_size  # type: ignore[assignment]
         kv_tile_for(cache.block_size)  # Raises for a size that attention cannot read in parts.
         model = vllm_config.model_config
         if model is None:
             return
-        if cache.kv_cache_memory_bytes is None and cls.shares_host_memory():
+        if model.quantization is not None and model.quantization not in cls.supported_quantization:
+            raise UnsupportedConfigError(
+                f"checkpoints quantised by {model.quantization} have no kernels here: use the one that it was made from"
+            )
+        if cache.kv_cache_memory_bytes is None and cls.shares_host_memory(vllm_config):
             gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or cls.default_kv_cache_gib)
             cache.kv_cache_memory_bytes = int(gib * GIB)
         cls._vocab_size = model.get_vocab_size()

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.profiler.wrapper import TorchProfilerActivity, TorchProfilerWrapper, WorkerProfiler
 from vllm.tasks import SupportedTask
 from vllm.utils.mem_constants import GiB_bytes
 from vllm.utils.torch_utils import set_random_seed
@@ -33,6 +35,7 @@ class ModelRunnerWorker(WorkerBase):
     model_runner: ModelRunnerBase  # type: ignore[assignment]
     num_local_workers: int
     """Of this engine, on this host."""
+    _profiler: WorkerProfiler | None = None
 
     def make_device(self) -> torch.device:
         """The torch device of this worker's rank."""
@@ -119,7 +122,7 @@ class ModelRunnerWorker(WorkerBase):
     def _num_sharing(self) -> int:
         """Workers whose device memory is one and the same, this one among them."""
         # Not asked by getattr: vLLM's platforms answer None for whatever they do not have.
-        shares = isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory()
+        shares = isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory(self.vllm_config)
         return self.num_local_workers if shares else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -140,6 +143,8 @@ class ModelRunnerWorker(WorkerBase):
     # ---- Steps ----
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        if self._profiler is not None:
+            self._profiler.step()
         return self.model_runner.execute_model(scheduler_output)
 
     def sample_tokens(  # type: ignore[override]
@@ -172,5 +177,19 @@ class ModelRunnerWorker(WorkerBase):
         """Only data-parallel ranks without requests are asked for this, and limits.py refuses data parallelism."""
         raise NotImplementedError
 
+    # ---- Profiling, by vLLM's own wrappers ----
+
+    def make_profiler(self, activities: Sequence[TorchProfilerActivity] = ("CPU",)) -> WorkerProfiler | None:
+        """What ``profiler_config`` names; None if it names nothing that this device has."""
+        config = self.vllm_config.profiler_config
+        if config.profiler != "torch":
+            return None
+        name = f"{self.vllm_config.instance_id}-rank-{self.rank}"
+        return TorchProfilerWrapper(config, name, self.local_rank, list(activities))
+
     def profile(self, is_start: bool = True) -> None:
-        raise RuntimeError("Profiler is not enabled.")
+        """Starts or stops the profiler; raises RuntimeError if there is none."""
+        self._profiler = self._profiler or self.make_profiler()
+        if self._profiler is None:
+            raise RuntimeError("Profiling is not enabled: set --profiler-config, for example its profiler to torch")
+        (self._profiler.start if is_start else self._profiler.stop)()

@@ -33,9 +33,9 @@ class NeuronPlatform(PagedPlatform):
         return [torch.bfloat16, torch.float32] if environment.neuron_device_visible() else [torch.float32]
 
     @classmethod
-    def shares_host_memory(cls) -> bool:
-        """PJRT CPU does; Neuron devices have their own."""
-        return not environment.neuron_device_visible()
+    def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:
+        """PJRT CPU does, and eager steps run on the host; Neuron devices have their own."""
+        return vllm_config.model_config.enforce_eager or not environment.neuron_device_visible()
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

@@ -14,9 +14,10 @@ import pytest
 import torch
 from conftest import engine
 from safetensors.torch import load_file, save_file
-from vllm import SamplingParams
+from vllm import EngineArgs, SamplingParams
 
 import neuron_runner
+from model_runner_base import loader
 from model_runner_base.testing.models import TinyModel
 from neuron_runner import environment
 
@@ -40,6 +41,10 @@ def start(model: Path, **options: Any) -> None:
         ({"additional_config": {"neuron_config": {"seqs": [1]}}}, "neuron_config.seqs: unknown option"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is not supported yet"),
         ({"enable_lora": True}, "LoRA adapters are not supported yet"),
+        ({"cpu_offload_gb": 1}, "leave out cpu_offload_gb"),
+        ({"kv_offloading_size": 1}, "leave out kv_offloading_size"),
+        ({"kv_sharing_fast_prefill": True}, "leave out kv_sharing_fast_prefill"),
+        ({"enable_dbo": True}, "leave out enable_dbo"),
         ({"kv_cache_dtype": "fp8"}, "^paged attention in plain torch does not support: kv_cache_dtype=fp8"),
         ({"logits_processors": ["no_such_module:Processor"]}, "Failed to load 0th LogitsProcessor plugin"),
         ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN does not run here"),
@@ -51,6 +56,15 @@ def test_bad_settings_are_refused(
 ) -> None:
     with pytest.raises(Exception, match=message):
         start(tiny_model("llama").path, **options)
+
+
+def test_what_changes_the_schedulers_words_is_refused(
+    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler reads the variable whatever the runner is, and then resumes requests as if they were new."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(Exception, match="leave it unset"):
+        start(tiny_model("llama").path)
 
 
 @pytest.fixture
@@ -73,6 +87,21 @@ def test_misshapen_weight_is_refused(broken: Path) -> None:
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj\.weight has shape \[64, 100\], .* \[64, 128\]"):
         start(broken)
+
+
+def test_a_quantised_checkpoints_names_are_not_taken_for_faults(broken: Path) -> None:
+    """What its loader says stands, though transformers' unquantised model has other tensors."""
+    weights = load_file(broken / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name.replace("weight", "qweight")] = weights.pop(name)
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    config = EngineArgs(str(broken), max_model_len=128).create_engine_config()
+    config.model_config.quantization = "gptq"
+    with (
+        mock.patch.object(loader, "get_model", side_effect=RuntimeError("out of memory")),
+        pytest.raises(loader.CheckpointError, match=r"broken: out of memory"),
+    ):
+        loader.load_checkpoint(config)
 
 
 def test_unknown_architecture_is_named(broken: Path) -> None:
@@ -158,6 +187,17 @@ def neuron_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     monkeypatch.setattr(environment.glob, "glob", lambda pattern: ["/dev/neuron0"])
     monkeypatch.setitem(sys.modules, "libneuronxla", SimpleNamespace(__version__="2.2"))
+
+
+@pytest.mark.parametrize(("is_eager", "kv_cache_memory"), [(True, 1 << 30), (False, None)])
+def test_eager_steps_beside_a_neuron_device_take_the_hosts_memory(
+    is_eager: bool, kv_cache_memory: int | None, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixed amount of it, as everywhere on the host, and not nine tenths."""
+    neuron_machine(monkeypatch)
+    path = str(tiny_model("llama").path)
+    config = EngineArgs(path, max_model_len=128, enforce_eager=is_eager).create_engine_config()
+    assert config.cache_config.kv_cache_memory_bytes == kv_cache_memory
 
 
 def test_torch_xlas_own_variable_chooses_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import vllm.model_executor.models.utils
 import vllm.utils.mem_utils
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plain_device import code_lines
 from test_structure import HOOKS, ROOT
+from torch import nn
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -27,9 +29,11 @@ from vllm.v1.worker.utils import request_memory
 
 import gpu_runner.cuda_graphs
 import gpu_runner.device_ops
+import gpu_runner.model_runner
 from gpu_runner.cuda_graphs import StepGraphs
 from gpu_runner.device_ops import COPIES_IN_FLIGHT, CudaDeviceOps
 from gpu_runner.graph_policy import CudaGraphPolicy
+from gpu_runner.model_runner import GPUModelRunner
 from gpu_runner.worker import GPUWorker
 from model_runner_base.graph_policy import GraphSize, StepLimits
 
@@ -39,6 +43,26 @@ def test_runner_overrides_exactly_the_hooks() -> None:
     (runner,) = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
     assert {node.name for node in runner.body if isinstance(node, ast.FunctionDef)} == HOOKS
     assert code_lines(path) < 120
+
+
+def test_weights_are_offloaded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's models, which go by the budget that stands when they are made; the next engine has its own."""
+    budgets = []
+
+    def load(*args: Any, **options: Any) -> nn.Module:
+        budgets.append(vllm.model_executor.models.utils._CPU_OFFLOAD_MAX_BYTES)
+        return nn.Identity()
+
+    monkeypatch.setattr(gpu_runner.model_runner, "load_checkpoint", load)
+    for gib in (1.5, 0):
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(cpu_offload_gb=gib),
+            compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+        )
+        scheduler_config = SimpleNamespace(max_num_batched_tokens=8)
+        runner = SimpleNamespace(vllm_config=config, scheduler_config=scheduler_config, device=torch.device("cpu"))
+        GPUModelRunner.load_model(runner)  # type: ignore[arg-type]
+    assert budgets == [3 << 29, 0]
 
 
 # ---- Graph sizes ----

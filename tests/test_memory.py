@@ -76,7 +76,7 @@ def test_workers_share_the_hosts_memory_and_no_devices(
     platform: Platform, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_runner_base.worker, "current_platform", platform)
-    worker = SimpleNamespace(num_local_workers=2)
+    worker = SimpleNamespace(num_local_workers=2, vllm_config=None)
     assert ModelRunnerWorker._num_sharing(worker) == sharing  # type: ignore[arg-type]
 
 

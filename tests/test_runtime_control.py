@@ -1,6 +1,8 @@
 """What a user may ask of a running engine: reset the prefix cache, call worker and model; a fitted model length."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,3 +97,30 @@ def test_calls_to_worker_and_model(tiny_model: Callable[[str], TinyModel]) -> No
 
         llm.apply_model(zero)
         assert generate(llm, random_prompts(64, [9]), 5) == [[0] * 5], "the model that was changed is the one that runs"
+
+
+def test_profile_is_written(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """As ``profiler_config`` asks for it, with what ran in between; without it the call says what to set."""
+    model = tiny_model("llama")
+    prompts = random_prompts(64, [5, 9])
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}
+    with engine(model.path, max_model_len=128, enforce_eager=True, profiler_config=config) as llm:
+        llm.start_profile()
+        assert generate(llm, prompts) == expected(model, prompts)
+        llm.stop_profile()
+    (trace,) = tmp_path.glob("*.json")
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"aten::mm", "aten::linear"} & names
+    with engine(model.path, max_model_len=128, enforce_eager=True) as llm:
+        with pytest.raises(Exception, match="set --profiler-config"):
+            llm.start_profile()
+        assert generate(llm, prompts) == expected(model, prompts)
+
+
+def test_scales_of_fp8_caches_are_not_calculated_for_others(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    prompts = random_prompts(65, [5, 9])
+    limits = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    buckets = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [1], "context_length_buckets": [64]}
+    with engine(model.path, calculate_kv_scales=True, additional_config={"neuron_config": buckets}, **limits) as llm:
+        assert generate(llm, prompts) == expected(model, prompts)
