@@ -22,13 +22,15 @@ def check_config(vllm_config: VllmConfig) -> None:
         "LoRA adapters are not supported yet: leave out enable_lora": vllm_config.lora_config,
         "speculative decoding is not supported yet: leave out speculative_config": vllm_config.speculative_config,
         # Before KV transfer, which vLLM makes of it.
-        "KV offloading is not supported yet: leave out kv_offloading_size": vllm_config.cache_config.kv_offloading_size,
+        "KV offloading is not supported yet: leave out kv_offloading_size": (
+            vllm_config.cache_config.kv_offloading_size is not None
+        ),
         "KV transfer is not supported yet: leave out kv_transfer_config": vllm_config.kv_transfer_config,
         "encoder-cache transfer is not supported yet: leave out ec_transfer_config": vllm_config.ec_transfer_config,
         "KV-sharing fast prefill is not supported yet: leave out kv_sharing_fast_prefill": (
             vllm_config.cache_config.kv_sharing_fast_prefill
         ),
-        "micro-batching is not supported yet: leave out enable_dbo": parallel.enable_dbo,
+        "micro-batching is not supported yet: leave out enable_dbo and ubatch_size": parallel.use_ubatching,
         "pipeline parallelism is not supported yet: use pipeline_parallel_size=1 and more tensor_parallel_size": (
             parallel.pipeline_parallel_size > 1
         ),

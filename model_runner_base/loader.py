@@ -122,8 +122,6 @@ def _check_complete(model: nn.Module) -> None:
 
 def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
     """The first tensor that is missing or of another shape than the config asks for, by transformers' own model."""
-    if model_config.quantization is not None:
-        return None  # Its tensors have names and shapes of their method's own.
     files = sorted(Path(path or model_config.model).glob("*.safetensors"))
     try:
         with torch.device("meta"):
@@ -137,7 +135,11 @@ def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
     if not any(name in found for name in wanted):
         return None  # Saved under other names, as bare models without a head are.
     tied = "lm_head.weight" if model_config.hf_config.tie_word_embeddings else None
+    # What a method made of a layer's tensors has names and shapes of its own.
+    quantised = {name.rpartition(".")[0] for name in found} if model_config.quantization else set()
     for name, tensor in wanted.items():
+        if name.rpartition(".")[0] in quantised:
+            continue
         if name in found and found[name] != list(tensor.shape):
             return f"{name} has shape {found[name]}, the config asks for {list(tensor.shape)}"
         if name not in found and name != tied:

@@ -5,7 +5,7 @@ vLLM's config package imports the platform, so nothing here may import that pack
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
@@ -122,6 +122,7 @@ class PagedPlatform(Platform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Raises for what is not supported, then sets what the base needs and the user left open."""
         from vllm.config import CompilationMode
+        from vllm.model_executor.layers.quantization import QuantizationMethods
 
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.limits import UnsupportedConfigError, check_config
@@ -148,9 +149,11 @@ class PagedPlatform(Platform):
         model = vllm_config.model_config
         if model is None:
             return
-        if model.quantization is not None and model.quantization not in cls.supported_quantization:
+        # Methods that a user registered bring what they need.
+        if model.quantization in get_args(QuantizationMethods) and model.quantization not in cls.supported_quantization:
             raise UnsupportedConfigError(
-                f"checkpoints quantised by {model.quantization} have no kernels here: use the one that it was made from"
+                f"quantization {model.quantization} has no kernels here: leave it out, and use the checkpoint that a "
+                "quantised one was made from"
             )
         if cache.kv_cache_memory_bytes is None and cls.shares_host_memory(vllm_config):
             gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or cls.default_kv_cache_gib)

@@ -193,3 +193,8 @@ class ModelRunnerWorker(WorkerBase):
         if self._profiler is None:
             raise RuntimeError("Profiling is not enabled: set --profiler-config, for example its profiler to torch")
         (self._profiler.start if is_start else self._profiler.stop)()
+
+    def shutdown(self) -> None:
+        """A profile that still runs is written."""
+        if self._profiler is not None:
+            self._profiler.shutdown()

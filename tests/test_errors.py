@@ -42,9 +42,10 @@ def start(model: Path, **options: Any) -> None:
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is not supported yet"),
         ({"enable_lora": True}, "LoRA adapters are not supported yet"),
         ({"cpu_offload_gb": 1}, "leave out cpu_offload_gb"),
-        ({"kv_offloading_size": 1}, "leave out kv_offloading_size"),
+        ({"kv_offloading_size": 0}, "leave out kv_offloading_size"),
         ({"kv_sharing_fast_prefill": True}, "leave out kv_sharing_fast_prefill"),
         ({"enable_dbo": True}, "leave out enable_dbo"),
+        ({"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "leave out enable_dbo and ubatch_size"),
         ({"kv_cache_dtype": "fp8"}, "^paged attention in plain torch does not support: kv_cache_dtype=fp8"),
         ({"logits_processors": ["no_such_module:Processor"]}, "Failed to load 0th LogitsProcessor plugin"),
         ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN does not run here"),
@@ -97,11 +98,13 @@ def test_a_quantised_checkpoints_names_are_not_taken_for_faults(broken: Path) ->
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     config = EngineArgs(str(broken), max_model_len=128).create_engine_config()
     config.model_config.quantization = "gptq"
-    with (
-        mock.patch.object(loader, "get_model", side_effect=RuntimeError("out of memory")),
-        pytest.raises(loader.CheckpointError, match=r"broken: out of memory"),
-    ):
-        loader.load_checkpoint(config)
+    with mock.patch.object(loader, "get_model", side_effect=RuntimeError("out of memory")):
+        with pytest.raises(loader.CheckpointError, match=r"broken: out of memory"):
+            loader.load_checkpoint(config)
+        del weights[name.replace("weight", "qweight")]
+        save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(loader.CheckpointError, match=r"down_proj\.weight is missing"):
+            loader.load_checkpoint(config)
 
 
 def test_unknown_architecture_is_named(broken: Path) -> None:

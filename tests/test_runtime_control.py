@@ -108,7 +108,10 @@ def test_profile_is_written(tiny_model: Callable[[str], TinyModel], tmp_path: Pa
         llm.start_profile()
         assert generate(llm, prompts) == expected(model, prompts)
         llm.stop_profile()
-    (trace,) = tmp_path.glob("*.json")
+        (trace,) = tmp_path.glob("*.json")
+        llm.start_profile()
+        llm.llm_engine.engine_core.shutdown()
+        assert len(list(tmp_path.glob("*.json"))) == 2, "what still ran when the engine ended was not written"
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"aten::mm", "aten::linear"} & names
     with engine(model.path, max_model_len=128, enforce_eager=True) as llm:
