@@ -1,7 +1,7 @@
 """The worker of GPUModelRunner, for vLLM's ``--worker-cls gpu_runner.GPUWorker``."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -10,7 +10,7 @@ from vllm.distributed import set_custom_all_reduce
 from vllm.model_executor.layers.batch_invariant import init_batch_invariance
 from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
 from vllm.platforms import current_platform
-from vllm.profiler.wrapper import CudaProfilerWrapper, TorchProfilerActivity, WorkerProfiler
+from vllm.profiler.wrapper import CudaProfilerWrapper, WorkerProfiler
 from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.utils.flashinfer import autotune, has_flashinfer
 from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
@@ -24,6 +24,7 @@ class GPUWorker(ModelRunnerWorker):
     """vLLM's worker over GPUModelRunner: device, sleep and wake; the rest is the base's."""
 
     model_runner_cls = GPUModelRunner
+    profiler_activities = ("CPU", "CUDA")
     _buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
     """The model's buffers while it sleeps at level 2."""
 
@@ -58,9 +59,9 @@ class GPUWorker(ModelRunnerWorker):
             with torch.inference_mode(), autotune():
                 runner.profile_run()
 
-    def make_profiler(self, activities: Sequence[TorchProfilerActivity] = ("CPU", "CUDA")) -> WorkerProfiler | None:
+    def make_profiler(self) -> WorkerProfiler | None:
         config = self.vllm_config.profiler_config
-        return CudaProfilerWrapper(config) if config.profiler == "cuda" else super().make_profiler(activities)
+        return CudaProfilerWrapper(config) if config.profiler == "cuda" else super().make_profiler()
 
     # ---- Sleep: vLLM's allocator unmaps what was allocated under a tag, and maps it again at the same addresses ----
 

@@ -129,19 +129,19 @@ def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
         found = {}
         for file in files:
             with safe_open(file, "pt") as tensors:
-                found.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
+                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                # Bytes are what a method packed several values into: of a shape of its own.
+                found.update({n: None if s.get_dtype() == "U8" else s.get_shape() for n, s in slices.items()})
     except Exception:
         return None  # Not a model of transformers, or unreadable: the loader's own words must do.
     if not any(name in found for name in wanted):
         return None  # Saved under other names, as bare models without a head are.
     tied = "lm_head.weight" if model_config.hf_config.tie_word_embeddings else None
-    # What a method made of a layer's tensors has names and shapes of its own.
+    # What a method made of a layer's tensors may have names of its own.
     quantised = {name.rpartition(".")[0] for name in found} if model_config.quantization else set()
     for name, tensor in wanted.items():
-        if name.rpartition(".")[0] in quantised:
-            continue
-        if name in found and found[name] != list(tensor.shape):
+        if name in found and found[name] not in (None, list(tensor.shape)):
             return f"{name} has shape {found[name]}, the config asks for {list(tensor.shape)}"
-        if name not in found and name != tied:
+        if name not in found and name != tied and name.rpartition(".")[0] not in quantised:
             return f"{name} is missing"
     return None

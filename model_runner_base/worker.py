@@ -35,6 +35,8 @@ class ModelRunnerWorker(WorkerBase):
     model_runner: ModelRunnerBase  # type: ignore[assignment]
     num_local_workers: int
     """Of this engine, on this host."""
+    profiler_activities: Sequence[TorchProfilerActivity] = ("CPU",)
+    """What torch's profiler can see of this device."""
     _profiler: WorkerProfiler | None = None
 
     def make_device(self) -> torch.device:
@@ -179,13 +181,13 @@ class ModelRunnerWorker(WorkerBase):
 
     # ---- Profiling, by vLLM's own wrappers ----
 
-    def make_profiler(self, activities: Sequence[TorchProfilerActivity] = ("CPU",)) -> WorkerProfiler | None:
+    def make_profiler(self) -> WorkerProfiler | None:
         """What ``profiler_config`` names; None if it names nothing that this device has."""
         config = self.vllm_config.profiler_config
         if config.profiler != "torch":
             return None
         name = f"{self.vllm_config.instance_id}-rank-{self.rank}"
-        return TorchProfilerWrapper(config, name, self.local_rank, list(activities))
+        return TorchProfilerWrapper(config, name, self.local_rank, list(self.profiler_activities))
 
     def profile(self, is_start: bool = True) -> None:
         """Starts or stops the profiler; raises RuntimeError if there is none."""

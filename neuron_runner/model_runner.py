@@ -38,6 +38,8 @@ class NeuronModelRunner(ModelRunnerBase):
 
         ops.register()
         is_quantized = read_neuron_config(self.vllm_config.additional_config).quant_dtype is not None
+        if is_quantized:
+            quantization.check_quantizable(self.model_config)
         self.model = load_checkpoint(self.vllm_config)
         self.vocabulary = cut_vocabulary(self.model)
         if is_quantized:

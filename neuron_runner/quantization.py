@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from model_runner_base.layers.fused_moe import ACTIVATIONS, PlainExpertsMethod
+from model_runner_base.limits import UnsupportedConfigError
 from neuron_runner import environment
 from neuron_runner.weights import logits_heads, product
 
@@ -150,6 +152,15 @@ class Int8ExpertsMethod(PlainExpertsMethod):
             plain.activation,
             plain.gate_up_bias,
             plain.down_bias,
+        )
+
+
+def check_quantizable(model_config: ModelConfig) -> None:
+    """Raises UnsupportedConfigError for a checkpoint that some method has quantised already."""
+    if model_config.quantization is not None:
+        raise UnsupportedConfigError(
+            f"the checkpoint is quantised already ({model_config.quantization}), so it cannot be stored as int8: leave "
+            "out quant_dtype, or use the checkpoint that it was made from"
         )
 
 

@@ -43,6 +43,7 @@ def start(model: Path, **options: Any) -> None:
         ({"enable_lora": True}, "LoRA adapters are not supported yet"),
         ({"cpu_offload_gb": 1}, "leave out cpu_offload_gb"),
         ({"kv_offloading_size": 0}, "leave out kv_offloading_size"),
+        ({"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}}, "ec_transfer_config"),
         ({"kv_sharing_fast_prefill": True}, "leave out kv_sharing_fast_prefill"),
         ({"enable_dbo": True}, "leave out enable_dbo"),
         ({"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "leave out enable_dbo and ubatch_size"),
@@ -90,21 +91,32 @@ def test_misshapen_weight_is_refused(broken: Path) -> None:
         start(broken)
 
 
-def test_a_quantised_checkpoints_names_are_not_taken_for_faults(broken: Path) -> None:
-    """What its loader says stands, though transformers' unquantised model has other tensors."""
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"qweight": torch.zeros(8, 64, dtype=torch.int32)}, "out of memory"),
+        ({"weight": torch.zeros(64, 64, dtype=torch.uint8)}, "out of memory"),
+        ({"weight": torch.zeros(64, 100)}, r"down_proj\.weight has shape \[64, 100\]"),
+        ({}, r"down_proj\.weight is missing"),
+    ],
+    ids=["other name", "packed", "misshapen", "missing"],
+)
+def test_what_a_quantised_checkpoint_has_of_its_own_is_no_fault(
+    tensors: dict[str, torch.Tensor], message: str, broken: Path
+) -> None:
+    """Then what its loader says stands, though transformers' unquantised model has other tensors."""
     weights = load_file(broken / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    weights[name.replace("weight", "qweight")] = weights.pop(name)
+    layer = "model.layers.0.mlp.down_proj"
+    del weights[f"{layer}.weight"]
+    weights |= {f"{layer}.{name}": tensor for name, tensor in tensors.items()}
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     config = EngineArgs(str(broken), max_model_len=128).create_engine_config()
     config.model_config.quantization = "gptq"
-    with mock.patch.object(loader, "get_model", side_effect=RuntimeError("out of memory")):
-        with pytest.raises(loader.CheckpointError, match=r"broken: out of memory"):
-            loader.load_checkpoint(config)
-        del weights[name.replace("weight", "qweight")]
-        save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(loader.CheckpointError, match=r"down_proj\.weight is missing"):
-            loader.load_checkpoint(config)
+    with (
+        mock.patch.object(loader, "get_model", side_effect=RuntimeError("out of memory")),
+        pytest.raises(loader.CheckpointError, match=f"broken: .*{message}"),
+    ):
+        loader.load_checkpoint(config)
 
 
 def test_unknown_architecture_is_named(broken: Path) -> None:

@@ -27,6 +27,7 @@ from model_runner_base.testing.engine import DEFAULTS
 from model_runner_base.testing.models import TinyModel, reference_model
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.metrics import CompilationCount
+from neuron_runner.platform import NeuronPlatform
 from neuron_runner.quantization import Int8Experts, int8_matmul, quantize
 
 PROMPTS = random_prompts(20, [5, 30, 70])
@@ -190,13 +191,26 @@ def test_the_example_shows_text_and_bytes(capfd: pytest.CaptureFixture[str]) -> 
     assert shown.count("In the beginning God created") == 2
 
 
-@pytest.mark.parametrize("additional_config", [INT8, {}], ids=["int8", "plain"])
+@pytest.mark.parametrize(
+    ("additional_config", "has_kernels", "message"),
+    [
+        ({}, False, "quantization compressed-tensors has no kernels here: leave it out"),
+        (INT8, False, "quantization compressed-tensors has no kernels here: leave it out"),
+        (INT8, True, r"quantised already \(compressed-tensors\).*leave out quant_dtype"),
+    ],
+    ids=["plain", "int8", "int8 of what a platform serves"],
+)
 def test_a_checkpoint_that_is_quantised_already_is_refused(
-    additional_config: dict[str, Any], tiny_model: Callable[[str], TinyModel]
+    additional_config: dict[str, Any],
+    has_kernels: bool,
+    message: str,
+    tiny_model: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(NeuronPlatform, "supported_quantization", ["compressed-tensors"] * has_kernels)
     path = tiny_model("llama").path
     quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "int-quantized"}
-    with pytest.raises(Exception, match="quantization compressed-tensors has no kernels here: leave it out"):
+    with pytest.raises(Exception, match=message):
         LLM(
             str(path),
             additional_config=additional_config,
