@@ -150,6 +150,14 @@ class FakeDeviceRunner(ModelRunnerBase):
     def capture_model(self) -> None:
         """Sizes are captured when they are first met, outside the time that counts."""
 
+    def make_buffers(self, num_tokens: int) -> None:
+        """The packed buffers of steps of so many tokens, as an engine's warm-up leaves them."""
+        sizes = [size for size in self.graph_policy.sizes if size.num_tokens >= num_tokens]
+        least = min(size.num_tokens for size in sizes)
+        for size in sizes:
+            if size.num_tokens == least:
+                self._inputs.at(size)
+
     def _look(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cache slots [T] and sequence lengths [R] of the running step, padded, from its packed inputs."""
         assert self.graph_policy.packed is not None

@@ -4,11 +4,12 @@
 
 Time is the thread's CPU time in execute_model, sample_tokens and (under asynchronous scheduling) get_output, less what
 the model, the logits and the sampler take, which are fakes (fake_device.py). The scheduler is not timed. The runners
-take turns of 32 steps, stepped as in an engine: between two steps their scheduler runs and, on a device that is not
-the host, nothing else (in the mixed case prompts are drawn, too). With ``--turn 1`` each finds in the processor's
-caches what the other has just left there. Figures are means over all steps, since steps differ: now and then a request
-enters a new block or attention tile. A step that takes either runner ten times its median is left out for both. The
-garbage collector rests while steps are timed.
+take turns of 64 steps, after eight that do not count, stepped as in an engine: between two steps their scheduler runs
+and, on a device that is not the host, nothing else (in the mixed case prompts are drawn, too). With ``--turn 1`` each
+finds in the processor's caches what the other has just left there. Packed buffers are made beforehand, as an engine's
+warm-up does. Figures are means over all steps, since steps differ: now and then a request enters a new block or
+attention tile, or all move to a larger size. A step that takes either runner ten times its median is left out for both.
+The garbage collector rests while steps are timed.
 
 Before a case is timed, and in schedules of random arrivals with chunked prompts, preemption and finishing, both
 schedulers must ask for the same steps, and both runners hand over the same token ids, positions, cache slots, sequence
@@ -35,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=CASES, default=list(CASES), help="; ".join(CASES))
     parser.add_argument("--steps", type=int, default=512, help="timed steps a case")
-    parser.add_argument("--turn", type=int, default=32, help="steps of a runner before it is the other's turn")
+    parser.add_argument("--turn", type=int, default=64, help="steps of a runner before it is the other's turn")
     parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each step")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (which the profiler changes)")
     return parser.parse_args()

@@ -46,10 +46,13 @@ class DeviceOps:
     def to_device(self, array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies a host array to the device; the caller may overwrite the array as soon as this returns.
 
-        ``out`` is what an earlier call returned for an array of this shape: a device whose graphs read fixed addresses
-        writes there, another may leave it alone.
+        ``out`` is what an earlier call returned for an array of this shape: a device that runs what it is given in
+        order writes there, and its graphs may read fixed addresses; another leaves it alone.
         """
-        return torch.from_numpy(array.copy()).to(self.device)
+        if out is None or not out.is_cpu:
+            return torch.from_numpy(array.copy()).to(self.device)
+        np.copyto(out.numpy(), array)
+        return out
 
     def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         """Waits for ``tensor`` and returns its contents."""

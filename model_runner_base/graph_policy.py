@@ -5,15 +5,14 @@ that picks the cheapest size a step fits in, and padding up to it. The default p
 size it has and nothing is captured.
 """
 
-import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from model_runner_base.host_loops import compiled
 
 WHOLE_LINES = 0
 WHOLE_LINES_COST = 0.75
@@ -154,28 +153,30 @@ class BucketPolicy(GraphPolicy):
     def set_sizes(self, sizes: Sequence[GraphSize]) -> None:
         """``sizes`` in any order, repeats allowed."""
         self.sizes = sorted(set(sizes), key=lambda size: (step_cost(np.array(size)), size))
-        self._table = np.array(self.sizes)
-        self._numbers = [[*sorted(set(numbers)), math.inf] for numbers in zip(*self.sizes, strict=True)]
-        """What each of a size's numbers may be."""
-        self._look_up = lru_cache(maxsize=4096)(self._cheapest_that_holds)
+        self._table = np.array(self.sizes, np.int64)
 
     def dispatch(self, need: GraphSize) -> GraphSize:
-        # The same sizes hold a need whose numbers are rounded up to theirs: few of those differ, and are remembered.
-        _, *numbers = map(_round_up, need, self._numbers)
-        size = self._look_up(need.query_tile, *numbers)
-        if size is None:
+        index = first_that_holds(self._table, *need)
+        if index < 0:
             raise NoGraphSizeError(f"no captured size holds a step of {need}")
-        return size
-
-    def _cheapest_that_holds(self, query_tile: int, *numbers: float) -> GraphSize | None:
-        holds = (self._table[:, 0] == query_tile) & (self._table[:, 1:] >= numbers).all(axis=1)
-        index = int(holds.argmax())
-        return self.sizes[index] if holds[index] else None
+        return self.sizes[index]
 
 
-def _round_up(number: int, allowed: Sequence[float]) -> float:
-    """The next of ``allowed``, smallest first."""
-    return allowed[bisect_left(allowed, number)]
+@compiled
+def first_that_holds(
+    sizes: np.ndarray, query_tile: int, num_tokens: int, num_reqs: int, num_tiles: int, num_pairs: int
+) -> int:
+    """The first of ``sizes`` [N, 5] that ``GraphSize.holds`` a step of these numbers, or -1."""
+    for index in range(len(sizes)):
+        if (
+            sizes[index, 4] >= num_pairs
+            and sizes[index, 0] == query_tile
+            and sizes[index, 1] >= num_tokens
+            and sizes[index, 2] >= num_reqs
+            and sizes[index, 3] >= num_tiles
+        ):
+            return index
+    return -1
 
 
 def step_cost(sizes: np.ndarray) -> np.ndarray:

@@ -105,11 +105,12 @@ class PackedStep:
         self.on_device: torch.Tensor | None = None
         """The buffer's last copy there."""
 
+    @cached_property
     def growing(self) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """The growing sections as one view, zeros like it, and those as a view of each section."""
+        """The growing sections as one view, an array like it, and that as a view of each section."""
         sections = [section for section in self.sections if section.grows]
-        zeros = np.zeros(sum(prod(section.shape) for section in sections), np.int32)
-        return self.buffer[: len(zeros)], zeros, unpack(zeros, sections)
+        like_them = np.empty(sum(prod(section.shape) for section in sections), np.int32)
+        return self.buffer[: len(like_them)], like_them, unpack(like_them, sections)
 
 
 class PackedInputs:

@@ -49,7 +49,8 @@ class SteadyDecode:
         """The batch's arrays become views of the buffer, which moves them on."""
         batch, views = self.batch, self.packed.views
         # What a step adds to the growing sections: 1, and 0 for padding.
-        self._growing, self._increments, increment_views = self.packed.growing()
+        self._growing, self._increments, increment_views = self.packed.growing
+        self._increments[:] = 0
         for name in ("positions", "sample_positions"):
             increment_views[name][: batch.num_reqs] = 1
         for plan in self._plans:

@@ -49,19 +49,11 @@ class SteadyPlan:
         increments[f"slot_offsets.{index}"][:num_reqs] = 1
         pair_increments = increments[f"pair_offset.{index}"]
         pair_increments[: self.num_pairs] = 1
-        # For each level of the tree: how many of its children a request has, and which is the last of them.
-        counts = [self._plan.pairs_per_tile]
-        for _ in range(1, self._geometry.num_levels):
-            counts.append(-(-counts[-1] // FAN_IN))
-        last = [np.cumsum(level) - 1 for level in counts]
+        levels = range(self._geometry.num_levels)
         views = self._views
         self._pair_sections = views[f"pair_tile.{index}"], views[f"pair_offset.{index}"], views[f"pair_blocks.{index}"]
-        self._tree = (
-            tuple(views[f"tree.{index}.{level}"] for level in range(len(counts))),
-            np.stack(counts),
-            np.stack(last),
-            np.array([level.sum() for level in counts]),
-        )
+        trees = tuple(views[f"tree.{index}.{level}"] for level in levels)
+        self._tree = trees, *count_children(self._plan.pairs_per_tile, len(levels), FAN_IN)
         self._slots = views[f"slot_blocks.{index}"], offsets
         self._pair_increments = pair_increments
         self._positions = views["positions"]
@@ -90,6 +82,25 @@ class SteadyPlan:
             self._tree,
         )
         return self.num_pairs != NO_ROOM
+
+
+@compiled
+def count_children(
+    pairs_per_tile: np.ndarray, num_levels: int, fan_in: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each level of the merge tree and request, [levels, R], the number of children and the last of them; and for
+    each level, [levels], the number of children in all.
+    """
+    counts = np.empty((num_levels, len(pairs_per_tile)), np.int64)
+    last = np.empty_like(counts)
+    totals = np.zeros(num_levels, np.int64)
+    for tile in range(len(pairs_per_tile)):
+        count = pairs_per_tile[tile]
+        for level in range(num_levels):
+            totals[level] += count
+            counts[level, tile], last[level, tile] = count, totals[level] - 1
+            count = (count + fan_in - 1) // fan_in
+    return counts, last, totals
 
 
 @compiled
