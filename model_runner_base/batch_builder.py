@@ -88,12 +88,14 @@ class BatchBuilder:
         """From scratch: any step."""
         requests = self.requests
         scheduled = scheduler_output.num_scheduled_tokens
-        threshold = self._decode_threshold
-        if threshold is not None:
-            scheduled = dict(sorted(scheduled.items(), key=lambda request: request[1] > threshold))
         req_ids = list(scheduled)
         rows = requests.rows_of(req_ids)
         query_len = int_array(scheduled.values())
+        if self._decode_threshold is not None:
+            is_fresh, is_long = requests.num_computed[rows] == 0, query_len > self._decode_threshold
+            order = np.argsort(np.where(is_fresh, 2, is_long), kind="stable")
+            req_ids = [req_ids[index] for index in order.tolist()]
+            rows, query_len = rows[order], query_len[order]
         counts, is_sampled = np.empty((3, len(rows)), np.int64), np.empty(len(rows), np.bool_)
         num_sampled = advance(rows, query_len, requests.num_computed, requests.num_known, counts, is_sampled)
         query_start, num_computed, seq_lens = counts

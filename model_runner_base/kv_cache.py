@@ -7,6 +7,7 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 from model_runner_base.attention.adapter import AttentionGroup
@@ -44,9 +45,15 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
                 f"layer {name} keeps a {type(spec).__name__}; such layers are not supported yet"
             )
         specs[name] = spec
-    if len({(spec.page_size_bytes, spec.block_size) for spec in specs.values()}) > 1:
+    if len({_shape(spec) for spec in specs.values()}) > 1:
         raise UnsupportedConfigError("models whose layers differ in KV heads or head size are not supported yet")
     return specs
+
+
+def _shape(spec: Any) -> tuple[Any, ...]:
+    """What all layers have in common, window or not."""
+    sizes = spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", spec.head_size)
+    return spec.page_size_bytes, spec.block_size, spec.dtype, *sizes
 
 
 def is_contiguous(vllm_config: VllmConfig) -> bool:
@@ -59,12 +66,15 @@ def is_contiguous(vllm_config: VllmConfig) -> bool:
 def useful_memory(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> float:
     """Bytes of KV cache that may come to use: a contiguous cache needs a line a request, and the null block.
 
-    A paged cache can use any amount, at least to remember prefixes.
+    A paged cache can use any amount, at least to remember prefixes. Where layers are in several groups, a request has a
+    line in each, and groups of fewer layers leave part of theirs idle.
     """
-    if not is_contiguous(vllm_config):
+    if not specs or not is_contiguous(vllm_config):
         return math.inf
-    num_lines = vllm_config.scheduler_config.max_num_seqs + 1
-    return num_lines * sum(spec.page_size_bytes for spec in specs.values())
+    groups = get_kv_cache_groups(vllm_config, dict(specs))
+    num_lines = vllm_config.scheduler_config.max_num_seqs * len(groups) + 1
+    largest = max(len(group.layer_names) for group in groups)
+    return num_lines * largest * next(iter(specs.values())).page_size_bytes
 
 
 def num_lines(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:

@@ -41,6 +41,9 @@ def check_config(vllm_config: VllmConfig) -> None:
         ),
         "expert parallelism is not supported yet: leave out enable_expert_parallel, experts are then cut like other"
         " layers": parallel.enable_expert_parallel,
+        "sequence parallelism is not supported yet: leave enable_sp and fuse_gemm_comms out of pass_config": (
+            vllm_config.compilation_config.pass_config.enable_sp
+        ),
         "multimodal models are not supported yet: serve a text-only model": model and model.is_multimodal_model,
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, VllmConfig, update_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -37,13 +38,27 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         return model
     except (NotImplementedError, UnsupportedConfigError):
         raise  # A layer or the platform said what it does not support: no fault of the checkpoint.
+    except torch.OutOfMemoryError:
+        raise
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
         model_config = vllm_config.model_config
-        misfit = _misfit(model_config)
-        reason = (
-            f"{misfit}; save the checkpoint again, or correct config.json" if misfit else str(error).partition("\n")[0]
-        )
-        raise CheckpointError(f"cannot load checkpoint {model_config.model}: {reason}") from None
+        message = f"cannot load checkpoint {model_config.model}"
+        if misfit := _misfit(model_config):
+            raise CheckpointError(f"{message}: {misfit}; save the checkpoint again, or correct config.json") from None
+        raise CheckpointError(f"{message}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """Its own, or what it is: an assertion need not say anything."""
+    return str(error).partition("\n")[0] or repr(error)
+
+
+def change_config(vllm_config: VllmConfig, overrides: dict[str, dict[str, Any]]) -> None:
+    """Changes fields of ``load_config`` and ``model_config``; raises ValueError for another config's."""
+    for name, fields in overrides.items():
+        if name not in ("load_config", "model_config"):
+            raise ValueError(f"{name} cannot be changed while the engine runs: only load_config and model_config")
+        setattr(vllm_config, name, update_config(getattr(vllm_config, name), fields))
 
 
 @torch.no_grad()
@@ -75,7 +90,10 @@ def reload_checkpoint(
     if weights_iterator is None:
         loader = get_model_loader(load_config)
         if not hasattr(loader, "get_all_weights"):
-            raise CheckpointError(f"a model of load_format={load_config.load_format} cannot be loaded again")
+            raise CheckpointError(
+                f"load_format={load_config.load_format} cannot load a model again: hand over a weights_iterator, or "
+                'change it first, by update_config({"load_config": {"load_format": "auto"}})'
+            )
         if reason := _misfit(model_config, path):
             raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
         model_config.model = path
@@ -91,9 +109,9 @@ def reload_checkpoint(
             for module in model.modules():
                 get_layerwise_info(module).load_numel = 0  # A layer that got half of its weights keeps its own.
             model_config.model = old_path
-            reason = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"cannot load weights from {path}: {reason}; some layers may hold new weights, so load again"
+                f"cannot load weights from {path}: {_first_line(error)}; some layers may hold new weights, so load "
+                "again"
             ) from error
         finally:
             finalize_layerwise_reload(model, model_config)

@@ -39,7 +39,7 @@ from model_runner_base.input_batch import (
     token_sections,
     unpack,
 )
-from model_runner_base.loader import reload_checkpoint
+from model_runner_base.loader import change_config, reload_checkpoint
 from model_runner_base.outputs import SampledStep, StepOutput
 from model_runner_base.prompt_embeds import make_prompt_embeds
 from model_runner_base.request_states import RequestInfo, RequestStates
@@ -140,6 +140,11 @@ class ModelRunnerBase:
 
     def get_model(self) -> nn.Module:
         return self.model
+
+    def update_config(self, overrides: dict[str, dict[str, Any]]) -> None:
+        """Fields of ``load_config`` and ``model_config`` by name, for a later ``reload_weights``."""
+        change_config(self.vllm_config, overrides)
+        self.model_config = self.vllm_config.model_config
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Overwrites the model's weights in place; arguments as ``loader.reload_checkpoint`` has them."""
@@ -264,7 +269,7 @@ class ModelRunnerBase:
             self.requests.release_row(req_id)
 
         cached = scheduler_output.scheduled_cached_reqs
-        arriving = len(scheduler_output.scheduled_new_reqs) + len(cached.resumed_req_ids)
+        arriving = [*cached.resumed_req_ids, *(new.req_id for new in scheduler_output.scheduled_new_reqs)]
         self.requests.make_room(arriving, scheduler_output.num_scheduled_tokens)
         for new in scheduler_output.scheduled_new_reqs:
             info = RequestInfo.of(new, self.sampling.draw_seed)

@@ -4,6 +4,7 @@ A device subclasses ``PagedPlatform``, says what it is called and which worker s
 vLLM's config package imports the platform, so nothing here may import that package, or a room that does, at its top.
 """
 
+import math
 import os
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -155,13 +156,24 @@ class PagedPlatform(Platform):
                 f"quantization {model.quantization} has no kernels here: leave it out, and use the checkpoint that a "
                 "quantised one was made from"
             )
-        if cache.kv_cache_memory_bytes is None and cls.shares_host_memory(vllm_config):
-            gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or cls.default_kv_cache_gib)
-            cache.kv_cache_memory_bytes = int(gib * GIB)
+        if not cache.kv_cache_memory_bytes and cls.shares_host_memory(vllm_config):
+            cache.kv_cache_memory_bytes = int(cls._kv_cache_gib() * GIB)
         cls._vocab_size = model.get_vocab_size()
         cls._hidden_size = model.get_inputs_embeds_size()
         assert isinstance(model.dtype, torch.dtype)
         cls.check_if_supports_dtype(model.dtype)
+
+    @classmethod
+    def _kv_cache_gib(cls) -> float:
+        """Of a cache in the host's memory; raises ValueError for a variable that is no size."""
+        asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or cls.default_kv_cache_gib
+        try:
+            gib = float(asked)
+        except ValueError:
+            gib = math.nan
+        if not 0 < gib < math.inf:
+            raise ValueError(f"VLLM_CPU_KVCACHE_SPACE={asked} is not a size in GiB: give a number above 0")
+        return gib
 
     @classmethod
     def validate_request(cls, prompt: Any, params: "SamplingParams | PoolingParams", processed_inputs: Any) -> None:

@@ -94,16 +94,17 @@ class RequestStates:
         self.num_computed[row] = num_computed
         return row
 
-    def make_room(self, count: int, scheduled: Collection[str]) -> None:
-        """Sees to it that ``count`` scheduled requests can be given a row.
+    def make_room(self, arriving: Collection[str], scheduled: Collection[str]) -> None:
+        """Sees to it that ``arriving``, which are among the scheduled requests, can be given a row if they have none.
 
         The scheduler may set requests aside without a word (a streaming session that waits for input, a forced
         preemption); they come back with all their tokens and blocks, so their rows can go, oldest first.
         """
-        if count <= len(self._free):
+        if len(arriving) <= len(self._free):
             return
+        count = sum(req_id not in self.rows for req_id in arriving)
         idle = [req_id for req_id in self.rows if req_id not in scheduled]
-        for req_id in idle[: count - len(self._free)]:
+        for req_id in idle[: max(0, count - len(self._free))]:
             self.release_row(req_id)
 
     def release_row(self, req_id: str) -> None:

@@ -14,10 +14,12 @@ def estimate_step_memory(
     sizes: Sequence[GraphSize],
     specs: Mapping[str, KVCacheSpec],
     model_config: ModelConfig,
-    kv_tile_target: int = 64,
+    kv_tile_target: int,
     gathers_cache: bool = True,
 ) -> int:
     """An upper estimate in bytes of one layer's temporaries and the logits, over all sizes; 0 if there are none.
+
+    ``kv_tile_target`` is the runner's ``KV_TILE``, which the sizes were made with.
 
     Counted in float32: the gathered KV tiles and a transposed copy of them, attention scores and their exponentials,
     the pairs' partial outputs, a few hidden states and an MLP's two inner activations, what experts gather and compute;

@@ -115,7 +115,8 @@ class ModelRunnerWorker(WorkerBase):
                 raise ValueError(
                     f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
                     f"step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: lower "
-                    "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len"
+                    "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len (-1 fits it to the "
+                    "KV cache alone: give a number)"
                 )
             return asked
         taken = self._memory_at_start.free - memory.free
@@ -161,6 +162,11 @@ class ModelRunnerWorker(WorkerBase):
 
     def get_model(self) -> nn.Module:
         return self.model_runner.get_model()
+
+    def update_config(self, overrides: dict[str, dict[str, Any]]) -> None:
+        """Changes fields of ``load_config`` or ``model_config``, such as where ``reload_weights`` finds weights."""
+        self.model_runner.update_config(overrides)
+        self.model_config, self.load_config = self.vllm_config.model_config, self.vllm_config.load_config
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Loads other weights in place; the user then resets the prefix cache, which holds keys of the old ones."""

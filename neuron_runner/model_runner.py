@@ -47,6 +47,7 @@ class NeuronModelRunner(ModelRunnerBase):
         if not self.model_config.enforce_eager:
             weights.transpose_linear_weights(self.model)
             weights.move(self.model, self.device)
+        weights.refuse_loading(self.model)
 
     def profile_run(self) -> int:
         """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""
@@ -58,7 +59,7 @@ class NeuronModelRunner(ModelRunnerBase):
             sizes,
             self.get_kv_cache_spec(),
             self.model_config,
-            kv_tile_target=self.KV_TILE,
+            self.KV_TILE,
             gathers_cache=not self._has_attention_kernel,
         )
         return step_memory + largest_float_bytes(self.model)

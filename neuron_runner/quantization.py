@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from model_runner_base.layers.fused_moe import ACTIVATIONS, PlainExpertsMethod
 from model_runner_base.limits import UnsupportedConfigError
 from neuron_runner import environment
-from neuron_runner.weights import logits_heads, product
+from neuron_runner.weights import RelaidWeights, logits_heads, product
 
 LARGEST = 127
 
@@ -54,7 +54,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
     return torch.matmul(x, weight.to(x.dtype))
 
 
-class Int8LinearMethod(UnquantizedLinearMethod):
+class Int8LinearMethod(RelaidWeights, UnquantizedLinearMethod):
     """``weight`` int8 [in, out], ``weight_scale`` float32 [out]."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -65,7 +65,7 @@ class Int8LinearMethod(UnquantizedLinearMethod):
         return out if bias is None else out + bias
 
 
-class Int8EmbeddingMethod(UnquantizedEmbeddingMethod):
+class Int8EmbeddingMethod(RelaidWeights, UnquantizedEmbeddingMethod):
     """Looks up in ``weight`` int8 [vocabulary, hidden], ``weight_scale`` float32 [vocabulary]."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -131,7 +131,7 @@ class Int8Experts(NamedTuple):
         return out if self.down_bias is None else out + self.down_bias.unsqueeze(1)
 
 
-class Int8ExpertsMethod(PlainExpertsMethod):
+class Int8ExpertsMethod(RelaidWeights, PlainExpertsMethod):
     """Keeps the weights as ``Int8Experts`` has them."""
 
     def process_weights_after_loading(self, layer: Any) -> None:

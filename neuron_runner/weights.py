@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from model_runner_base.loader import CheckpointError
 from neuron_runner import environment
 
 UNPACKED_ROWS = 24
@@ -47,7 +48,11 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.matmul(x, weight)
 
 
-class TransposedLinearMethod(UnquantizedLinearMethod):
+class RelaidWeights:
+    """Of a method that keeps a layer's weights otherwise than the checkpoint has them."""
+
+
+class TransposedLinearMethod(RelaidWeights, UnquantizedLinearMethod):
     """Applies a weight that is stored as [in, out]."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -58,7 +63,7 @@ class TransposedLinearMethod(UnquantizedLinearMethod):
         return out if bias is None else out + bias
 
 
-class TransposedLogitsMethod(UnquantizedEmbeddingMethod):
+class TransposedLogitsMethod(RelaidWeights, UnquantizedEmbeddingMethod):
     """Looks up in ``weight`` [vocabulary, hidden], computes logits with its transpose."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -101,6 +106,22 @@ def move(model: nn.Module, device: torch.device) -> None:
     for module, buffers in scales:
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
+
+
+def refuse_loading(model: nn.Module) -> None:
+    """The model's own ``load_weights`` raises CheckpointError where it would write a checkpoint's tensor into re-laid
+    weights. Reloading goes by what vLLM noted of each layer before.
+    """
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), RelaidWeights):
+            for parameter in module.parameters(recurse=False):
+                parameter.weight_loader = _refuse  # type: ignore[attr-defined]
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise CheckpointError(
+        "the model's weights lie as the device wants them: hand a checkpoint's to reload_weights(weights_iterator=...)"
+    )
 
 
 def _transposed(weight: Any) -> nn.Parameter:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,7 +176,7 @@ def dense_attention(
         values = np.concatenate([values, np.zeros_like(values[:1])])
         index = np.append(index, position)
     hidden = (index > position) | (index <= position - window if window else False)
-    weights = np.exp(np.where(hidden, -np.inf, scores - scores.max()))
+    weights = np.exp(np.where(hidden, -np.inf, scores - scores.max(axis=1, keepdims=True)))
     return np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), values)
 
 
@@ -240,6 +241,44 @@ def test_paged_attention_equals_dense(
         keys, values = history[row][:, :num_kv_heads], history[row][:, num_kv_heads:]
         want = dense_attention(query[token], keys, values, position, geometry.window, cap, slopes, sinks)
         np.testing.assert_allclose(out[token].reshape(num_heads, head_size), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_heads", [16, 18])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_are_not_rounded_to_the_models_dtype(num_heads: int, dtype: torch.dtype) -> None:
+    """As in the kernels of vLLM's other devices. Queries so long that float16 has no number for the product."""
+    head_size, length = 128, 256
+    num_kv_heads = num_heads // 2
+    one = np.ones(1, np.int64)
+    batch = InputBatch(["0"], 1, one - 1, one, one - 1, one * (length - 1), one * length, one.astype(bool), 1)
+    table = BlockTable(1, length, 16, 4)
+    table.assign(0, list(range(1, length // 16 + 1)))
+    adapter, size, sections, views = pack(batch, PlanGeometry(16, 64, length // 64), table, 1, 0)
+    packed = torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
+    rng = np.random.default_rng(0)
+    query = torch.from_numpy(30 * rng.normal(size=(size.num_tokens, num_heads * head_size))).to(dtype)
+    history = torch.from_numpy(rng.normal(size=(length, 2 * num_kv_heads, head_size))).to(dtype)
+    history[:, :num_kv_heads] *= 200 if dtype == torch.float16 else 1
+    cache = torch.zeros((length // 16 + 1, 16, 2 * num_kv_heads, head_size), dtype=dtype)
+    cache[1:] = history.view(-1, 16, 2 * num_kv_heads, head_size)
+    key, value = (
+        history[-1:, heads].reshape(1, -1).expand(size.num_tokens, -1)
+        for heads in (slice(num_kv_heads), slice(num_kv_heads, None))
+    )
+    impl = PagedAttentionImpl(num_heads, head_size, head_size**-0.5, num_kv_heads)
+    metadata = adapter.build(size, unpack(packed, sections))["layer"]
+    out = impl.forward(None, query, key, value, cache, metadata)[0]  # type: ignore[arg-type]
+    exact = history.double().numpy()
+    want = dense_attention(
+        query[0].view(num_heads, head_size).double().numpy(),
+        exact[:, :num_kv_heads],
+        exact[:, num_kv_heads:],
+        length - 1,
+        None,
+        None,
+    )
+    error = np.abs(out.view(num_heads, head_size).double().numpy() - want).max()
+    assert error < (0.03 if dtype == torch.bfloat16 else 0.004)
 
 
 def test_pairs_follow_the_tokens_that_exist() -> None:

@@ -50,8 +50,11 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         batch = builder.build(step(scheduled))
         assert sorted(batch.req_ids) == sorted(scheduled)
         if threshold is not None:
-            late = [scheduled[req_id] > threshold for req_id in batch.req_ids]
-            assert late == sorted(late), "a long request before a short one"
+            regions = [
+                ("fresh" if not computed[req_id] else "decode" if scheduled[req_id] <= threshold else "extend")
+                for req_id in batch.req_ids
+            ]
+            assert regions == sorted(regions, key=["decode", "extend", "fresh"].index)
         num_tokens, num_reqs = sum(scheduled.values()), len(scheduled)
         padding = data.draw(st.integers(0, 3))
         size = GraphSize(16, num_tokens + padding, num_reqs + padding, 0, 0)
@@ -90,3 +93,14 @@ def test_numbers_out_of_range_are_refused() -> None:
     for token_ids in ([1, 1 << 31], [1, 2, 3, 4, 5]):
         with pytest.raises(struct.error):
             requests.add("a", RequestInfo(SamplingParams(), 0, token_ids), token_ids, 0)
+
+
+def test_who_holds_a_row_takes_nobody_elses() -> None:
+    """A session that goes on arrives like a new request, and a running request may have to wait meanwhile."""
+    requests = RequestStates(2, MAX_LENGTH)
+    for req_id in ("waits", "goes on"):
+        requests.add(req_id, RequestInfo(SamplingParams(), 0, [1]), [1], 0)
+    requests.make_room(["goes on"], {"goes on": 3})
+    assert requests.rows.keys() == {"waits", "goes on"}
+    requests.make_room(["new", "goes on"], {"new": 1, "goes on": 3})
+    assert requests.rows.keys() == {"goes on"}

@@ -1,7 +1,7 @@
 """Contiguous cache: ``block_size=max_model_len`` gives the same tokens, by whole cache lines or tile by tile."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from test_attention import dense_attention
 from test_steady_decode import decode_batch, scheduled
-from vllm import LLM
+from vllm import LLM, EngineArgs
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from model_runner_base import kv_cache
 from model_runner_base.attention.adapter import AttentionGroup
@@ -27,6 +29,7 @@ from model_runner_base.batch_builder import BatchBuilder
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import WHOLE_LINES, GraphSize, StepLimits
 from model_runner_base.input_batch import PackedStep, in_order, token_sections, unpack
+from model_runner_base.limits import UnsupportedConfigError
 from model_runner_base.request_states import RequestStates
 from model_runner_base.steady_decode import SteadyDecode
 from model_runner_base.testing.cases import random_prompts
@@ -207,6 +210,45 @@ def test_tiles_are_parts_of_a_block_or_whole_blocks(block_size: int) -> None:
     tile, stored = kv_tile_for(block_size), stored_block_size(block_size, 64)
     assert 16 <= tile <= 256 and tile % stored == 0 and block_size % stored == 0
     assert tile == 64 or block_size % 64
+
+
+@given(st.integers(1, 64))
+def test_tiles_of_kernels_are_what_they_multiply_at_a_time(count: int) -> None:
+    """As neuron_runner/nki asks for them: whole 128s in blocks of whole 128s."""
+    tile = kv_tile_for(128 * count, 512)
+    assert tile % 128 == 0 and (128 * count % tile == 0 or tile % (128 * count) == 0)
+
+
+@pytest.mark.parametrize(("num_full", "num_sliding"), [(4, 0), (4, 22), (5, 29), (2, 3), (12, 12)])
+def test_useful_memory_holds_every_request(
+    num_full: int, num_sliding: int, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    """A line a request in each of vLLM's groups of layers, and the null block, by vLLM's own count of blocks."""
+    config = EngineArgs(
+        str(tiny_model("llama").path), max_model_len=MAX_LENGTH, block_size=MAX_LENGTH, max_num_seqs=64
+    ).create_engine_config()
+    sizes = {"block_size": MAX_LENGTH, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+    specs: dict[str, KVCacheSpec] = {f"full.{index}": FullAttentionSpec(**sizes) for index in range(num_full)}
+    for index in range(num_sliding):
+        specs[f"sliding.{index}"] = SlidingWindowSpec(**sizes, sliding_window=64)
+    groups = get_kv_cache_groups(config, specs)
+    for spare, missing in ((0, 0), (-1, 1)):
+        memory = int(kv_cache.useful_memory(config, specs)) + spare
+        blocks = get_kv_cache_config_from_groups(config, groups, memory).num_blocks
+        assert blocks == 1 + 64 * len(groups) - missing
+
+
+def test_layers_of_equal_bytes_and_other_shapes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layer(num_kv_heads: int, head_size: int) -> SimpleNamespace:
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.float32)
+        return SimpleNamespace(get_kv_cache_spec=lambda _: spec)
+
+    for other, is_refused in (((4, 64), False), ((2, 128), True)):
+        monkeypatch.setattr(
+            kv_cache, "attention_layers", lambda _, other=other: {"a": layer(4, 64), "b": layer(*other)}
+        )
+        with pytest.raises(UnsupportedConfigError, match="differ in KV heads") if is_refused else nullcontext():
+            kv_cache.collect_specs(None)  # type: ignore[arg-type]
 
 
 def test_block_that_has_no_parts_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:

@@ -47,6 +47,10 @@ def start(model: Path, **options: Any) -> None:
         ({"kv_sharing_fast_prefill": True}, "leave out kv_sharing_fast_prefill"),
         ({"enable_dbo": True}, "leave out enable_dbo"),
         ({"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "leave out enable_dbo and ubatch_size"),
+        (
+            {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {"enable_sp": True}}},
+            "leave enable_sp and fuse_gemm_comms out of pass_config",
+        ),
         ({"kv_cache_dtype": "fp8"}, "^paged attention in plain torch does not support: kv_cache_dtype=fp8"),
         ({"logits_processors": ["no_such_module:Processor"]}, "Failed to load 0th LogitsProcessor plugin"),
         ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN does not run here"),
@@ -117,6 +121,26 @@ def test_what_a_quantised_checkpoint_has_of_its_own_is_no_fault(
         pytest.raises(loader.CheckpointError, match=f"broken: .*{message}"),
     ):
         loader.load_checkpoint(config)
+
+
+def test_an_assertion_without_words_is_named(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no tensor can be named either, as in a checkpoint that is not of safetensors."""
+    torch.save(load_file(broken / "model.safetensors"), broken / "pytorch_model.bin")
+    (broken / "model.safetensors").unlink()
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 64}))
+    with pytest.raises(loader.CheckpointError, match=r"cannot load checkpoint .*: AssertionError\(\)") as raised:
+        start(broken)
+    assert raised.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "abc", "nan"])
+def test_a_cache_of_no_size_is_refused(
+    size: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", size)
+    with pytest.raises(ValueError, match=f"VLLM_CPU_KVCACHE_SPACE={size} is not a size in GiB"):
+        EngineArgs(str(tiny_model("llama").path), max_model_len=128).create_engine_config()
 
 
 def test_unknown_architecture_is_named(broken: Path) -> None:

@@ -35,6 +35,7 @@ from gpu_runner.device_ops import COPIES_IN_FLIGHT, CudaDeviceOps
 from gpu_runner.graph_policy import CudaGraphPolicy
 from gpu_runner.model_runner import GPUModelRunner
 from gpu_runner.worker import GPUWorker
+from model_runner_base.attention.builders import BuilderAttentionAdapter
 from model_runner_base.graph_policy import GraphSize, StepLimits
 
 
@@ -416,3 +417,19 @@ def test_kv_cache_gets_what_vllms_worker_would_give_it(
         worker.measure_at_start()
         load(gpu)
         assert worker.determine_available_memory() == theirs
+
+
+@given(st.integers(1, 5000), st.integers(1, 800), st.integers(1, 1024))
+@settings(deadline=None)
+def test_padding_is_requests_that_the_model_allows(num_tokens: int, num_reqs: int, max_model_len: int) -> None:
+    """Kernels read a request's row of the block table as far as its length says."""
+    num_reqs = min(num_reqs, num_tokens)
+    shapes = {"seq_lens": num_reqs, "positions": num_tokens, "query_start_loc": num_reqs + 1, "table_rows": num_reqs}
+    views = {name: np.full(length, 7, np.int32) for name, length in shapes.items()}
+    limits = StepLimits(5000, 800, max_model_len, 16, 64)
+    adapter: Any = SimpleNamespace(groups=[], limits=limits)
+    BuilderAttentionAdapter.pack_padding(adapter, views)
+    lengths = np.diff(views["query_start_loc"])
+    assert (lengths == views["seq_lens"]).all() and lengths.max() <= max_model_len
+    assert lengths.max() - lengths.min() <= 1
+    assert lengths.sum() == min(num_tokens, num_reqs * max_model_len)

@@ -49,7 +49,9 @@ class AttentionAdapter(ABC):
     """Plans and metadata for every attention group of the model."""
 
     decode_threshold: int | None = None
-    """If set, requests with at most so many tokens come first in every batch, as the backend's kernels expect."""
+    """If set, every batch is in the order that vLLM's backends expect (``reorder_batch_to_split_decodes_and_prefills``
+    in vllm/v1/attention/backends/utils.py): requests that have tokens in the cache, those with at most so many new ones
+    first; then requests that have none."""
 
     @abstractmethod
     def plan(self, batch: InputBatch) -> list[Any]:

@@ -90,10 +90,10 @@ class BuilderAttentionAdapter(AttentionAdapter):
             )
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
-        """Requests that share the tokens, the last with what is left over, and have nothing else in the cache."""
+        """Requests that share the tokens evenly, none longer than the model allows, and have nothing in the cache."""
         num_reqs, num_tokens = len(views["seq_lens"]), len(views["positions"])
-        query_start = np.arange(num_reqs + 1) * (num_tokens // num_reqs)
-        query_start[-1] = num_tokens
+        requests = np.arange(num_reqs + 1)
+        query_start = np.minimum(requests * num_tokens // num_reqs, requests * self.limits.max_model_len)
         views["query_start_loc"][:] = query_start
         views["seq_lens"][:] = np.diff(query_start)
         views["table_rows"][:] = self.limits.max_num_reqs

@@ -179,7 +179,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         distance = meta.pair_offset.view(-1, 1, 1) + index.view(1, -1, 1) - position.view(1, 1, -1)
         distance = distance.view(-1, 1, tile, 1, kv_tile).expand(-1, 1, tile, group, kv_tile)
         distance = distance.reshape(-1, 1, tile * group, kv_tile)
-        products = torch.matmul(tiles, keys.permute(0, 2, 3, 1))
+        products = torch.matmul(tiles.float(), keys.float().permute(0, 2, 3, 1))
         slopes = self._slopes(query.device)
         if slopes is not None:
             slopes = self._by_row(slopes, tile)
@@ -221,7 +221,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
         position = torch.arange(keys.shape[1], dtype=torch.int32, device=query.device)
         distance = (meta.pair_offset.view(-1, 1) - position.view(1, -1)).unsqueeze(-1)
-        products = torch.matmul(keys, tiles)
+        products = torch.matmul(keys.float(), tiles.float())
         scores, visible = self._scores(products, distance, self._slopes(query.device))
 
         values = torch.where(self._is_own(meta, position).unsqueeze(-1), values, 0.0)
@@ -242,8 +242,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def _scores(
         self, products: torch.Tensor, distance: torch.Tensor, slopes: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of products of queries and keys, in float32, and which of them the queries see."""
-        scores = products.float() * self.scale
+        """Scores of products of queries and keys, all float32, and which of them the queries see."""
+        scores = products * self.scale
         if self.logits_soft_cap:
             scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
         visible = distance >= 0

@@ -62,7 +62,9 @@ def kv_tile_for(block_size: int, target: int = 64) -> int:
     """
     if block_size <= target:
         return target // block_size * block_size
-    parts = [size for size in range(1, block_size + 1) if block_size % size == 0]
+    # Kernels that ask for whole 128s multiply so many positions at a time.
+    granule = 128 if target % 128 == 0 and block_size % 128 == 0 else 1
+    parts = [size for size in range(granule, block_size + 1, granule) if block_size % size == 0]
     tile = min(parts, key=lambda size: max(size / target, target / size))
     if not target // 4 <= tile <= 4 * target:
         suitable = -(-block_size // target) * target
