@@ -153,7 +153,7 @@ class BucketPolicy(GraphPolicy):
     def set_sizes(self, sizes: Sequence[GraphSize]) -> None:
         """``sizes`` in any order, repeats allowed."""
         self.sizes = sorted(set(sizes), key=lambda size: (step_cost(np.array(size)), size))
-        self._table = np.array(self.sizes, np.int64)
+        self._table = np.array(self.sizes, np.int64).reshape(-1, len(GraphSize._fields))
 
     def dispatch(self, need: GraphSize) -> GraphSize:
         index = first_that_holds(self._table, *need)

@@ -36,10 +36,8 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         if use_plain_layers:
             use_plain_experts(model)
         return model
-    except (NotImplementedError, UnsupportedConfigError):
+    except (NotImplementedError, UnsupportedConfigError, torch.OutOfMemoryError):
         raise  # A layer or the platform said what it does not support: no fault of the checkpoint.
-    except torch.OutOfMemoryError:
-        raise
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
         model_config = vllm_config.model_config
         message = f"cannot load checkpoint {model_config.model}"
@@ -54,11 +52,13 @@ def _first_line(error: Exception) -> str:
 
 
 def change_config(vllm_config: VllmConfig, overrides: dict[str, dict[str, Any]]) -> None:
-    """Changes fields of ``load_config`` and ``model_config``; raises ValueError for another config's."""
-    for name, fields in overrides.items():
-        if name not in ("load_config", "model_config"):
-            raise ValueError(f"{name} cannot be changed while the engine runs: only load_config and model_config")
-        setattr(vllm_config, name, update_config(getattr(vllm_config, name), fields))
+    """Changes fields of ``load_config``; raises ValueError for another config's, and changes nothing."""
+    if others := overrides.keys() - {"load_config"}:
+        raise ValueError(
+            f"{', '.join(sorted(others))} cannot be changed while the engine runs, only load_config: what is read from "
+            "elsewhere is named to reload_weights(weights_path=...)"
+        )
+    vllm_config.load_config = update_config(vllm_config.load_config, overrides.get("load_config", {}))
 
 
 @torch.no_grad()

@@ -142,9 +142,8 @@ class ModelRunnerBase:
         return self.model
 
     def update_config(self, overrides: dict[str, dict[str, Any]]) -> None:
-        """Fields of ``load_config`` and ``model_config`` by name, for a later ``reload_weights``."""
+        """``{"load_config": {field: value}}``: what a later ``reload_weights`` goes by."""
         change_config(self.vllm_config, overrides)
-        self.model_config = self.vllm_config.model_config
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Overwrites the model's weights in place; arguments as ``loader.reload_checkpoint`` has them."""

@@ -164,9 +164,9 @@ class ModelRunnerWorker(WorkerBase):
         return self.model_runner.get_model()
 
     def update_config(self, overrides: dict[str, dict[str, Any]]) -> None:
-        """Changes fields of ``load_config`` or ``model_config``, such as where ``reload_weights`` finds weights."""
+        """Changes fields of ``load_config``, which a later ``reload_weights`` goes by."""
         self.model_runner.update_config(overrides)
-        self.model_config, self.load_config = self.vllm_config.model_config, self.vllm_config.load_config
+        self.load_config = self.vllm_config.load_config
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Loads other weights in place; the user then resets the prefix cache, which holds keys of the old ones."""

@@ -131,7 +131,7 @@ class Int8Experts(NamedTuple):
         return out if self.down_bias is None else out + self.down_bias.unsqueeze(1)
 
 
-class Int8ExpertsMethod(RelaidWeights, PlainExpertsMethod):
+class Int8ExpertsMethod(PlainExpertsMethod):
     """Keeps the weights as ``Int8Experts`` has them."""
 
     def process_weights_after_loading(self, layer: Any) -> None:

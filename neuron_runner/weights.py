@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from model_runner_base.layers.fused_moe import PlainExpertsMethod
 from model_runner_base.loader import CheckpointError
 from neuron_runner import environment
 
@@ -49,7 +50,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class RelaidWeights:
-    """Of a method that keeps a layer's weights otherwise than the checkpoint has them."""
+    """Of a method that keeps weights otherwise than the checkpoint has them. The base's of experts does so, too."""
 
 
 class TransposedLinearMethod(RelaidWeights, UnquantizedLinearMethod):
@@ -109,13 +110,14 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def refuse_loading(model: nn.Module) -> None:
-    """The model's own ``load_weights`` raises CheckpointError where it would write a checkpoint's tensor into re-laid
-    weights. Reloading goes by what vLLM noted of each layer before.
+    """The ``load_weights`` of a model with re-laid weights raises CheckpointError before it writes a tensor.
+
+    Reloading goes by what vLLM noted of each layer before.
     """
-    for module in model.modules():
-        if isinstance(getattr(module, "quant_method", None), RelaidWeights):
-            for parameter in module.parameters(recurse=False):
-                parameter.weight_loader = _refuse  # type: ignore[attr-defined]
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    if any(isinstance(method, (RelaidWeights, PlainExpertsMethod)) for method in methods):
+        for parameter in model.parameters():
+            parameter.weight_loader = _refuse  # type: ignore[attr-defined]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

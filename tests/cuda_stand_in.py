@@ -219,7 +219,7 @@ class KernelBuilder(AttentionMetadataBuilder[KernelMetadata]):
 
 
 class PlanningBuilder(KernelBuilder):
-    """Graphs of decode alone; decodes come first in a batch.
+    """Graphs of decode alone; a batch is in vLLM's order.
 
     The kernels go by lengths that each step's call writes into a buffer of the builder's.
     """
@@ -237,7 +237,8 @@ class PlanningBuilder(KernelBuilder):
         assert common.query_start_loc_cpu[-1] == common.num_actual_tokens or common.max_query_len == 1
         assert len(common.slot_mapping) == common.num_actual_tokens
         assert common._seq_lens_cpu.equal(common.seq_lens) and query_len.equal(common.query_start_loc.diff())
-        assert (query_len.max() <= 1) or (query_len[query_len > 0] > 1).int().diff().ge(0).all(), "decodes come first"
+        regions = torch.where(common._num_computed_tokens_cpu > 0, (query_len > 1).int(), 2)[query_len > 0]
+        assert regions.diff().ge(0).all(), "decodes, extended requests, fresh prompts: that is the order"
         return _copy(self._buffer[: common.num_reqs], common.seq_lens)
 
 

@@ -22,6 +22,7 @@ from vllm import LLM, SamplingParams
 
 from examples import quantization
 from model_runner_base.layers.fused_moe import Experts, run_experts
+from model_runner_base.loader import CheckpointError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import DEFAULTS
 from model_runner_base.testing.models import TinyModel, reference_model
@@ -119,6 +120,10 @@ def test_tokens_are_those_of_rounded_weights(name: str, tiny_model: Callable[[st
         reload_weights(llm, weights_iterator=list(load_file(old.path / "model.safetensors").items()))
         assert generate(llm, PROMPTS) == expected(old_rounded, PROMPTS)
         assert CompilationCount.now() == before
+        for item in load_file(new.path / "model.safetensors").items():
+            with pytest.raises(CheckpointError, match="reload_weights"):
+                llm.apply_model(lambda module, item=item: module.load_weights([item]))
+        assert generate(llm, PROMPTS) == expected(old_rounded, PROMPTS)
 
 
 def test_all_options_together_compile_nothing_late(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:

@@ -167,8 +167,8 @@ class Run:
         assert result is None
         (seen,) = self.bench.seen
         threshold = self.bench.runner.attention.decode_threshold
-        if threshold is not None:  # The backend's kernels want requests of so few tokens first.
-            shares = sorted(shares, key=lambda share: share.count > threshold)
+        if threshold is not None:  # vLLM's order: decodes, other requests with tokens in the cache, fresh prompts.
+            shares = sorted(shares, key=lambda share: share.count > threshold if share.start else 2)
         fed = check_arrays(seen, shares, MAX_NUM_SEQS)
         check_attention(seen, shares, self.bench.runner, self.bench.groups)
         self._note_fed_early(shares, fed)
