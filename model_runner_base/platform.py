@@ -49,6 +49,11 @@ class PagedPlatform(Platform):
         """Whether the device's memory is the host's, so that the KV cache takes a fixed amount and not a share."""
         return True
 
+    @classmethod
+    def forbids_fork(cls) -> bool:
+        """Whether a process that is forked from this one could not use the device."""
+        return False
+
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
         return list(self.dtypes)
@@ -122,6 +127,7 @@ class PagedPlatform(Platform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Raises for what is not supported, then sets what the base needs and the user left open."""
+        from vllm import envs
         from vllm.config import CompilationMode
         from vllm.model_executor.layers.quantization import QuantizationMethods
 
@@ -131,9 +137,11 @@ class PagedPlatform(Platform):
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
-        if vllm_config.parallel_config.world_size > 1:
+        if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+            if envs.VLLM_WORKER_MULTIPROC_METHOD != "spawn":
+                envs.disable_envs_cache()  # An engine in this process has had vLLM read its variables for good.
         # Checkpoints are loaded on the host; load_model moves them.
         vllm_config.load_config.device = "cpu"
         # Graphs are the graph policy's: vLLM's own compilation stays off, and layers run their out-of-tree forward.

@@ -268,6 +268,10 @@ def _trace(
     ):
         torch.compile(traced, backend=keep, dynamic=True, fullgraph=True)(ints, tensors)
     torch._dynamo.reset()
+    if not graphs:
+        raise RuntimeError(
+            "torch.compile did nothing: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, or set enforce_eager=True"
+        )
     return graphs[0], inputs
 
 

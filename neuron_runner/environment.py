@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
@@ -61,6 +62,12 @@ def check_torch_xla() -> None:
         )
 
 
+def xla_is_running() -> bool:
+    """Whether this process has XLA's devices open, with threads that a process forked from it would wait for."""
+    torch_xla = sys.modules.get("torch_xla")
+    return torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()
+
+
 def check_device(hardware: str) -> None:
     """Raises MissingRequirementError if torch_xla's device (``xm.xla_device_hw``) is not what the engine was set up
     for."""
@@ -86,7 +93,7 @@ def check_cores(num_workers: int) -> None:
     if cores < num_workers:
         raise ValueError(
             f"{num_workers} workers take a Neuron core each, but {variable}={os.environ[variable]} gives {cores}: give "
-            "more cores, or lower tensor_parallel_size or pipeline_parallel_size"
+            "more cores, or lower tensor_parallel_size"
         )
 
 

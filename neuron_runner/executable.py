@@ -53,7 +53,7 @@ class Executable:
             for value, place in zip(values, places, strict=True)
         ]
         self._filled = [(i, varying[place]) for i, place in enumerate(places) if place in varying]
-        self._hash = _XLAC._get_graph_hash(outputs)
+        self.hash = _XLAC._get_graph_hash(outputs)
         self._traced: list[torch.Tensor] | None = outputs
         self._results = [(output.shape, output.dtype) for output in outputs]
 
@@ -71,7 +71,7 @@ class Executable:
         inputs = self._inputs.copy()
         for position, index in self._filled:
             inputs[position] = given[index]
-        return _XLAC._run_cached_graph(self._hash, inputs)
+        return _XLAC._run_cached_graph(self.hash, inputs)
 
 
 def _check(inputs: list[torch.Tensor], outputs: list[Any]) -> None:
@@ -103,6 +103,8 @@ class Compiler:
 
     def __init__(self) -> None:
         self.states: list[list[torch.Tensor]] = []
+        self.hashes: set[bytes] = set()
+        """Of all executables; equal ones are one to torch_xla."""
         self._submit: Callable[[Callable[[], None]], None] | None = None
 
     @property
@@ -123,6 +125,7 @@ class Compiler:
         """``Executable(*arguments)``, which is compiled now or, within ``ahead``, by its end."""
         with alias_with_buffer_donor_config():
             executable = Executable(*arguments)
+            self.hashes.add(executable.hash)
             if self._submit:
                 self._submit(executable.compile)
             else:

@@ -1,8 +1,10 @@
 """Which sizes are compiled, and the compilation: the graph policy of openxla buckets."""
 
+import os
 from collections.abc import Callable
 
 import torch
+from torch_xla import _XLAC
 
 from model_runner_base.graph_policy import (
     BucketPolicy,
@@ -18,6 +20,11 @@ from neuron_runner.config import NeuronConfig
 from neuron_runner.executable import Compiler
 from neuron_runner.metrics import CompilationCount
 from neuron_runner.sampling import sort_limits
+
+CACHE_SIZE = "XLA_COMPILATION_CACHE_SIZE"
+"""torch_xla's variable: how many graphs a process keeps, of all engines; 2048 if it is not set."""
+GRAPHS_A_SIZE = 64
+"""More than a size has with its samplers: some 7 where it was counted."""
 
 
 class OpenXlaPolicy(BucketPolicy):
@@ -46,6 +53,8 @@ class OpenXlaPolicy(BucketPolicy):
         else:
             mixed = [size for size in self._placed(limits) if size.query_tile != 1]
         self.set_sizes([*decode, *mixed, *limits.line_sizes])
+        # torch_xla reads it when it compiles for the first time; a graph that its cache has dropped cannot be run.
+        os.environ.setdefault(CACHE_SIZE, str(max(2048, GRAPHS_A_SIZE * len(self.sizes))))
 
     def _placed(self, limits: StepLimits) -> tuple[GraphSize, ...]:
         return place_sizes(limits, self.config.max_padding)
@@ -82,6 +91,12 @@ class OpenXlaPolicy(BucketPolicy):
     def compile_ahead(self, warm_up: Callable[[], None]) -> None:
         with self._compiler.ahead():
             warm_up()
+        made, kept = len(self._compiler.hashes), _XLAC._xla_get_num_cached_compilation_graph()
+        if made > kept:
+            raise RuntimeError(
+                f"{made} graphs were compiled, and torch_xla keeps {kept}: set {CACHE_SIZE} above {made}, or give "
+                "fewer sizes"
+            )
 
 
 def _given(buckets: list[int] | str | None, start: int, limit: int) -> list[int] | None:

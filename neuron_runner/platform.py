@@ -38,6 +38,10 @@ class NeuronPlatform(PagedPlatform):
         return vllm_config.model_config.enforce_eager or not environment.neuron_device_visible()
 
     @classmethod
+    def forbids_fork(cls) -> bool:
+        return environment.xla_is_running()
+
+    @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
         return "neuron" if environment.neuron_device_visible() else "pjrt-cpu"
 

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from model_runner_base.testing.table import refusal
 
 ROOT = Path(__file__).parents[1]
 # Half of the graphs that it would make, for each of a dozen engines.
@@ -127,3 +130,11 @@ def test_as_a_plugin(tmp_path: Path) -> None:
     both = subprocess.run([*plugin, "--worker", *PLAIN, *checks], **run_in)
     assert both.returncode == 0 and "5 passed" in both.stdout, both.stdout + both.stderr
     assert "Conformance of examples.plain_device.PlainWorker" in both.stdout
+
+
+def test_an_operator_that_a_device_lacks_is_no_refusal() -> None:
+    """In a server it would end the engine in the middle of a step."""
+    with pytest.raises(NotImplementedError) as raised:
+        torch.ops.aten.sort.stable(torch.eye(3).to_sparse(), stable=True)
+    assert refusal(raised.value) is None
+    assert refusal(NotImplementedError("sorting is not supported on this device")) is not None

@@ -1,6 +1,7 @@
 """Every limit is one clear line, raised before work is lost, and other requests go on unharmed."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import engine
+from conftest import BUNDLED_MODEL, engine
 from safetensors.torch import load_file, save_file
 from vllm import EngineArgs, SamplingParams
 
@@ -302,3 +303,43 @@ def test_variable_keeps_the_platform_away_in_a_real_process() -> None:
         environment_variables = {"VLLM_LOGGING_LEVEL": "ERROR", neuron_runner.PLATFORM_VARIABLE: value, "PATH": ""}
         out = subprocess.run([sys.executable, "-c", code], env=environment_variables, capture_output=True, text=True)
         assert out.stdout.strip().endswith(name), out.stderr
+
+
+STARTED_BEFORE = """
+import torch, torch_xla
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    assert (torch.ones(2, device=torch_xla.device()) + 1).sum().item() == 4
+    llm = LLM({model!r}, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64)
+    print("tokens", len(llm.generate("In the", SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids))
+"""
+
+
+def run_script(script: str, path: Path, **variables: str) -> subprocess.CompletedProcess:
+    path.write_text(script)
+    environ = {**os.environ, "VLLM_NEURON_RUNNER": "1", "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
+    return subprocess.run([sys.executable, path], env=environ, capture_output=True, text=True, timeout=240)
+
+
+def test_an_engine_starts_in_a_process_that_used_xla(tmp_path: Path) -> None:
+    """A forked engine core would wait for ever for XLA's threads."""
+    script = STARTED_BEFORE.format(model=str(BUNDLED_MODEL))
+    result = run_script(script, tmp_path / "script.py", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert "tokens 5" in result.stdout, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"XLA_COMPILATION_CACHE_SIZE": "3"}, "and torch_xla keeps 3: set XLA_COMPILATION_CACHE_SIZE above"),
+        ({"TORCHDYNAMO_DISABLE": "1"}, "torch.compile did nothing: unset TORCHDYNAMO_DISABLE"),
+    ],
+    ids=str,
+)
+def test_variables_that_leave_no_graph_to_run_are_named(
+    variables: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    script = STARTED_BEFORE.format(model=str(BUNDLED_MODEL))
+    result = run_script(script, tmp_path / "script.py", VLLM_ENABLE_V1_MULTIPROCESSING="0", **variables)
+    assert result.returncode and message in result.stderr, result.stderr[-2000:]

@@ -14,7 +14,7 @@ PLUGIN = "model_runner_base.testing.plugin"
 
 
 def main(arguments: list[str]) -> int:
-    """Pytest's exit status: 0 where every promise is kept or refused in words, 1 where one is broken."""
+    """Pytest's exit status: 0 where every promise is kept or refused in words; 1 where one is broken, or none kept."""
     parser = argparse.ArgumentParser(
         prog="python -m model_runner_base.testing",
         description=model_runner_base.testing.__doc__,

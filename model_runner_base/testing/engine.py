@@ -11,6 +11,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 
 DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
     "skip_tokenizer_init": True,
     "max_model_len": 256,
     "max_num_seqs": 4,
