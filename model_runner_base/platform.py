@@ -141,7 +141,9 @@ class PagedPlatform(Platform):
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
             if envs.VLLM_WORKER_MULTIPROC_METHOD != "spawn":
-                envs.disable_envs_cache()  # An engine in this process has had vLLM read its variables for good.
+                # An engine in this process has had vLLM read its variables for good: once more.
+                envs.disable_envs_cache()
+                envs.enable_envs_cache()
         # Checkpoints are loaded on the host; load_model moves them.
         vllm_config.load_config.device = "cpu"
         # Graphs are the graph policy's: vLLM's own compilation stays off, and layers run their out-of-tree forward.

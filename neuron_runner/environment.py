@@ -64,8 +64,8 @@ def check_torch_xla() -> None:
 
 def xla_is_running() -> bool:
     """Whether this process has XLA's devices open, with threads that a process forked from it would wait for."""
-    torch_xla = sys.modules.get("torch_xla")
-    return torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()
+    bindings = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    return bindings is not None and bindings._xla_runtime_is_initialized()
 
 
 def check_device(hardware: str) -> None:

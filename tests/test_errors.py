@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import BUNDLED_MODEL, engine
 from safetensors.torch import load_file, save_file
-from vllm import EngineArgs, SamplingParams
+from vllm import EngineArgs, SamplingParams, envs
 
 import neuron_runner
 from model_runner_base import loader
@@ -318,8 +318,11 @@ if __name__ == "__main__":
 
 def run_script(script: str, path: Path, **variables: str) -> subprocess.CompletedProcess:
     path.write_text(script)
-    environ = {**os.environ, "VLLM_NEURON_RUNNER": "1", "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
-    return subprocess.run([sys.executable, path], env=environ, capture_output=True, text=True, timeout=240)
+    # Engines in this process have set what they need.
+    of_others = {"VLLM_WORKER_MULTIPROC_METHOD", "XLA_COMPILATION_CACHE_SIZE"}
+    environ = {name: value for name, value in os.environ.items() if name not in of_others}
+    environ |= {"VLLM_NEURON_RUNNER": "1", "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
+    return subprocess.run([sys.executable, path], env=environ, capture_output=True, text=True, timeout=400)
 
 
 def test_an_engine_starts_in_a_process_that_used_xla(tmp_path: Path) -> None:
@@ -327,6 +330,21 @@ def test_an_engine_starts_in_a_process_that_used_xla(tmp_path: Path) -> None:
     script = STARTED_BEFORE.format(model=str(BUNDLED_MODEL))
     result = run_script(script, tmp_path / "script.py", VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert "tokens 5" in result.stdout, result.stderr[-2000:]
+
+
+def test_vllm_reads_anew_how_processes_are_started(
+    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in this process has had it keep what its variables were."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setattr(environment, "xla_is_running", lambda: True)
+    envs.disable_envs_cache()
+    envs.enable_envs_cache()
+    try:
+        EngineArgs(str(tiny_model("llama").path), max_model_len=128).create_engine_config()
+        assert envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn"
+    finally:
+        envs.disable_envs_cache()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,12 @@ FAILED: pytest.StashKey[bool] = pytest.StashKey()
 """Whether a check failed, for the fixtures that clean up after it."""
 
 
+_TORCHS_OWN = re.compile(
+    r"^Could not run '\w+::|not implemented for '|not currently implemented for the|no fallback function|[Mm]eta tensor"
+)
+"""What torch says of an operator that a device lacks: in a server it would end the engine in the middle of a step."""
+
+
 def refusal(error: BaseException) -> str | None:
     """The device's own words if the error says that something is not supported, else None."""
     from model_runner_base.limits import UnsupportedConfigError
@@ -22,10 +28,8 @@ def refusal(error: BaseException) -> str | None:
     is_refusal = isinstance(error, UnsupportedConfigError | NotImplementedError) or (
         isinstance(error, ValueError) and "not supported" in text.lower()
     )
-    # A hook that was never written raises NotImplementedError without a word, torch one with words of its own for an
-    # operator that the device lacks: these are no refusals.
-    is_torch = text.startswith("Could not run 'aten::") or "is not currently implemented for the" in text
-    return text if is_refusal and text and not is_torch else None
+    # A hook that was never written raises NotImplementedError without a word: that is no refusal.
+    return text if is_refusal and text and not _TORCHS_OWN.search(text) else None
 
 
 @dataclass
