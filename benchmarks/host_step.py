@@ -36,12 +36,7 @@ def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=CASES, default=list(CASES), help="; ".join(CASES))
     parser.add_argument("--steps", type=int, default=512, help="timed steps a case")
-    parser.add_argument(
-        "--turn",
-        type=int,
-        default=64,
-        help="counted steps of a runner before it is the other's turn",
-    )
+    parser.add_argument("--turn", type=int, default=64, help="counted steps of a runner before it is the other's turn")
     parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each step")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (which the profiler changes)")
     return parser.parse_args()

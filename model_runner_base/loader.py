@@ -37,7 +37,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
             use_plain_experts(model)
         return model
     except (NotImplementedError, UnsupportedConfigError, torch.OutOfMemoryError):
-        raise  # A layer or the platform said what it does not support: no fault of the checkpoint.
+        raise  # A layer or the platform does not support something, or memory is full: no fault of the checkpoint.
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
         model_config = vllm_config.model_config
         message = f"cannot load checkpoint {model_config.model}"

@@ -124,7 +124,7 @@ def test_what_a_quantised_checkpoint_has_of_its_own_is_no_fault(
         loader.load_checkpoint(config)
 
 
-def test_an_assertion_without_words_is_named(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_assertion_without_words_is_named(broken: Path) -> None:
     """Where no tensor can be named either, as in a checkpoint that is not of safetensors."""
     torch.save(load_file(broken / "model.safetensors"), broken / "pytorch_model.bin")
     (broken / "model.safetensors").unlink()
