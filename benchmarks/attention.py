@@ -19,7 +19,7 @@ from model_runner_base.attention.plan import AttentionPlan, PlanGeometry
 from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
-from model_runner_base.input_batch import InputBatch, unpack
+from model_runner_base.input_batch import InputBatch, PackedStep, Section, unpack
 from neuron_runner.compilation import CompiledFunction
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 64
@@ -55,7 +55,7 @@ class Layer:
     def _attend(
         self, size: GraphSize, packed: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor
     ) -> torch.Tensor:
-        metadata = self.adapter.build(size, unpack(packed, self.adapter.sections(size)))["layer"]
+        metadata = self.adapter.build(size, unpack(packed, sections(self.adapter, size)))["layer"]
         return self.impl.forward(None, query, key_value, key_value, self.cache[0], metadata)  # type: ignore[arg-type]
 
     def prepare(self, lengths: list[int]) -> tuple[int, GraphSize, list[torch.Tensor]]:
@@ -85,14 +85,19 @@ def decode_batch(lengths: list[int]) -> InputBatch:
     )
 
 
+def sections(adapter: PagedAttentionAdapter, size: GraphSize) -> list[Section]:
+    """What attention reads of the packed buffer."""
+    return [Section("positions", (size.num_tokens,)), *adapter.sections(size)]
+
+
 def pack(
     adapter: PagedAttentionAdapter, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize
 ) -> torch.Tensor:
-    """The adapter's sections, packed, on the host."""
-    sections = adapter.sections(size)
-    views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
-    adapter.pack(batch, plans, size, views)
-    return torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
+    """These sections, packed, on the host."""
+    packed = PackedStep(size, sections(adapter, size))
+    packed.views["positions"][:] = batch.num_computed
+    adapter.pack(batch, plans, size, packed.views)
+    return torch.from_numpy(packed.buffer)
 
 
 def main() -> None:

@@ -164,7 +164,7 @@ class FakeDeviceRunner(ModelRunnerBase):
         size, packed = self.graph_policy.packed
         arrays = unpack(packed, self._sections(size))
         block_size = self.vllm_config.cache_config.block_size
-        slots = arrays["slot_blocks.0"] * block_size + arrays["slot_offsets.0"]
+        slots = arrays["slot_blocks.0"] * block_size + arrays["positions"] % block_size
         seen = {"slots": slots, "seq_lens": arrays["sample_positions"]}
         if self.fake_device.attends:
             context: Any = get_forward_context()

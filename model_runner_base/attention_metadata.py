@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup, SteadySections
-from model_runner_base.attention.loops import FAN_IN, MASKED, fill_group, fill_tiles
+from model_runner_base.attention.loops import FAN_IN, FAR, fill_group, fill_merge_tree, fill_node_starts, fill_tiles
 from model_runner_base.attention.paged import PagedAttentionMetadata
 from model_runner_base.attention.plan import AttentionPlan, make_plan
 from model_runner_base.attention.steady import SteadyPlan
@@ -59,17 +59,15 @@ class PagedAttentionAdapter(AttentionAdapter):
         for index, group in enumerate(self.groups):
             sections += [
                 Section(f"slot_blocks.{index}", (num_tokens,)),
-                Section(f"slot_offsets.{index}", (num_tokens,), grows=True),
                 Section(f"pair_tile.{index}", (num_pairs,)),
-                Section(f"pair_offset.{index}", (num_pairs,), grows=True),
+                Section(f"pair_start.{index}", (num_pairs,)),
                 Section(f"pair_blocks.{index}", (num_pairs, group.geometry.blocks_per_tile)),
             ]
-            if query_tile != 1:
-                sections.append(Section(f"pair_last.{index}", (num_pairs,)))
-            levels = group.geometry.level_sizes(num_tiles, num_pairs)
-            sections += [Section(f"tree.{index}.{level}", (nodes, FAN_IN)) for level, nodes in enumerate(levels)]
+            for level, nodes in enumerate(group.geometry.level_sizes(num_tiles, num_pairs)):
+                shape = (nodes, FAN_IN) if query_tile == 1 else (nodes + 1,)
+                sections.append(Section(f"tree.{index}.{level}", shape))
         if query_tile != 1:
-            sections += [Section("tile_tokens", (num_tiles, query_tile)), Section("token_slots", (num_tokens,))]
+            sections += [Section("tile_starts", (num_tiles + 1,)), Section("token_slots", (num_tokens,))]
         return sections
 
     def pack(
@@ -81,7 +79,7 @@ class PagedAttentionAdapter(AttentionAdapter):
     ) -> None:
         """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
-            geometry, offsets = group.geometry, views[f"pair_offset.{index}"]
+            geometry = group.geometry
             fill_group(
                 geometry.block_size,
                 size.query_tile,
@@ -91,39 +89,64 @@ class PagedAttentionAdapter(AttentionAdapter):
                 batch.num_computed,
                 batch.rows,
                 group.block_table.table,
-                plan.pairs_per_tile,
-                (views[f"slot_blocks.{index}"], views[f"slot_offsets.{index}"]),
-                # In decode a tile's first token is its last.
-                (views[f"pair_tile.{index}"], offsets, views.get(f"pair_last.{index}", offsets)),
+                views[f"slot_blocks.{index}"],
+                views[f"pair_tile.{index}"],
+                views[f"pair_start.{index}"],
                 views[f"pair_blocks.{index}"],
-                tuple(views[f"tree.{index}.{level}"] for level in range(geometry.num_levels)),
             )
+            trees = tuple(views[f"tree.{index}.{level}"] for level in range(geometry.num_levels))
+            if size.query_tile == 1:
+                fill_merge_tree(trees, plan.pairs_per_tile, size.num_pairs)
+            else:
+                fill_node_starts(trees, plan.pairs_per_tile)
         if size.query_tile != 1:
             # All groups have the same tiles.
-            fill_tiles(size.query_tile, batch.query_len, views["tile_tokens"], views["token_slots"])
+            fill_tiles(size.query_tile, batch.query_len, views["tile_starts"], views["token_slots"])
 
     def pack_padding(self, views: dict[str, np.ndarray]) -> None:
         """What of these sections is not zero in a step of nothing but padding."""
         for name, view in views.items():
-            if name.startswith(("pair_offset.", "pair_last.")):
-                view[:] = MASKED
+            if name.startswith("pair_start."):
+                view[:] = FAR
 
     def build(self, size: GraphSize, arrays: dict[str, torch.Tensor]) -> dict[str, PagedAttentionMetadata]:
-        """Metadata by layer name, from the unpacked sections."""
+        """Metadata by layer name, from the unpacked sections: what the device can work out is not sent."""
+        positions, starts = arrays["positions"], arrays.get("tile_starts")
+        # In decode a tile is a token.
+        tile_tokens, first, last = None, positions, positions
+        if starts is not None:
+            index_in_tile = torch.arange(size.query_tile, dtype=torch.int32, device=starts.device)
+            # Behind a tile's last token come those of the next, which are computed here for nothing.
+            tile_tokens = (starts[:-1, None] + index_in_tile).clamp(max=size.num_tokens - 1)
+            first = positions[tile_tokens[:, 0]]
+            last = first + (starts[1:] - starts[:-1] - 1)
         metadata = {}
         for index, group in enumerate(self.groups):
+            pair_tile, pair_start = arrays[f"pair_tile.{index}"], arrays[f"pair_start.{index}"]
+            trees = [arrays[f"tree.{index}.{level}"] for level in range(group.geometry.num_levels)]
+            if starts is not None:
+                trees = node_children(trees, size.num_pairs)
             group_metadata = PagedAttentionMetadata(
                 geometry=group.geometry,
                 slot_blocks=arrays[f"slot_blocks.{index}"],
-                slot_offsets=arrays[f"slot_offsets.{index}"],
-                pair_tile=arrays[f"pair_tile.{index}"],
-                pair_offset=arrays[f"pair_offset.{index}"],
-                pair_last=arrays.get(f"pair_last.{index}", arrays[f"pair_offset.{index}"]),
+                slot_offsets=positions % group.geometry.block_size,
+                pair_tile=pair_tile,
+                pair_offset=first[pair_tile] - pair_start,
+                pair_last=last[pair_tile] - pair_start,
                 pair_blocks=arrays[f"pair_blocks.{index}"],
-                merge_tree=[arrays[f"tree.{index}.{level}"] for level in range(group.geometry.num_levels)],
-                tile_tokens=arrays.get("tile_tokens"),
+                merge_tree=trees,
+                tile_tokens=tile_tokens,
                 token_slots=arrays.get("token_slots"),
             )
-            for layer_name in group.layer_names:
-                metadata[layer_name] = group_metadata
+            metadata.update(dict.fromkeys(group.layer_names, group_metadata))
         return metadata
+
+
+def node_children(levels: list[torch.Tensor], num_pairs: int) -> list[torch.Tensor]:
+    """The merge tree, each level [nodes, FAN_IN], from where the children of each node start, [nodes + 1]."""
+    trees, num_below = [], num_pairs
+    for starts in levels:
+        children = starts[:-1, None] + torch.arange(FAN_IN, dtype=torch.int32, device=starts.device)
+        trees.append(torch.where(children < starts[1:, None], children, num_below - 1))
+        num_below = len(starts) - 1
+    return trees

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 
 from model_runner_base.host_loops import compiled
+from model_runner_base.request_states import int_array
 
 
 class BlockTable:
@@ -38,14 +39,13 @@ class BlockTable:
         self.num_blocks[row] = len(block_ids)
         self.has_changed[row] = True
 
-    def append(self, rows: np.ndarray, block_ids: Sequence[list[int]]) -> None:
-        """Adds blocks at the end of each of ``rows`` [R] int64, which are distinct.
+    def append(self, rows: Sequence[int], block_ids: Sequence[list[int]]) -> None:
+        """Adds blocks at the end of each of ``rows`` [R], which are distinct.
 
         Raises IndexError for a row that cannot hold them: the scheduler has gone beyond the model's length.
         """
-        counts = np.fromiter(map(len, block_ids), np.int64, len(block_ids))
-        flat = np.fromiter(chain.from_iterable(block_ids), np.int64)
-        append_blocks(self.table, self.num_blocks, self.has_changed, rows, counts, flat, self.parts)
+        numbers = int_array([*rows, *map(len, block_ids), *chain.from_iterable(block_ids)])
+        append_blocks(self.table, self.num_blocks, self.has_changed, numbers, len(rows), self.parts)
 
     def _stored(self, block_ids: list[int]) -> list[int]:
         """The scheduler's blocks as those of the cache tensors."""
@@ -59,22 +59,21 @@ def append_blocks(
     table: np.ndarray,
     num_blocks: np.ndarray,
     has_changed: np.ndarray,
-    rows: np.ndarray,
-    counts: np.ndarray,
-    block_ids: np.ndarray,
+    numbers: np.ndarray,
+    num_rows: int,
     parts: int,
 ) -> None:
-    """``counts`` [R] of the scheduler's ``block_ids``, which lie side by side, go behind what each of ``rows`` has."""
-    first = 0
-    for index in range(len(rows)):
-        row = rows[index]
+    """``numbers`` are the rows, how many of the scheduler's blocks go behind what each has, and all these blocks."""
+    first = 2 * num_rows
+    for index in range(num_rows):
+        row, count = numbers[index], numbers[num_rows + index]
         end = num_blocks[row]
-        if end + counts[index] * parts > table.shape[1]:
+        if end + count * parts > table.shape[1]:
             raise IndexError("a request has more blocks than its row of the block table can hold")
-        for block in range(first, first + counts[index]):
+        for block in range(first, first + count):
             for part in range(parts):
-                table[row, end] = block_ids[block] * parts + part
+                table[row, end] = numbers[block] * parts + part
                 end += 1
-        first += counts[index]
+        first += count
         num_blocks[row] = end
         has_changed[row] = True

@@ -288,13 +288,13 @@ class ModelRunnerBase:
                     block_ids, extended[index] = extended[index], None
                     tokens, num_computed = cached.all_token_ids[req_id], cached.num_computed_tokens[index]
                     self._place(req_id, self.requests.infos[req_id], tokens, num_computed, block_ids)
-        if extended.count(None) < len(extended):
+        if any(extended):
             steady = self._steady
             # The last step's requests again: their rows are known, a look-up each would be most of the cost.
             if steady is not None and steady.batch.req_ids == cached.req_ids:
-                rows = steady.batch.rows[list(compress(range(len(extended)), extended))]
+                rows = list(compress(steady.rows, extended))
             else:
-                rows = self.requests.rows_of(compress(cached.req_ids, extended))
+                rows = [self.requests.rows[req_id] for req_id in compress(cached.req_ids, extended)]
             by_table = zip(*filter(None, extended), strict=True)
             for table, block_ids in zip(self.block_tables, by_table, strict=True):
                 table.append(rows, block_ids)

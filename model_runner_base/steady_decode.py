@@ -1,12 +1,13 @@
 """Steady decode: the same requests again, one token each, by adding one to what the packed buffer holds.
 
-Everything that grows by one a step (positions, sequence lengths, cache offsets, distances to KV tiles) lies side by
-side at the front of the buffer (``Section.grows``). So a step in which nobody enters a cache block is one addition, and
-one in which some do touches only theirs. It applies from the second step of the same requests on, until a request
-comes, goes or resumes, a step has more tokens, or the buffer has no room for another attention pair.
+Everything that grows by one a step (positions, sequence lengths, a backend's cache slots) lies side by side at the
+front of the buffer (``Section.grows``). So a step in which nobody enters a cache block is one addition, and one in
+which some do touches only theirs. It applies from the second step of the same requests on, until a request comes, goes
+or resumes, a step has more tokens, or the buffer has no room for another attention pair.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,6 +31,11 @@ class SteadyDecode:
         self.packed = packed
         self._plans = plans
         self._requests = requests
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Of the batch's requests."""
+        return self.batch.rows.tolist()
 
     def advance(self, scheduler_output: SchedulerOutput) -> bool:
         """Moves on to the scheduled step; False if it is another, or has no room, and has to be built from scratch."""

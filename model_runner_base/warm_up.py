@@ -6,7 +6,6 @@ The runner's own half of start-up, kept apart from its step: these functions kno
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from tqdm import tqdm
 from vllm.forward_context import create_forward_context, override_forward_context
@@ -73,7 +72,7 @@ def compile_host_loops(runner: "ModelRunnerBase") -> None:
     for num_tokens in range(1, 1 + most_tokens):
         row = runner.requests.add(req_id, info, [0], 0)
         for table in runner.block_tables:
-            table.append(np.array([row]), [[]])
+            table.append([row], [[]])
         step.num_scheduled_tokens = {req_id: num_tokens}
         step.total_num_scheduled_tokens = num_tokens
         batch = runner.batch_builder.build(step)

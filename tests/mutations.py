@@ -45,15 +45,15 @@ MUTATIONS = [
     Mutation(
         "in steady decode new blocks go to the first requests, whoever needs them",
         "model_runner.py",
-        "steady.batch.rows[list(compress(range(len(extended)), extended))]",
-        "steady.batch.rows[: len(extended) - extended.count(None)]",
+        "list(compress(steady.rows, extended))",
+        "steady.rows[: len(extended) - extended.count(None)]",
         STEPS,
     ),
     Mutation(
         "resumed requests append their blocks to the old ones",
         "block_tables.py",
         "        self.table[row, : len(block_ids)] = block_ids\n        self.num_blocks[row] = len(block_ids)",
-        "        self.append(np.array([row]), [block_ids])",
+        "        self.append([row], [block_ids])",
         STEADY,
     ),
     Mutation(
@@ -130,9 +130,9 @@ MUTATIONS = [
     ),
     Mutation(
         "keys are written one slot further",
-        "attention/loops.py",
-        "slot_offsets[token] = offset",
-        "slot_offsets[token] = (offset + 1) % block_size",
+        "attention_metadata.py",
+        "slot_offsets=positions % group.geometry.block_size",
+        "slot_offsets=(positions + 1) % group.geometry.block_size",
         STEADY,
     ),
     # Output

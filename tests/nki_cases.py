@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from test_attention import dense_attention
+from test_attention import dense_attention, packed_at, tokens_of
 
 from model_runner_base.attention.paged import PagedAttentionMetadata
 from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, stored_block_size
 from model_runner_base.attention_metadata import AttentionGroup, PagedAttentionAdapter
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
-from model_runner_base.input_batch import InputBatch, unpack
+from model_runner_base.input_batch import InputBatch
 
 DECODE = ((40, 1), (0, 1), (300, 1), (129, 1))
 PREFILL = ((0, 70), (0, 5), (0, 130))
@@ -91,12 +91,6 @@ def make_batch(case: Case) -> tuple[PlanGeometry, BlockTable, InputBatch]:
     return geometry, table, batch
 
 
-def tokens_of(batch: InputBatch) -> list[tuple[int, int]]:
-    """(row, position) of every token."""
-    requests = zip(batch.rows.tolist(), batch.num_computed.tolist(), batch.seq_lens.tolist(), strict=True)
-    return [(row, position) for row, start, stop in requests for position in range(start, stop)]
-
-
 def make_step(case: Case) -> Step:
     rng = np.random.default_rng(case.seed)
     (num_heads, num_kv_heads), head_size = case.heads, case.head_size
@@ -133,13 +127,8 @@ def plan_step(case: Case, geometry: PlanGeometry, table: BlockTable, batch: Inpu
     """Planned, packed with ``case.padding`` spare tokens, tiles and pairs, and unpacked."""
     limits = StepLimits(10_000, 100, 10_000, max(case.query_tile, 2), geometry.kv_tile)
     adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
-    plans = adapter.plan(batch)
-    need = adapter.needed_sizes(batch, plans)[0]
+    need = adapter.needed_sizes(batch, adapter.plan(batch))[0]
     tokens = need.num_tokens + case.padding
     tiles = tokens if need.query_tile == 1 else need.num_tiles + case.padding
     size = GraphSize(need.query_tile, tokens, tokens, tiles, need.num_pairs + case.padding)
-    sections = adapter.sections(size)
-    views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
-    adapter.pack(batch, plans, size, views)
-    packed = torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
-    return adapter.build(size, unpack(packed, sections))["layer"]
+    return packed_at(adapter, size, batch)

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.attention.adapter import AttentionGroup
-from model_runner_base.attention.loops import FAN_IN, MASKED, fill_merge_tree
-from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.attention.loops import FAN_IN, fill_merge_tree, fill_node_starts
+from model_runner_base.attention.paged import PagedAttentionImpl, PagedAttentionMetadata
 from model_runner_base.attention.plan import PlanGeometry, make_plan
-from model_runner_base.attention_metadata import PagedAttentionAdapter
+from model_runner_base.attention_metadata import PagedAttentionAdapter, node_children
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.graph_policy import GraphSize, StepLimits
-from model_runner_base.input_batch import InputBatch, Section, unpack
+from model_runner_base.input_batch import InputBatch, PackedStep, in_order, pad_into, token_sections, unpack
 
 MAX_LENGTH = 300
 
@@ -59,12 +59,22 @@ def tokens_of(batch: InputBatch) -> list[tuple[int, int]]:
     return [(row, position) for row, start, stop in requests for position in range(start, stop)]
 
 
+def packed_at(adapter: PagedAttentionAdapter, size: GraphSize, *batches: InputBatch) -> PagedAttentionMetadata:
+    """What a buffer of this size gives that held padding, then each of the batches."""
+    packed = PackedStep(size, in_order([*token_sections(size), *adapter.sections(size)]))
+    adapter.pack_padding(packed.views)
+    for batch in batches:
+        pad_into(packed.views["positions"], np.array([position for _, position in tokens_of(batch)]), 0)
+        adapter.pack(batch, adapter.plan(batch), size, packed.views)
+    return adapter.build(size, unpack(torch.from_numpy(packed.buffer), packed.sections))["layer"]
+
+
 def pack(
     batch: InputBatch, geometry: PlanGeometry, table: BlockTable, query_tile: int, padding: int
-) -> tuple[PagedAttentionAdapter, GraphSize, list[Section], dict[str, np.ndarray]]:
-    """The adapter's sections of a size with ``padding`` spare tokens, tiles and pairs.
+) -> tuple[GraphSize, PagedAttentionMetadata]:
+    """The metadata at a size with ``padding`` spare tokens, tiles and pairs.
 
-    They have held a step of nothing but padding, and one with longer requests, and now hold this one.
+    The buffer has held a step of nothing but padding, and one with longer requests, and now holds this one.
     """
     limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
     adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
@@ -72,41 +82,37 @@ def pack(
     more = replace(
         batch, num_tokens=int(longer.sum()), query_len=longer, num_computed=batch.num_computed + padding // 2
     )
-    plans = adapter.plan(batch)
-    needs = [*adapter.needed_sizes(batch, plans), *adapter.needed_sizes(more, adapter.plan(more))]
+    needs = [need for step in (batch, more) for need in adapter.needed_sizes(step, adapter.plan(step))]
     # Behind a window the longer requests may need fewer pairs.
     need = GraphSize(*map(max, zip(*needs, strict=True)))
     num_tokens = need.num_tokens + padding
     num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
     size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)
     assert all(size.holds(each) for each in needs)
-    sections = adapter.sections(size)
-    views = {section.name: np.zeros(section.shape, np.int32) for section in sections}
-    adapter.pack_padding(views)
-    adapter.pack(more, adapter.plan(more), size, views)
-    adapter.pack(batch, plans, size, views)
-    return adapter, size, sections, views
+    return size, packed_at(adapter, size, more, batch)
 
 
 @given(batches(), st.integers(0, 40))
 @settings(max_examples=150, deadline=None)
 def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: tuple, padding: int) -> None:
     batch, geometry, table, query_tile = case
-    _, size, _, views = pack(*case, padding)
+    size, metadata = pack(*case, padding)
     tokens = tokens_of(batch)
-    tile_tokens, token_slots = views.get("tile_tokens"), views.get("token_slots")
-    if tile_tokens is None or token_slots is None:
-        tile_tokens, token_slots = np.arange(size.num_tokens)[:, None], np.arange(size.num_tokens)
-    assert len(set(token_slots[: len(tokens)])) == len(tokens), "two tokens in one place"
+    tile_tokens, token_slots = torch.arange(size.num_tokens)[:, None], torch.arange(size.num_tokens)
+    if metadata.tile_tokens is not None and metadata.token_slots is not None:
+        tile_tokens, token_slots = metadata.tile_tokens, metadata.token_slots
+    assert len(set(token_slots[: len(tokens)].tolist())) == len(tokens), "two tokens in one place"
     members: dict[int, list[int]] = defaultdict(list)
     for token, slot in enumerate(token_slots[: len(tokens)].tolist()):
         assert tile_tokens[slot // query_tile, slot % query_tile] == token
         members[slot // query_tile].append(token)
-    offsets, last = views["pair_offset.0"], views.get("pair_last.0", views["pair_offset.0"])
+    offsets, last = metadata.pair_offset.tolist(), metadata.pair_last.tolist()
     pair_of: dict[tuple[int, int], int] = {}
-    num_pairs = int((offsets != MASKED).sum())
-    assert num_pairs < size.num_pairs and (offsets[num_pairs:] == MASKED).all() and (last[num_pairs:] == MASKED).all()
-    for pair, tile in enumerate(views["pair_tile.0"][:num_pairs].tolist()):
+    num_pairs = sum(position >= 0 for position in last)
+    assert num_pairs < size.num_pairs and max(last[num_pairs:]) < -2 * MAX_LENGTH, "padding is seen"
+    assert metadata.pair_blocks is not None
+    pair_blocks, slot_blocks = metadata.pair_blocks.numpy(), metadata.slot_blocks.numpy()
+    for pair, tile in enumerate(metadata.pair_tile[:num_pairs].tolist()):
         useful = False
         assert last[pair] - offsets[pair] == len(members[tile]) - 1
         for index, token in enumerate(members[tile]):
@@ -114,7 +120,7 @@ def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: tuple, padding
             kv_start = position - index - offsets[pair]
             for key in range(kv_start, kv_start + geometry.kv_tile):
                 if key <= position and (geometry.window is None or key > position - geometry.window):
-                    stored = views["pair_blocks.0"][pair, (key - kv_start) // geometry.block_size]
+                    stored = pair_blocks[pair, (key - kv_start) // geometry.block_size]
                     assert stored == table.table[row, key // geometry.block_size]
                     assert (token, key) not in pair_of, "seen twice"
                     pair_of[token, key] = pair
@@ -124,20 +130,28 @@ def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: tuple, padding
         first = 0 if geometry.window is None else max(0, position - geometry.window + 1)
         for key in range(first, position + 1):
             del pair_of[token, key]
-        assert views["slot_blocks.0"][token] == table.table[row, position // geometry.block_size]
-        assert views["slot_offsets.0"][token] == position % geometry.block_size
+        assert slot_blocks[token] == table.table[row, position // geometry.block_size]
+        assert metadata.slot_offsets[token] == position % geometry.block_size
     assert not pair_of
-    assert not views["slot_blocks.0"][len(tokens) :].any(), "padding is written outside the null block"
+    assert not slot_blocks[len(tokens) :].any(), "padding is written outside the null block"
 
 
+@pytest.mark.parametrize("is_decode", [True, False])
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(0, 30), st.integers(0, 5))
 @settings(max_examples=100, deadline=None)
-def test_merge_tree_reaches_each_pair_of_a_tile_once(counts: list[int], spare_pairs: int, spare_tiles: int) -> None:
+def test_merge_tree_reaches_each_pair_of_a_tile_once(
+    is_decode: bool, counts: list[int], spare_pairs: int, spare_tiles: int
+) -> None:
     geometry = PlanGeometry(block_size=1, kv_tile=1, max_kv_tiles=100)
     num_pairs = sum(counts) + 1 + spare_pairs
     sizes = geometry.level_sizes(len(counts) + spare_tiles, num_pairs)
-    levels = tuple(np.full((size, FAN_IN), -1, np.int32) for size in sizes)
-    fill_merge_tree(levels, np.array(counts), num_pairs)
+    if is_decode:
+        levels = tuple(np.full((size, FAN_IN), -1, np.int32) for size in sizes)
+        fill_merge_tree(levels, np.array(counts), num_pairs)
+    else:
+        starts = tuple(np.full(size + 1, -1, np.int32) for size in sizes)
+        fill_node_starts(starts, np.array(counts))
+        levels = tuple(tree.numpy() for tree in node_children([*map(torch.from_numpy, starts)], num_pairs))
     leaves = [{pair} for pair in range(sum(counts))] + [set()] * (num_pairs - sum(counts))
     for level in levels:
         assert level.shape[1] == FAN_IN
@@ -147,8 +161,8 @@ def test_merge_tree_reaches_each_pair_of_a_tile_once(counts: list[int], spare_pa
             assert sum(map(len, parts)) == len(set().union(*parts)), "a pair counted twice"
             merged.append(set().union(*parts))
         leaves = merged
-    starts = np.cumsum(counts) - counts
-    wanted = [set(range(s, s + c)) for s, c in zip(starts, counts, strict=True)] + [set()] * spare_tiles
+    first = np.cumsum(counts) - counts
+    wanted = [set(range(s, s + c)) for s, c in zip(first, counts, strict=True)] + [set()] * spare_tiles
     assert leaves == wanted
 
 
@@ -196,10 +210,8 @@ def test_paged_attention_equals_dense(
     batch, geometry, table, _ = case
     num_heads, num_kv_heads = heads
     head_size = 8
-    adapter, size, sections, views = pack(*case, padding)
+    size, metadata = pack(*case, padding)
     num_tokens = size.num_tokens
-    packed = torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
-    metadata = adapter.build(size, unpack(packed, sections))["layer"]
 
     rng = np.random.default_rng(0)
     num_blocks = int(table.table.max()) + 1
@@ -253,8 +265,7 @@ def test_scores_are_not_rounded_to_the_models_dtype(num_heads: int, dtype: torch
     batch = InputBatch(["0"], 1, one - 1, one, one - 1, one * (length - 1), one * length, one.astype(bool), 1)
     table = BlockTable(1, length, 16, 4)
     table.assign(0, list(range(1, length // 16 + 1)))
-    adapter, size, sections, views = pack(batch, PlanGeometry(16, 64, length // 64), table, 1, 0)
-    packed = torch.from_numpy(np.concatenate([views[section.name].ravel() for section in sections]))
+    size, metadata = pack(batch, PlanGeometry(16, 64, length // 64), table, 1, 0)
     rng = np.random.default_rng(0)
     query = torch.from_numpy(30 * rng.normal(size=(size.num_tokens, num_heads * head_size))).to(dtype)
     history = torch.from_numpy(rng.normal(size=(length, 2 * num_kv_heads, head_size))).to(dtype)
@@ -266,7 +277,6 @@ def test_scores_are_not_rounded_to_the_models_dtype(num_heads: int, dtype: torch
         for heads in (slice(num_kv_heads), slice(num_kv_heads, None))
     )
     impl = PagedAttentionImpl(num_heads, head_size, head_size**-0.5, num_kv_heads)
-    metadata = adapter.build(size, unpack(packed, sections))["layer"]
     out = impl.forward(None, query, key, value, cache, metadata)[0]  # type: ignore[arg-type]
     exact = history.double().numpy()
     want = dense_attention(

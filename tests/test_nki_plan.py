@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nki_cases import Case, make_batch, plan_step, tokens_of
+from nki_cases import Case, make_batch, plan_step
+from test_attention import tokens_of
 
 from model_runner_base.block_tables import BlockTable
 from model_runner_base.input_batch import InputBatch

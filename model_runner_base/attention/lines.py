@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.adapter import AttentionGroup, SteadySections
-from model_runner_base.attention.loops import MASKED
+from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.paged import PagedAttentionMetadata
 from model_runner_base.attention.plan import AttentionPlan
 from model_runner_base.attention_metadata import PagedAttentionAdapter
@@ -37,9 +37,8 @@ class ContiguousAdapter(PagedAttentionAdapter):
         for index in range(len(self.groups)):
             sections += [
                 Section(f"token_lines.{index}", (size.num_tokens,)),
-                Section(f"token_offsets.{index}", (size.num_tokens,), grows=True),
                 Section(f"pair_tile.{index}", (size.num_tiles,)),
-                Section(f"pair_offset.{index}", (size.num_tiles,), grows=True),
+                Section(f"pair_start.{index}", (size.num_tiles,)),
             ]
         return sections
 
@@ -51,11 +50,10 @@ class ContiguousAdapter(PagedAttentionAdapter):
         for index, group in enumerate(self.groups):
             lines = lines_of(group, batch.rows)
             pad_into(views[f"token_lines.{index}"], lines, 0)
-            pad_into(views[f"token_offsets.{index}"], batch.num_computed, 0)
-            # Lines that nobody decodes on keep the tokens of an earlier step: they see nothing.
+            # Lines that nobody decodes on keep the tokens of an earlier step: nothing sees them.
             views[f"pair_tile.{index}"][lines - 1] = np.arange(len(lines))
-            views[f"pair_offset.{index}"][:] = MASKED
-            views[f"pair_offset.{index}"][lines - 1] = batch.num_computed
+            views[f"pair_start.{index}"][:] = FAR
+            views[f"pair_start.{index}"][lines - 1] = 0
 
     def steady_plans(
         self, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize, views: dict[str, np.ndarray]
@@ -64,20 +62,20 @@ class ContiguousAdapter(PagedAttentionAdapter):
             return self._steady_pairs(batch, plans, views)
         context = size.num_pairs // size.num_tiles * self.limits.kv_tile
         room = context - int(batch.seq_lens.max())
-        return [SteadyLines(index, lines_of(group, batch.rows), room, views) for index, group in enumerate(self.groups)]
+        return [SteadyLines(room)]
 
     def build(self, size: GraphSize, arrays: dict[str, torch.Tensor]) -> dict[str, PagedAttentionMetadata]:
         if size.query_tile != WHOLE_LINES:
             return super().build(size, arrays)
-        metadata = {}
+        metadata, positions = {}, arrays["positions"]
         for index, group in enumerate(self.groups):
-            lines, offsets = arrays[f"token_lines.{index}"], arrays[f"token_offsets.{index}"]
-            tile, pair_offset = group.geometry.kv_tile, arrays[f"pair_offset.{index}"]
+            lines, pair_tile = arrays[f"token_lines.{index}"], arrays[f"pair_tile.{index}"]
+            tile, pair_offset = group.geometry.kv_tile, positions[pair_tile] - arrays[f"pair_start.{index}"]
             group_metadata = PagedAttentionMetadata(
                 geometry=group.geometry,
-                slot_blocks=lines * group.block_table.parts + offsets // tile,
-                slot_offsets=offsets % tile,
-                pair_tile=arrays[f"pair_tile.{index}"],
+                slot_blocks=lines * group.block_table.parts + positions // tile,
+                slot_offsets=positions % tile,
+                pair_tile=pair_tile,
                 pair_offset=pair_offset,
                 pair_last=pair_offset,
                 pair_blocks=None,
@@ -97,16 +95,12 @@ def lines_of(group: AttentionGroup, rows: np.ndarray) -> np.ndarray:
 class SteadyLines:
     """A packed step by whole lines: it stands while the longest context fits, since lines never change."""
 
-    def __init__(self, index: int, lines: np.ndarray, room: int, views: dict[str, np.ndarray]) -> None:
-        self._index = index
-        self._lines = lines
+    def __init__(self, room: int) -> None:
         self._room = room
         """Further tokens that the longest request has room for."""
 
     def begin(self, increments: dict[str, np.ndarray]) -> None:
-        """Marks what grows in ``increments``, views by name."""
-        increments[f"token_offsets.{self._index}"][: len(self._lines)] = 1
-        increments[f"pair_offset.{self._index}"][self._lines - 1] = 1
+        """Nothing grows but positions."""
 
     def advance(self) -> bool:
         """Whether the packed size has room for one more token of the longest request."""

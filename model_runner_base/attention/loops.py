@@ -5,8 +5,8 @@ import numpy as np
 from model_runner_base.host_loops import compiled
 
 FAN_IN = 8
-MASKED = -(1 << 30)
-"""Offset that puts every position of a pair behind the causal mask."""
+FAR = 1 << 30
+"""Start of a pair whose positions lie behind the causal mask of every token."""
 
 
 @compiled
@@ -46,16 +46,14 @@ def fill_group(
     num_computed: np.ndarray,
     rows: np.ndarray,
     table: np.ndarray,
-    pairs_per_tile: np.ndarray,
-    slots: tuple[np.ndarray, np.ndarray],
-    pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    slot_blocks: np.ndarray,
+    pair_tile: np.ndarray,
+    pair_start: np.ndarray,
     pair_blocks: np.ndarray,
-    trees: tuple[np.ndarray, ...],
 ) -> None:
-    """A group's sections of the packed buffer in one call: see the loops below."""
-    fill_slots(block_size, query_len, num_computed, rows, table, slots[0], slots[1])
-    fill_pairs(query_tile, kv_tile, window, query_len, num_computed, rows, table, pairs, pair_blocks)
-    fill_merge_tree(trees, pairs_per_tile, len(pair_blocks))
+    """A group's sections of the packed buffer but the merge tree, in one call: see the loops below."""
+    fill_slots(block_size, query_len, num_computed, rows, table, slot_blocks)
+    fill_pairs(query_tile, kv_tile, window, query_len, num_computed, rows, table, pair_tile, pair_start, pair_blocks)
 
 
 @compiled
@@ -66,9 +64,8 @@ def fill_slots(
     rows: np.ndarray,
     table: np.ndarray,
     slot_blocks: np.ndarray,
-    slot_offsets: np.ndarray,
 ) -> None:
-    """Where each token's key and value go; padding goes to the null block."""
+    """The block that each token's key and value go to; padding goes to the null block."""
     token = 0
     for request in range(len(query_len)):
         row = rows[request]
@@ -78,11 +75,9 @@ def fill_slots(
             if offset == block_size:
                 block, offset = block + 1, 0
             slot_blocks[token] = table[row, block]
-            slot_offsets[token] = offset
             offset += 1
             token += 1
     slot_blocks[token:] = 0
-    slot_offsets[token:] = 0
 
 
 @compiled
@@ -94,39 +89,34 @@ def fill_pairs(
     num_computed: np.ndarray,
     rows: np.ndarray,
     table: np.ndarray,
-    pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    pair_tile: np.ndarray,
+    pair_start: np.ndarray,
     pair_blocks: np.ndarray,
 ) -> None:
-    """Each pair's query tile; the positions of that tile's first and last token, counted from the start of the pair's
-    KV tile; and the blocks [NP, B] of the KV tile.
+    """Each pair's query tile, the first position of its KV tile, and that one's blocks [NP, B].
 
-    Padding pairs see nothing, so they keep the tiles and blocks of an earlier step.
+    Padding pairs are seen by nothing, so they keep the tiles and blocks of an earlier step.
     """
-    pair_tile, pair_offset, pair_last = pairs
     width = pair_blocks.shape[1]
     all_blocks = pair_blocks.reshape(-1)
     tile = pair = 0
     for request in range(len(query_len)):
         row_blocks = table[rows[request]]
         for first in range(0, query_len[request], query_tile):
-            position = num_computed[request] + first
             length = min(query_tile, query_len[request] - first)
-            start, stop = kv_tiles_of(position, length, kv_tile, window)
+            start, stop = kv_tiles_of(num_computed[request] + first, length, kv_tile, window)
             end = pair + stop - start
             # As slices, which the compiler fills several places at a time.
-            tiles, offsets, last = pair_tile[pair:end], pair_offset[pair:end], pair_last[pair:end]
+            tiles, starts = pair_tile[pair:end], pair_start[pair:end]
             for index in range(stop - start):
-                offset = position - (start + index) * kv_tile
                 tiles[index] = tile
-                last[index] = offset + length - 1
-                offsets[index] = offset
+                starts[index] = (start + index) * kv_tile
             blocks, seen = all_blocks[pair * width : end * width], row_blocks[start * width : stop * width]
             for index in range(len(blocks)):
                 blocks[index] = seen[index]
             pair = end
             tile += 1
-    pad(pair_offset, pair, MASKED)
-    pad(pair_last, pair, MASKED)
+    pad(pair_start, pair, FAR)
 
 
 @compiled
@@ -143,7 +133,7 @@ def pad(places: np.ndarray, start: int, padding: int) -> None:
 
 @compiled
 def fill_merge_tree(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
-    """The merge tree: for each level an array [nodes, FAN_IN] int32 of node indices of the level below.
+    """The merge tree of pure decode: for each level an array [nodes, FAN_IN] of node indices of the level below.
 
     The last index of every level is a neutral node, to which all padding points.
 
@@ -185,18 +175,34 @@ def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray
 
 
 @compiled
-def fill_tiles(query_tile: int, query_len: np.ndarray, tile_tokens: np.ndarray, token_slots: np.ndarray) -> None:
-    """The tokens of each tile [NT, Q], and where in the flattened tiles each token lies; 0 is padding."""
+def fill_node_starts(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray) -> None:
+    """The merge tree of a mixed step, to which nothing is ever added: for each level, [nodes + 1], the first child of
+    each node, whose children end where the next one's begin; padding has none."""
+    counts = pairs_per_tile
+    for starts in trees:
+        num_nodes = np.empty_like(counts)
+        node = child = 0
+        for tile in range(len(counts)):
+            num_nodes[tile] = (counts[tile] + FAN_IN - 1) // FAN_IN
+            for index in range(num_nodes[tile]):
+                starts[node] = child + index * FAN_IN
+                node += 1
+            child += counts[tile]
+        starts[node:] = child
+        counts = num_nodes
+
+
+@compiled
+def fill_tiles(query_tile: int, query_len: np.ndarray, tile_starts: np.ndarray, token_slots: np.ndarray) -> None:
+    """The first token of each tile [NT + 1], which ends where the next one begins, and where in the flattened tiles
+    each token lies; padding tiles are empty."""
     tile = token = 0
     for length in query_len:
         for first in range(0, length, query_tile):
-            for index in range(query_tile):
-                if first + index < length:
-                    tile_tokens[tile, index] = token
-                    token_slots[token] = tile * query_tile + index
-                    token += 1
-                else:
-                    tile_tokens[tile, index] = 0
+            tile_starts[tile] = token
+            for index in range(min(query_tile, length - first)):
+                token_slots[token] = tile * query_tile + index
+                token += 1
             tile += 1
-    tile_tokens[tile:] = 0
+    tile_starts[tile:] = token
     token_slots[token:] = 0

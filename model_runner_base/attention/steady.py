@@ -43,24 +43,19 @@ class SteadyPlan:
         self._index = index
 
     def begin(self, increments: dict[str, np.ndarray]) -> None:
-        """Marks what grows in ``increments``, views by name, and counts the tree that was packed."""
-        index, num_reqs = self._index, len(self._rows)
-        offsets = self._views[f"slot_offsets.{index}"][:num_reqs]
-        increments[f"slot_offsets.{index}"][:num_reqs] = 1
-        pair_increments = increments[f"pair_offset.{index}"]
-        pair_increments[: self.num_pairs] = 1
+        """Nothing grows but positions; counts the tree that was packed."""
+        index, views = self._index, self._views
         levels = range(self._geometry.num_levels)
-        views = self._views
-        self._pair_sections = views[f"pair_tile.{index}"], views[f"pair_offset.{index}"], views[f"pair_blocks.{index}"]
+        self._pair_sections = views[f"pair_tile.{index}"], views[f"pair_start.{index}"], views[f"pair_blocks.{index}"]
         trees = tuple(views[f"tree.{index}.{level}"] for level in levels)
         self._tree = trees, *count_children(self._plan.pairs_per_tile, len(levels), FAN_IN)
-        self._slots = views[f"slot_blocks.{index}"], offsets
-        self._pair_increments = pair_increments
-        self._positions = views["positions"]
-        self._steps_to_entry = self._geometry.block_size - int(offsets.max())
+        self._slot_blocks, self._positions = views[f"slot_blocks.{index}"], views["positions"]
+        block_size = self._geometry.block_size
+        self._steps_left = block_size - self._positions[: len(self._rows)] % block_size
+        self._wait = self._steps_to_entry = int(self._steps_left.min())
 
     def advance(self) -> bool:
-        """Follows the growing sections, which have been moved on by one token a request.
+        """Follows the positions, which have been moved on by one token a request.
 
         Returns False, and leaves the sections in disorder, if they have no room for the pairs that are needed.
         """
@@ -68,7 +63,7 @@ class SteadyPlan:
         if self._steps_to_entry:
             return True
         geometry = self._geometry
-        self.num_pairs, self._steps_to_entry = enter_blocks(
+        self.num_pairs, self._wait = enter_blocks(
             geometry.block_size,
             geometry.kv_tile,
             geometry.window or 0,
@@ -76,11 +71,13 @@ class SteadyPlan:
             self._positions,
             self._rows,
             self._block_table,
-            self._slots,
+            self._steps_left,
+            self._wait,
+            self._slot_blocks,
             self._pair_sections,
-            self._pair_increments,
             self._tree,
         )
+        self._steps_to_entry = self._wait
         return self.num_pairs != NO_ROOM
 
 
@@ -112,54 +109,56 @@ def enter_blocks(
     positions: np.ndarray,
     rows: np.ndarray,
     block_table: np.ndarray,
-    slots: tuple[np.ndarray, np.ndarray],
+    steps_left: np.ndarray,
+    wait: int,
+    slot_blocks: np.ndarray,
     pair_sections: tuple[np.ndarray, np.ndarray, np.ndarray],
-    pair_increments: np.ndarray,
     tree: tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray, np.ndarray],
 ) -> tuple[int, int]:
-    """Sees to the requests whose cache offset has reached ``block_size``: the first position of their next block.
+    """Sees to the requests that have reached the first position of a block: ``steps_left`` [R] said so ``wait`` steps
+    ago.
 
     ``window`` is 0 if there is none. ``tree`` holds the levels, and by level and request the number of children and the
     last of them, and by level the number of children in all. Returns the number of pairs, or NO_ROOM, and after how
     many steps the next request enters a block.
     """
-    slot_blocks, slot_offsets = slots
-    pair_tile, pair_offset, pair_blocks = pair_sections
+    pair_tile, pair_start, pair_blocks = pair_sections
     last_pair = tree[2][0]
     steps = block_size
     for tile in range(len(rows)):
-        if slot_offsets[tile] < block_size:
-            steps = min(steps, block_size - slot_offsets[tile])
+        left = steps_left[tile] - wait
+        if left:
+            steps_left[tile] = left
+            steps = min(steps, left)
             continue
+        steps_left[tile] = block_size
         block = positions[tile] // block_size
         block_id = block_table[rows[tile], block]
-        slot_offsets[tile] = 0
         slot_blocks[tile] = block_id
         if positions[tile] % kv_tile == 0:
-            pair = fallen_pair(tile, window, kv_tile, num_pairs, pair_tile, pair_offset)
+            pair = -1
+            if window:
+                pair = fallen_pair(tile, positions[tile] - window - kv_tile + 1, num_pairs, pair_tile, pair_start)
             if pair < 0:
                 pair = num_pairs
                 num_pairs += 1
                 if num_pairs == len(pair_tile):  # The last pair stays neutral.
                     return NO_ROOM, 0
                 pair_tile[pair] = tile
-                pair_increments[pair] = 1
                 hang(tree, tile, pair)
-            pair_offset[pair] = 0
+            pair_start[pair] = positions[tile]
             last_pair[tile] = pair
         pair_blocks[last_pair[tile], block % pair_blocks.shape[1]] = block_id
     return num_pairs, steps
 
 
 @compiled
-def fallen_pair(
-    tile: int, window: int, kv_tile: int, num_pairs: int, pair_tile: np.ndarray, pair_offset: np.ndarray
-) -> int:
-    """A pair of the tile's that has fallen out of the window and gives up its place, or -1."""
-    if window:
-        for pair in range(num_pairs):
-            if pair_tile[pair] == tile and pair_offset[pair] >= window + kv_tile - 1:
-                return pair
+def fallen_pair(tile: int, latest: int, num_pairs: int, pair_tile: np.ndarray, pair_start: np.ndarray) -> int:
+    """A pair of the tile's that has fallen out of the window and gives up its place, or -1: it starts at ``latest`` at
+    the latest."""
+    for pair in range(num_pairs):
+        if pair_tile[pair] == tile and pair_start[pair] <= latest:
+            return pair
     return -1
 
 

@@ -50,7 +50,7 @@ def tile_operands(meta: PagedAttentionMetadata, tiling: Tiling, window: int | No
     heads, tile = tiling.num_heads, tiling.query_tile
     num_tiles, num_tokens = meta.tile_tokens.shape[0], meta.token_slots.shape[0]
     device = meta.tile_tokens.device
-    # Padding of a tile reads token 0, which does not lie there.
+    # Behind a tile's last token lie tokens of the next, whose place is not there.
     slot = torch.arange(num_tiles * tile, dtype=torch.int32, device=device).view(num_tiles, tile)
     is_filled = meta.token_slots[meta.tile_tokens] == slot
     head = torch.arange(heads, dtype=torch.int32, device=device).view(1, heads, 1)
