@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 
 from model_runner_base.host_loops import compiled
-from model_runner_base.request_states import int_array
+from model_runner_base.request_states import int_array, put_ints
 
 
 class BlockTable:
@@ -35,7 +35,7 @@ class BlockTable:
     def assign(self, row: int, block_ids: list[int]) -> None:
         """Sets all blocks of a row."""
         block_ids = self._stored(block_ids)
-        self.table[row, : len(block_ids)] = block_ids
+        put_ints(block_ids, self.table[row])
         self.num_blocks[row] = len(block_ids)
         self.has_changed[row] = True
 

@@ -5,8 +5,9 @@ needs to come back is kept apart, so that ``max_num_reqs`` rows serve any number
 """
 
 import struct
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -74,9 +75,10 @@ class RequestStates:
         self.by_row: list[RequestInfo | None] = [None] * max_num_reqs
         self._free = list(range(max_num_reqs - 1, -1, -1))
 
-    def rows_of(self, req_ids: Iterable[str]) -> np.ndarray:
-        """[R] the rows of requests, each of which holds one."""
-        return int_array([self.rows[req_id] for req_id in req_ids])
+    def rows_of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """[R] the rows of requests, at least one, each of which holds one."""
+        rows = itemgetter(*req_ids)(self.rows)  # Half the time of a loop.
+        return int_array(rows if len(req_ids) > 1 else (rows,))
 
     def infos_of(self, rows: np.ndarray) -> list[RequestInfo]:
         """Those of the requests in ``rows``, each of which holds one."""

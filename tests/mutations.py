@@ -52,7 +52,7 @@ MUTATIONS = [
     Mutation(
         "resumed requests append their blocks to the old ones",
         "block_tables.py",
-        "        self.table[row, : len(block_ids)] = block_ids\n        self.num_blocks[row] = len(block_ids)",
+        "        put_ints(block_ids, self.table[row])\n        self.num_blocks[row] = len(block_ids)",
         "        self.append([row], [block_ids])",
         STEADY,
     ),
