@@ -13,7 +13,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
-from benchmarks.attention import HEAD_SIZE, HEADS, KV_HEADS, KV_TILE, decode_batch, pack
+from benchmarks.attention import HEAD_SIZE, HEADS, KV_HEADS, KV_TILE, decode_batch, pack, sections
 from benchmarks.report import interleaved, parse, show
 from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.lines import ContiguousAdapter
@@ -58,7 +58,7 @@ class Layer:
     def _attend(
         self, size: GraphSize, packed: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor
     ) -> torch.Tensor:
-        metadata = self.adapter.build(size, unpack(packed, self.adapter.sections(size)))["layer"]
+        metadata = self.adapter.build(size, unpack(packed, sections(self.adapter, size)))["layer"]
         return self.impl.forward(None, query, key_value, key_value, self.cache[0], metadata)  # type: ignore[arg-type]
 
     def step(self, lengths: list[int], way: int) -> partial:

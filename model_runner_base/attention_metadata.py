@@ -77,7 +77,7 @@ class PagedAttentionAdapter(AttentionAdapter):
         size: GraphSize,
         views: dict[str, np.ndarray],
     ) -> None:
-        """Fills this adapter's sections. Padding tokens are written to the null block, padding pairs see nothing."""
+        """Fills this adapter's sections. Padding tokens are written to the null block, nothing sees padding pairs."""
         for index, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
             geometry = group.geometry
             fill_group(
@@ -112,27 +112,29 @@ class PagedAttentionAdapter(AttentionAdapter):
     def build(self, size: GraphSize, arrays: dict[str, torch.Tensor]) -> dict[str, PagedAttentionMetadata]:
         """Metadata by layer name, from the unpacked sections: what the device can work out is not sent."""
         positions, starts = arrays["positions"], arrays.get("tile_starts")
-        # In decode a tile is a token.
-        tile_tokens, first, last = None, positions, positions
+        # In decode a tile is a token, its first and its last.
+        tile_tokens, first, length = None, positions, None
         if starts is not None:
             index_in_tile = torch.arange(size.query_tile, dtype=torch.int32, device=starts.device)
             # Behind a tile's last token come those of the next, which are computed here for nothing.
             tile_tokens = (starts[:-1, None] + index_in_tile).clamp(max=size.num_tokens - 1)
             first = positions[tile_tokens[:, 0]]
-            last = first + (starts[1:] - starts[:-1] - 1)
+            length = starts[1:] - starts[:-1]
         metadata = {}
         for index, group in enumerate(self.groups):
             pair_tile, pair_start = arrays[f"pair_tile.{index}"], arrays[f"pair_start.{index}"]
+            pair_offset = pair_last = first[pair_tile] - pair_start
             trees = [arrays[f"tree.{index}.{level}"] for level in range(group.geometry.num_levels)]
-            if starts is not None:
+            if length is not None:
+                pair_last = pair_offset + length[pair_tile] - 1
                 trees = node_children(trees, size.num_pairs)
             group_metadata = PagedAttentionMetadata(
                 geometry=group.geometry,
                 slot_blocks=arrays[f"slot_blocks.{index}"],
                 slot_offsets=positions % group.geometry.block_size,
                 pair_tile=pair_tile,
-                pair_offset=first[pair_tile] - pair_start,
-                pair_last=last[pair_tile] - pair_start,
+                pair_offset=pair_offset,
+                pair_last=pair_last,
                 pair_blocks=arrays[f"pair_blocks.{index}"],
                 merge_tree=trees,
                 tile_tokens=tile_tokens,

@@ -64,16 +64,17 @@ def append_blocks(
     parts: int,
 ) -> None:
     """``numbers`` are the rows, how many of the scheduler's blocks go behind what each has, and all these blocks."""
-    first = 2 * num_rows
+    rows, counts, block_ids = numbers[:num_rows], numbers[num_rows : 2 * num_rows], numbers[2 * num_rows :]
+    first = 0
     for index in range(num_rows):
-        row, count = numbers[index], numbers[num_rows + index]
+        row = rows[index]
         end = num_blocks[row]
-        if end + count * parts > table.shape[1]:
+        if end + counts[index] * parts > table.shape[1]:
             raise IndexError("a request has more blocks than its row of the block table can hold")
-        for block in range(first, first + count):
+        for block in range(first, first + counts[index]):
             for part in range(parts):
-                table[row, end] = numbers[block] * parts + part
+                table[row, end] = block_ids[block] * parts + part
                 end += 1
-        first += count
+        first += counts[index]
         num_blocks[row] = end
         has_changed[row] = True

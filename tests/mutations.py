@@ -122,6 +122,13 @@ MUTATIONS = [
         STEPS,
     ),
     Mutation(
+        "in mixed steps a node of the merge tree takes one child too many",
+        "attention_metadata.py",
+        "children < starts[1:, None]",
+        "children <= starts[1:, None]",
+        STEPS,
+    ),
+    Mutation(
         "partial results are merged without a common maximum",
         "attention/paged.py",
         "scale = torch.exp(child_max - new_max.unsqueeze(1))",

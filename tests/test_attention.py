@@ -59,10 +59,14 @@ def tokens_of(batch: InputBatch) -> list[tuple[int, int]]:
     return [(row, position) for row, start, stop in requests for position in range(start, stop)]
 
 
-def packed_at(adapter: PagedAttentionAdapter, size: GraphSize, *batches: InputBatch) -> PagedAttentionMetadata:
-    """What a buffer of this size gives that held padding, then each of the batches."""
+def packed_at(
+    adapter: PagedAttentionAdapter, size: GraphSize, *batches: InputBatch, is_fresh: bool = True
+) -> PagedAttentionMetadata:
+    """What a buffer of this size gives that held each of the batches, and before them, unless fresh, nothing but
+    padding."""
     packed = PackedStep(size, in_order([*token_sections(size), *adapter.sections(size)]))
-    adapter.pack_padding(packed.views)
+    if not is_fresh:
+        adapter.pack_padding(packed.views)
     for batch in batches:
         pad_into(packed.views["positions"], np.array([position for _, position in tokens_of(batch)]), 0)
         adapter.pack(batch, adapter.plan(batch), size, packed.views)
@@ -74,7 +78,8 @@ def pack(
 ) -> tuple[GraphSize, PagedAttentionMetadata]:
     """The metadata at a size with ``padding`` spare tokens, tiles and pairs.
 
-    The buffer has held a step of nothing but padding, and one with longer requests, and now holds this one.
+    The buffer has held a step of nothing but padding, if ``padding`` is odd, and one with longer requests, and now
+    holds this one.
     """
     limits = StepLimits(1000, 100, MAX_LENGTH, max(query_tile, 2), geometry.kv_tile)
     adapter = PagedAttentionAdapter([AttentionGroup(["layer"], table, geometry)], limits)
@@ -89,7 +94,7 @@ def pack(
     num_tiles = num_tokens if need.query_tile == 1 else need.num_tiles + padding
     size = GraphSize(need.query_tile, num_tokens, num_tokens, num_tiles, need.num_pairs + padding)
     assert all(size.holds(each) for each in needs)
-    return size, packed_at(adapter, size, more, batch)
+    return size, packed_at(adapter, size, more, batch, is_fresh=padding % 2 == 0)
 
 
 @given(batches(), st.integers(0, 40))
@@ -109,7 +114,9 @@ def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: tuple, padding
     offsets, last = metadata.pair_offset.tolist(), metadata.pair_last.tolist()
     pair_of: dict[tuple[int, int], int] = {}
     num_pairs = sum(position >= 0 for position in last)
-    assert num_pairs < size.num_pairs and max(last[num_pairs:]) < -2 * MAX_LENGTH, "padding is seen"
+    assert num_pairs < size.num_pairs and max(offsets[num_pairs:] + last[num_pairs:]) < -2 * MAX_LENGTH, (
+        "padding is seen"
+    )
     assert metadata.pair_blocks is not None
     pair_blocks, slot_blocks = metadata.pair_blocks.numpy(), metadata.slot_blocks.numpy()
     for pair, tile in enumerate(metadata.pair_tile[:num_pairs].tolist()):

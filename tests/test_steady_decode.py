@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.attention.adapter import AttentionGroup
+from model_runner_base.attention.paged import PagedAttentionMetadata
 from model_runner_base.attention.plan import FAN_IN, PlanGeometry, make_plan
 from model_runner_base.attention_metadata import PagedAttentionAdapter
 from model_runner_base.batch_builder import BatchBuilder
@@ -46,15 +48,15 @@ def merged_by_eights(num_pairs: int, num_levels: int) -> list[list[int]]:
     return widths
 
 
-def visible_keys(views: dict[str, np.ndarray], geometry: PlanGeometry, pairs: list[int]) -> list[tuple[int, int]]:
+def visible_keys(metadata: PagedAttentionMetadata, pairs: list[int]) -> list[tuple[int, int]]:
     """(distance behind the query, block id) of every key that a request sees in its pairs."""
-    seen = []
+    geometry, seen = metadata.geometry, []
+    assert metadata.pair_blocks is not None
     for pair in pairs:
         for index in range(geometry.kv_tile):
-            start = int(views["pair_start.0"][pair])
-            distance = int(views["positions"][views["pair_tile.0"][pair]]) - start - index
+            distance = int(metadata.pair_offset[pair]) - index
             if 0 <= distance < (geometry.window or MAX_LENGTH):
-                seen.append((distance, int(views["pair_blocks.0"][pair, index // geometry.block_size])))
+                seen.append((distance, int(metadata.pair_blocks[pair, index // geometry.block_size])))
     return seen
 
 
@@ -131,20 +133,22 @@ def test_moved_on_plan_sees_what_exists(
         for name, values in [("positions", positions), ("sample_positions", positions + 1), ("token_sources", rows)]:
             assert (views[name][:num_reqs] == values).all()
         assert views["positions"][num_reqs] == views["sample_positions"][num_reqs] == 0, "padding moves"
+        metadata = adapter.build(size, {name: torch.from_numpy(view) for name, view in views.items()})["layer"]
         for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
             blocks = table.table[row]
             first = max(0, position - window + 1) if window else 0
             pairs, widths = children_of(views, geometry, [index])
             assert (views["pair_tile.0"][pairs] == index).all()
-            seen = visible_keys(views, geometry, pairs)
+            seen = visible_keys(metadata, pairs)
             wanted = [(position - key, blocks[key // block_size]) for key in range(first, position + 1)]
             if window is None:
                 assert seen == wanted
                 assert widths == merged_by_eights(len(pairs), geometry.num_levels)
             else:
                 assert sorted(seen) == sorted(wanted)
-            assert views["slot_blocks.0"][index] == blocks[position // block_size]
-        assert views["pair_start.0"][-1] > MAX_LENGTH, "something sees the neutral pair"
+            assert metadata.slot_blocks[index] == blocks[position // block_size]
+            assert metadata.slot_offsets[index] == position % block_size
+        assert metadata.pair_offset[-1] < -MAX_LENGTH, "the neutral pair is seen"
         assert views["slot_blocks.0"][num_reqs] == 0, "padding is written outside the null block"
 
 

@@ -36,13 +36,13 @@ class AttentionGroup:
 
 
 class SteadySections(Protocol):
-    """One group's sections in steady decode (see ``SteadyDecode``)."""
+    """Sections of the adapter's in steady decode (see ``SteadyDecode``)."""
 
     def begin(self, increments: dict[str, np.ndarray]) -> None:
-        """Marks what grows in ``increments``, views by name."""
+        """Marks what of them grows, if anything does, in ``increments``, views by name."""
 
     def advance(self) -> bool:
-        """Follows the growing sections by a token a request; False if they have no room for it."""
+        """Follows the positions by a token a request; False if there is no room for it."""
 
 
 class AttentionAdapter(ABC):
@@ -84,7 +84,8 @@ class AttentionAdapter(ABC):
 
     @abstractmethod
     def build(self, size: GraphSize, arrays: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Metadata by layer name, from the unpacked sections on the device; part of the graph."""
+        """Metadata by layer name, from a step's unpacked sections on the device, the runner's own (``token_sections``)
+        among them; part of the graph."""
 
     def prepare(self, batch: InputBatch | None, packed: PackedStep) -> None:  # noqa: B027
         """Called before every run, when ``packed`` is on the device; not part of the graph. No batch: all padding."""

@@ -93,7 +93,7 @@ def lines_of(group: AttentionGroup, rows: np.ndarray) -> np.ndarray:
 
 
 class SteadyLines:
-    """A packed step by whole lines: it stands while the longest context fits, since lines never change."""
+    """A packed step by whole lines: all of it stands while the longest context fits, since lines never change."""
 
     def __init__(self, room: int) -> None:
         self._room = room

@@ -116,19 +116,11 @@ def fill_pairs(
                 blocks[index] = seen[index]
             pair = end
             tile += 1
-    pad(pair_start, pair, FAR)
-
-
-@compiled
-def pad(places: np.ndarray, start: int, padding: int) -> None:
-    """Makes all of a section from ``start`` on ``padding``, which is found in padding only.
-
-    Behind the first of it there is nothing else: no step of this size has reached so far, and a buffer of zeros was
-    padded to its end. So whoever packs these sections leaves no padding between what is not.
-    """
-    while start < len(places) and places[start] != padding:
-        places[start] = padding
-        start += 1
+    # Behind the first padding there is nothing else: no step of this size has reached so far, and a buffer of zeros was
+    # padded to its end. So whoever adds pairs leaves no padding between them.
+    while pair < len(pair_start) and pair_start[pair] != FAR:
+        pair_start[pair] = FAR
+        pair += 1
 
 
 @compiled
@@ -168,7 +160,7 @@ def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray
                 break
         child = last
         num_nodes[tile] = node - before
-    while node < len(tree) and tree[node, 0] != neutral:  # As in ``pad``.
+    while node < len(tree) and tree[node, 0] != neutral:  # As in ``fill_pairs``.
         tree[node] = neutral
         node += 1
     return num_nodes

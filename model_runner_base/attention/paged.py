@@ -39,15 +39,15 @@ class PagedAttentionMetadata(AttentionMetadata):
     pair_tile: torch.Tensor
     """[P]"""
     pair_offset: torch.Tensor
-    """[P]"""
+    """[P] position of the query tile's first token, counted from the start of the pair's KV tile."""
     pair_last: torch.Tensor
-    """[P] position of the query tile's last token in the KV tile's count: what lies behind it is not the request's."""
+    """[P] that of its last token: what lies behind it is not the request's."""
     pair_blocks: torch.Tensor | None
     """[P, blocks a KV tile]; None if pair i is the front of cache line i, whatever its length (attention/lines.py)."""
     merge_tree: list[torch.Tensor]
     """[nodes, FAN_IN] a level"""
     tile_tokens: torch.Tensor | None = None
-    """[NT, Q] token indices of each query tile; None if tile i is token i (uniform decode)."""
+    """[NT, Q] token indices of each query tile, any behind its last; None if tile i is token i (uniform decode)."""
     token_slots: torch.Tensor | None = None
     """[T] where a token's output lies in the flattened tiles."""
     line_tiles: int = 0

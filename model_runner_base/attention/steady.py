@@ -51,8 +51,7 @@ class SteadyPlan:
         self._tree = trees, *count_children(self._plan.pairs_per_tile, len(levels), FAN_IN)
         self._slot_blocks, self._positions = views[f"slot_blocks.{index}"], views["positions"]
         block_size = self._geometry.block_size
-        self._steps_left = block_size - self._positions[: len(self._rows)] % block_size
-        self._wait = self._steps_to_entry = int(self._steps_left.min())
+        self._steps_to_entry = block_size - int((self._positions[: len(self._rows)] % block_size).max())
 
     def advance(self) -> bool:
         """Follows the positions, which have been moved on by one token a request.
@@ -63,7 +62,7 @@ class SteadyPlan:
         if self._steps_to_entry:
             return True
         geometry = self._geometry
-        self.num_pairs, self._wait = enter_blocks(
+        self.num_pairs, self._steps_to_entry = enter_blocks(
             geometry.block_size,
             geometry.kv_tile,
             geometry.window or 0,
@@ -71,13 +70,10 @@ class SteadyPlan:
             self._positions,
             self._rows,
             self._block_table,
-            self._steps_left,
-            self._wait,
             self._slot_blocks,
             self._pair_sections,
             self._tree,
         )
-        self._steps_to_entry = self._wait
         return self.num_pairs != NO_ROOM
 
 
@@ -109,14 +105,11 @@ def enter_blocks(
     positions: np.ndarray,
     rows: np.ndarray,
     block_table: np.ndarray,
-    steps_left: np.ndarray,
-    wait: int,
     slot_blocks: np.ndarray,
     pair_sections: tuple[np.ndarray, np.ndarray, np.ndarray],
     tree: tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray, np.ndarray],
 ) -> tuple[int, int]:
-    """Sees to the requests that have reached the first position of a block: ``steps_left`` [R] said so ``wait`` steps
-    ago.
+    """Sees to the requests that have reached the first position of a block.
 
     ``window`` is 0 if there is none. ``tree`` holds the levels, and by level and request the number of children and the
     last of them, and by level the number of children in all. Returns the number of pairs, or NO_ROOM, and after how
@@ -126,19 +119,16 @@ def enter_blocks(
     last_pair = tree[2][0]
     steps = block_size
     for tile in range(len(rows)):
-        left = steps_left[tile] - wait
-        if left:
-            steps_left[tile] = left
-            steps = min(steps, left)
+        position = positions[tile]
+        block = position // block_size
+        offset = position - block * block_size
+        steps = min(steps, block_size - offset)
+        if offset:
             continue
-        steps_left[tile] = block_size
-        block = positions[tile] // block_size
         block_id = block_table[rows[tile], block]
         slot_blocks[tile] = block_id
-        if positions[tile] % kv_tile == 0:
-            pair = -1
-            if window:
-                pair = fallen_pair(tile, positions[tile] - window - kv_tile + 1, num_pairs, pair_tile, pair_start)
+        if position % kv_tile == 0:
+            pair = fallen_pair(tile, position, window, kv_tile, num_pairs, pair_tile, pair_start)
             if pair < 0:
                 pair = num_pairs
                 num_pairs += 1
@@ -146,19 +136,21 @@ def enter_blocks(
                     return NO_ROOM, 0
                 pair_tile[pair] = tile
                 hang(tree, tile, pair)
-            pair_start[pair] = positions[tile]
+            pair_start[pair] = position
             last_pair[tile] = pair
         pair_blocks[last_pair[tile], block % pair_blocks.shape[1]] = block_id
     return num_pairs, steps
 
 
 @compiled
-def fallen_pair(tile: int, latest: int, num_pairs: int, pair_tile: np.ndarray, pair_start: np.ndarray) -> int:
-    """A pair of the tile's that has fallen out of the window and gives up its place, or -1: it starts at ``latest`` at
-    the latest."""
-    for pair in range(num_pairs):
-        if pair_tile[pair] == tile and pair_start[pair] <= latest:
-            return pair
+def fallen_pair(
+    tile: int, position: int, window: int, kv_tile: int, num_pairs: int, pair_tile: np.ndarray, pair_start: np.ndarray
+) -> int:
+    """A pair of the tile's that has fallen out of the window and gives up its place, or -1."""
+    if window:
+        for pair in range(num_pairs):
+            if pair_tile[pair] == tile and position - pair_start[pair] >= window + kv_tile - 1:
+                return pair
     return -1
 
 
