@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from model_runner_base.testing.models import TinyModel
@@ -43,6 +44,11 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             NeuronConfig(context_length_buckets=[128, 256]),
         ),
         ({"neuron_config": {"quantization": "s8"}}, {}, NeuronConfig(quant_dtype="s8")),
+        (
+            {"neuron_config": {"context_encoding_buckets": [32], "token_generation_buckets": [64]}},
+            {},
+            NeuronConfig(num_batched_tokens_buckets=[32], context_length_buckets=[64]),
+        ),
         # Overrides are laid over the rest option by option; a dictionary becomes an object, as a whole.
         (
             {
@@ -156,6 +162,18 @@ def test_engine_is_configured_by_the_environment(
     arguments.max_model_len = 128
     with pytest.raises(ValueError, match="NEURON_TOKEN_GEN_BUCKETS must end at max_model_len=128"):
         arguments.create_engine_config()
+
+
+def test_what_holds_where_the_user_says_nothing(
+    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The platform's default limits; and the size of the cache, which vLLM's variable for the CPU gives."""
+    arguments = EngineArgs(model=str(tiny_model("llama").path), skip_tokenizer_init=True)
+    config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+    limits = config.scheduler_config
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, config.cache_config.block_size) == (64, 512, 32)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert arguments.create_engine_config().cache_config.kv_cache_memory_bytes == 2 << 30
 
 
 def test_documented_options_are_those_that_exist() -> None:

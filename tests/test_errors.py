@@ -34,7 +34,7 @@ def start(model: Path, **options: Any) -> None:
     ("options", "message"),
     [
         ({"dtype": "float16"}, "float16 is not supported on this platform: use float32 or bfloat16"),
-        ({"dtype": "int7"}, "dtype"),
+        ({"dtype": "int7"}, "int7"),
         ({"kv_cache_memory_bytes": 4096}, "(?i)kv cache"),
         ({"kv_cache_memory_bytes": 1 << 50}, "lower kv_cache_memory_bytes"),
         ({"additional_config": {"neuron_config": {"num_seqs_buckets": [3, 1]}}}, "must rise strictly"),
@@ -44,7 +44,10 @@ def start(model: Path, **options: Any) -> None:
         ({"enable_lora": True}, "LoRA adapters are not supported yet"),
         ({"cpu_offload_gb": 1}, "leave out cpu_offload_gb"),
         ({"kv_offloading_size": 0}, "leave out kv_offloading_size"),
-        ({"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}}, "ec_transfer_config"),
+        (
+            {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_producer"}},
+            "leave out ec_transfer_config",
+        ),
         ({"kv_sharing_fast_prefill": True}, "leave out kv_sharing_fast_prefill"),
         ({"enable_dbo": True}, "leave out enable_dbo"),
         ({"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "leave out enable_dbo and ubatch_size"),

@@ -155,6 +155,9 @@ def test_sizes_are_vllms(
         assert size.holds(need._replace(query_tile=size.query_tile)) and size.num_reqs <= max_num_seqs
         if expected == CUDAGraphMode.FULL:
             assert size in policy.sizes, "captured ahead"
+        elif expected == CUDAGraphMode.PIECEWISE:
+            captured = {each.num_tokens for each in policy.sizes if policy.mode_of(each) == expected}
+            assert size.num_tokens in captured, "captured ahead"
         elif expected == CUDAGraphMode.NONE:
             assert size == need
 

@@ -1,6 +1,8 @@
 """Memory measurement and sizing, on a device whose memory figures are scripted."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,20 @@ def test_device_without_a_report_needs_to_be_told() -> None:
     worker.cache_config.kv_cache_memory_bytes = 400
     ModelRunnerWorker.measure_at_start(worker)  # type: ignore[arg-type]
     assert ModelRunnerWorker.determine_available_memory(worker) == 400  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("used", "asked", "is_refused"), [(100, None, False), (101, None, True), (101, 400, False)])
+def test_too_little_free_memory_is_an_error_before_anything_is_loaded(
+    used: int, asked: int | None, is_refused: bool
+) -> None:
+    ops = ScriptedOps(torch.device("cpu"))
+    ops.used = used
+    worker: Any = SimpleNamespace(
+        model_runner=SimpleNamespace(device_ops=ops),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
+    )
+    with pytest.raises(ValueError, match="lower it, or free the device") if is_refused else nullcontext():
+        ModelRunnerWorker.measure_at_start(worker)
 
 
 def test_runtimes_report_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

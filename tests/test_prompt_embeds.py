@@ -63,15 +63,16 @@ def test_equals_ids(name: str, is_async: bool, tiny_model: Callable[[str], TinyM
         assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
 
 
-def test_embeddings_of_no_token(tiny_model: Callable[[str], TinyModel]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embeddings_of_no_token(dtype: torch.dtype, tiny_model: Callable[[str], TinyModel]) -> None:
     """Prompts of one length that no ids spell, one after another, so that a cache by ids would mix them up."""
     model = tiny_model("llama")
     hf = reference(model)
     torch.manual_seed(3)
-    prompts = torch.randn(3, 70, 64)
+    prompts = torch.randn(3, 70, 64).to(dtype)
     with torch.no_grad():
         wanted = [
-            hf.generate(inputs_embeds=one[None], max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
+            hf.generate(inputs_embeds=one[None].float(), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
                 0
             ].tolist()
             for one in prompts
@@ -80,6 +81,18 @@ def test_embeddings_of_no_token(tiny_model: Callable[[str], TinyModel]) -> None:
     with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
         assert [run(llm, [{"prompt_embeds": one}])[0] for one in prompts] == wanted
         assert run(llm, [{"prompt_embeds": one[None]} for one in prompts]) == wanted
+
+
+@torch.no_grad()
+def test_penalties_count_no_token_of_a_prompt_that_has_none(tiny_model: Callable[[str], TinyModel]) -> None:
+    """As in HF transformers. The rival comes right behind token 0, which a penalty would put behind it."""
+    model = tiny_model("llama")
+    prompt = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
+    logits = reference(model)(inputs_embeds=prompt[None]).logits[0, -1]
+    rival = int(torch.where(logits < logits[0], logits, -torch.inf).argmax())
+    with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
+        options = {"repetition_penalty": 1.5, "allowed_token_ids": [0, rival]}
+        assert run(llm, [{"prompt_embeds": prompt}], 1, **options) == [[0]]
 
 
 def test_compiled_graphs_serve_both(tiny_model: Callable[[str], TinyModel]) -> None:
@@ -101,6 +114,7 @@ def test_what_the_model_cannot_take_is_refused(tiny_model: Callable[[str], TinyM
         (torch.zeros(0, 64), {}, r"with a token at least, got \[0, 64\]"),
         (torch.zeros(5, 64, dtype=torch.int64), {}, "floating-point"),
         (torch.full((5, 64), float("nan")), {}, "finite"),
+        (torch.full((5, 64), float("inf")), {}, "finite"),
         (torch.zeros(5, 64), {"prompt_logprobs": 1}, "leave one of them out"),
     ]
     (prompt,) = random_prompts(73, [9])

@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreRequest
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, runner_of
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.reference import Request, check_tokens
 
 OUTPUTS = 7
 
@@ -47,6 +48,7 @@ class Driver:
         self.core = core_of(llm)
         self.runner = runner_of(llm)
         self.prompt_logprobs: int | None = None
+        self.repetition_penalty = 1.0
         self.prompts_answered = 0
         self.sessions: dict[str, Session] = {}
         self.plain: dict[str, tuple[tuple[int, ...], list[int]]] = {}
@@ -58,6 +60,7 @@ class Driver:
             ignore_eos=True,
             detokenize=False,
             prompt_logprobs=self.prompt_logprobs,
+            repetition_penalty=self.repetition_penalty,
         )
         request = EngineCoreRequest(
             request_id=name,
@@ -169,6 +172,29 @@ def test_preempted_sessions(is_async: bool, tiny_model: Callable[[str], TinyMode
             driver.step()
         assert requests["second"].num_preemptions, "nothing was preempted"
         driver.check(model)
+
+
+def test_penalties_count_the_prompt_so_far(tiny_model: Callable[[str], TinyModel]) -> None:
+    """With each chunk: its tokens, and the outputs that became part of the prompt."""
+    model = tiny_model("llama")
+    chunks = random_prompts(52, [9, 140, 12])
+    with engine(model.path, max_model_len=256, enforce_eager=True) as llm:
+        driver = Driver(llm)
+        driver.repetition_penalty = 5.0
+        session = Session("session", chunks)
+        driver.open(session)
+        for _ in range(3):
+            driver.feed(session)
+        while driver.is_open():
+            driver.step()
+    prompt: tuple[int, ...] = ()
+    num_changed = []
+    for chunk, outputs in zip(chunks, session.outputs, strict=True):
+        prompt += chunk
+        request = Request(prompt, SamplingParams(temperature=0, max_tokens=OUTPUTS, repetition_penalty=5.0))
+        num_changed.append(check_tokens(model, request, outputs))
+        prompt += tuple(outputs[:-1])
+    assert min(num_changed[1:]), "the penalty makes no difference"
 
 
 def test_closing_and_aborting_free_everything(tiny_model: Callable[[str], TinyModel]) -> None:

@@ -30,8 +30,10 @@ RULES: list[dict[str, Any]] = [
 
 
 def expected_values(model: TinyModel, request: Request, tokens: Sequence[int], mode: str) -> np.ndarray:
-    """What ``logprobs_mode`` promises for each output token, [len(tokens), V] float64."""
+    """What ``logprobs_mode`` promises for each output token, [len(tokens), V] float64. A grammar comes before all."""
     raw = logits_after(model, [*request.prompt, *tokens])[len(request.prompt) - 1 : -1].astype(np.float64)
+    if request.grammar is not None:
+        raw = np.array([np.where(request.grammar(list(tokens[:i])), row, -np.inf) for i, row in enumerate(raw)])
     if mode.startswith("processed"):
         rows = [request.kept(request.processed(row, tokens[:i])) for i, row in enumerate(raw)]
         raw = np.array(rows).reshape(len(tokens), VOCAB_SIZE)

@@ -13,10 +13,11 @@ from model_runner_base.testing.reference import Request
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
 def test_logprobs_mode(mode: str, text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
-    """logprobs_mode: raw or processed, logits or logprobs, with what the rules exclude at -inf."""
+    """logprobs_mode: raw or processed, logits or (of prompts always) logprobs, with what rules exclude at -inf."""
     llm = text_engine(logprobs_mode=mode)
     (prompt,) = random_prompts(10, [20])
-    requests = [Request(prompt, SamplingParams(max_tokens=6, logprobs=3, **options)) for options in RULES]
+    counts = {"max_tokens": 6, "logprobs": 3, "prompt_logprobs": 2}
+    requests = [Request(prompt, SamplingParams(**counts, **options)) for options in RULES]
     for request in requests:
         check_all(llm, text_model, [request], mode)
     check_all(llm, text_model, requests, mode)

@@ -13,6 +13,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.engine import generate, greedy, metric
 from model_runner_base.testing.grammars import is_one_of, matches_regex
+from model_runner_base.testing.logprobs import check_all
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Grammar, Request
 from model_runner_base.testing.tokenizer import make_tokenizer
@@ -91,6 +92,12 @@ def test_drawn_tokens(kind: str, backend: str, structured_engine: Start, text_mo
     """Drawn tokens keep to the grammar, temperature and top_k apply to what it leaves."""
     requests = [structured(backend, kind, temperature=1.0, top_k=5, seed=seed) for seed in range(4)]
     check_completions(structured_engine(), text_model, requests)
+
+
+def test_logprobs_under_a_grammar(backend: str, structured_engine: Start, text_model: TinyModel) -> None:
+    """Log probabilities, raw ones too, are of what the grammar leaves."""
+    requests = [structured(backend, "regex", length, logprobs=3, prompt_logprobs=1) for length in (3, 20)]
+    check_all(structured_engine(), text_model, requests)
 
 
 def test_different_grammars_in_a_batch(backend: str, structured_engine: Start, text_model: TinyModel) -> None:

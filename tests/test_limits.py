@@ -1,0 +1,72 @@
+"""What README says is refused, setting by setting; some of them as a user meets them are in test_errors.py."""
+
+from copy import deepcopy
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from model_runner_base.limits import UnsupportedConfigError, check_config
+
+MODEL = {
+    "is_multimodal_model": False,
+    "runner_type": "generate",
+    "is_encoder_decoder": False,
+    "use_mla": False,
+    "is_attention_free": False,
+    "enable_return_routed_experts": False,
+    "hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
+}
+PARALLEL = {
+    "use_ubatching": False,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "enable_expert_parallel": False,
+}
+SERVED = SimpleNamespace(
+    model_config=SimpleNamespace(**MODEL),
+    parallel_config=SimpleNamespace(**PARALLEL),
+    cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False),
+    compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+    lora_config=None,
+    speculative_config=None,
+    kv_transfer_config=None,
+    ec_transfer_config=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("lora_config", object(), "LoRA adapters are not supported yet: leave out enable_lora"),
+        ("speculative_config", object(), "speculative decoding is not supported yet: leave out speculative_config"),
+        ("kv_transfer_config", object(), "KV transfer is not supported yet: leave out kv_transfer_config"),
+        ("ec_transfer_config", object(), "encoder-cache transfer is not supported yet: leave out ec_transfer_config"),
+        ("cache_config.kv_offloading_size", 0.0, "KV offloading is not supported yet: leave out kv_offloading_size"),
+        ("cache_config.kv_sharing_fast_prefill", True, "leave out kv_sharing_fast_prefill"),
+        ("parallel_config.use_ubatching", True, "leave out enable_dbo and ubatch_size"),
+        ("parallel_config.pipeline_parallel_size", 2, "use pipeline_parallel_size=1 and more tensor_parallel_size"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism is not supported yet: use data_parallel_size=1"),
+        ("parallel_config.prefill_context_parallel_size", 2, "use prefill_context_parallel_size=1"),
+        ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=1"),
+        ("parallel_config.enable_expert_parallel", True, "leave out enable_expert_parallel"),
+        ("compilation_config.pass_config.enable_sp", True, "leave enable_sp and fuse_gemm_comms out of pass_config"),
+        ("model_config.is_multimodal_model", True, "serve a text-only model"),
+        ("model_config.runner_type", "pooling", "use a model that generates"),
+        ("model_config.is_encoder_decoder", True, "encoder-decoder models are not supported yet"),
+        ("model_config.use_mla", True, r"multi-head latent attention \(MLA\) are not supported yet"),
+        ("model_config.is_attention_free", True, "serve a model of attention layers"),
+        ("model_config.hf_text_config.layer_types", ["full_attention", "mamba"], "serve a model of attention layers"),
+        ("model_config.enable_return_routed_experts", True, "leave out enable_return_routed_experts"),
+    ],
+)
+def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message: str) -> None:
+    config: Any = deepcopy(SERVED)
+    check_config(config)
+    *path, name = setting.split(".")
+    setattr(reduce(getattr, path, config), name, value)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        check_config(config)
