@@ -1,19 +1,27 @@
 """The options of neuron_config: where they come from, what is refused and how it is said, and their documentation."""
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+import neuron_runner.worker
 from model_runner_base.testing.models import TinyModel
+from neuron_runner import environment
 from neuron_runner.config import VARIABLES, NeuronConfig, OnDeviceSamplingConfig, read_neuron_config
 from neuron_runner.config_help import options
+from neuron_runner.worker import NeuronWorker
 
 ROOT = Path(__file__).parents[1]
 
@@ -174,6 +182,39 @@ def test_what_holds_where_the_user_says_nothing(
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, config.cache_config.block_size) == (64, 512, 32)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert arguments.create_engine_config().cache_config.kv_cache_memory_bytes == 2 << 30
+
+
+@pytest.mark.parametrize("theirs", [{"max_padding": 0.2}, {"max_padding": 0.3}, {}])
+def test_hosts_with_other_options_are_refused(theirs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = {"max_padding": 0.2}
+
+    def gather(everyone: list[dict[str, Any]], own: dict[str, Any], group: None) -> None:
+        everyone[:] = [theirs, own]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(neuron_runner.worker, "get_world_group", lambda: SimpleNamespace(world_size=2, cpu_group=None))
+    worker: Any = SimpleNamespace(
+        rank=1,
+        parallel_config=SimpleNamespace(world_size=2),
+        vllm_config=SimpleNamespace(additional_config={"neuron_config": mine}),
+    )
+    expected = "rank 1 was given the options {'max_padding': 0.2}, rank 0 " + re.escape(str(theirs))
+    with nullcontext() if theirs == mine else pytest.raises(ValueError, match=expected):
+        NeuronWorker._check_options_of_ranks(worker)
+
+
+@pytest.mark.parametrize(
+    ("workers", "given", "expected"), [(2, None, "4"), (3, None, "2"), (9, None, "1"), (2, "7", "7")]
+)
+def test_workers_of_a_host_share_its_cores(
+    workers: int, given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("NPROC", given or "")
+    if given is None:
+        monkeypatch.delenv("NPROC")
+    environment.share_host_cores(workers)
+    assert os.environ["NPROC"] == expected
 
 
 def test_documented_options_are_those_that_exist() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -81,6 +83,25 @@ def test_host_does_not_wait(
     assert not launches.waits, f"launching a step called {launches.waits}"
 
 
+class Reads(TorchDispatchMode):
+    """Notes which operations bring something of the device's to the host, and wait for it."""
+
+    def __init__(self, waits: list[str]) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in args if isinstance(x, torch.Tensor)]
+        result = func(*args, **(kwargs or {}))
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            asked = {**dict(zip(("self", "src", "non_blocking"), args, strict=False)), **(kwargs or {})}
+            is_read = result.is_cpu and not asked.get("non_blocking")
+        if is_read and not given[-1].is_cpu:
+            self._waits.append(str(func))
+        return result
+
+
 class Launches:
     """Holds each step's tokens back until the next step was launched: who waits for them to launch it gets stuck."""
 
@@ -95,7 +116,8 @@ class Launches:
     def launching(self, function: Callable[[Any], Any], is_last: bool) -> Callable[[Any], Any]:
         def call(argument: Any) -> Any:
             self._launching_thread = get_ident()
-            result = function(argument)
+            with Reads(self.waits):
+                result = function(argument)
             self._launching_thread = None
             if is_last:
                 self._launched[self._num_launched].set()

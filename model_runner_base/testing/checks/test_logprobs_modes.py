@@ -1,6 +1,7 @@
 """The engine option ``logprobs_mode``."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
@@ -16,7 +17,7 @@ def test_logprobs_mode(mode: str, text_engine: Callable[..., LLM], text_model: T
     """logprobs_mode: raw or processed, logits or (of prompts always) logprobs, with what rules exclude at -inf."""
     llm = text_engine(logprobs_mode=mode)
     (prompt,) = random_prompts(10, [20])
-    counts = {"max_tokens": 6, "logprobs": 3, "prompt_logprobs": 2}
+    counts: dict[str, Any] = {"max_tokens": 6, "logprobs": 3, "prompt_logprobs": 2}
     requests = [Request(prompt, SamplingParams(**counts, **options)) for options in RULES]
     for request in requests:
         check_all(llm, text_model, [request], mode)

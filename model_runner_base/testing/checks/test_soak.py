@@ -12,6 +12,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from model_runner_base.request_states import RequestInfo
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.cases import FIRST_TOKEN
 from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of
@@ -125,6 +126,12 @@ def memory() -> int:
     return psutil.Process().memory_info().rss
 
 
+def count_infos() -> int:
+    """Of requests, in the whole process."""
+    gc.collect()
+    return sum(isinstance(thing, RequestInfo) for thing in gc.get_objects())
+
+
 def names_kept(thing: Any, path: str, seen: set[int]) -> Iterator[str]:
     """Where in the runner's objects a dict or set still holds a request by name."""
     if id(thing) in seen or isinstance(thing, str | bytes | type):
@@ -148,6 +155,7 @@ def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconf
     llm = text_engine()
     count = max(NUM_REQUESTS, pytestconfig.getoption("soak"))
     preemptions = metric(llm, "vllm:num_preemptions")
+    num_infos = count_infos()
     soak = Soak(llm)
     soak.run(count // 3)
     before = memory()
@@ -165,6 +173,8 @@ def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconf
     assert runner.requests.num_reqs <= 1, f"{runner.requests.num_reqs} rows are taken"
     kept = list(names_kept(runner, "runner", set()))
     assert not kept, f"{len(kept)} entries are left: {kept[:3]}"
+    left = count_infos() - num_infos
+    assert left <= 1, f"what is known of {left} requests is still held somewhere"
 
     assert len(soak.results) > 0.6 * count
     for result in soak.results:
