@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import psutil
 import torch
@@ -140,6 +141,7 @@ class RecordedGraph:
     current: "RecordedGraph | None" = None
     captured: ClassVar[list[Any]] = []
     """The size of each capture, in order."""
+    _all: ClassVar[WeakSet["RecordedGraph"]] = WeakSet()
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         function(*args)
@@ -149,8 +151,12 @@ class RecordedGraph:
         self.outputs = tuple(output.clone() for output in self._run())
         self.is_replaying = True
         RecordedGraph.captured.append(args[0])
+        RecordedGraph._all.add(self)
 
     def replay(self) -> None:
+        for other in RecordedGraph._all:  # All graphs' outputs lie in one pool.
+            for output in other.outputs:
+                output.fill_(float("nan") if output.is_floating_point() else -1)
         for output, result in zip(self.outputs, self._run(), strict=True):
             _copy(output, result)
 

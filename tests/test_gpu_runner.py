@@ -107,14 +107,14 @@ def test_tokens_of_whole_graphs(platform: str, attention: str, embeds: str, expe
 
 
 @pytest.mark.parametrize(
-    ("platform", "chosen"),
+    ("platform", "chosen", "count"),
     [
-        ("KernelPlatform", "preemption and window or interrupted or host_does_not_wait"),
-        ("PlanningPlatform", "prefix_hits and llama or interrupted or no_compilation or random_schedules and llama"),
+        ("KernelPlatform", "preemption and window or interrupted or host_does_not_wait", 3),
+        ("PlanningPlatform", "prefix_hits and llama or interrupted or no_compilation or random_schedules and llama", 4),
     ],
 )
-def test_promises(platform: str, chosen: str) -> None:
+def test_promises(platform: str, chosen: str, count: int) -> None:
     """Some of the kit's checks; docs/gpu.md has the command for all of them, which takes longer."""
     worker = ("cuda_stand_in.StandInWorker", "--platform", f"cuda_stand_in.{platform}")
     out = run("-m", "model_runner_base.testing", *worker, "-k", chosen)
-    assert "passed" in out and "failed" not in out
+    assert re.search(rf"^{count} passed, \d+ deselected", out, re.M) and "not supported" not in out, out[-3000:]

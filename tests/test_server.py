@@ -158,12 +158,15 @@ def test_structured_answers_among_free_ones(client: openai.OpenAI, greedy_text: 
 
 
 def test_disconnect_frees_the_blocks(server: str, client: openai.OpenAI, greedy_text: str) -> None:
+    wait_until_idle(server)
+    before = gauge(server, "vllm:generation_tokens_total")
     stream = client.completions.create(
         model="kjv", prompt=PROMPT, max_tokens=900, temperature=1.0, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
     wait_until_idle(server)
+    assert gauge(server, "vllm:generation_tokens_total") - before < 900, "it was served to its end"
     test_completion_equals_transformers(client, greedy_text)
 
 
