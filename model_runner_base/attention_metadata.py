@@ -64,6 +64,7 @@ class PagedAttentionAdapter(AttentionAdapter):
                 Section(f"pair_blocks.{index}", (num_pairs, group.geometry.blocks_per_tile)),
             ]
             for level, nodes in enumerate(group.geometry.level_sizes(num_tiles, num_pairs)):
+                # The children of each node; in mixed steps, whose plans are never added to, where they start.
                 shape = (nodes, FAN_IN) if query_tile == 1 else (nodes + 1,)
                 sections.append(Section(f"tree.{index}.{level}", shape))
         if query_tile != 1:

@@ -70,13 +70,9 @@ def test_embeddings_of_no_token(dtype: torch.dtype, tiny_model: Callable[[str], 
     hf = reference(model)
     torch.manual_seed(3)
     prompts = torch.randn(3, 70, 64).to(dtype)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():
-        wanted = [
-            hf.generate(inputs_embeds=one[None].float(), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
-                0
-            ].tolist()
-            for one in prompts
-        ]
+        wanted = [hf.generate(inputs_embeds=one[None].float(), **options)[0].tolist() for one in prompts]
     assert len({tuple(tokens) for tokens in wanted}) == 3
     with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
         assert [run(llm, [{"prompt_embeds": one}])[0] for one in prompts] == wanted

@@ -82,7 +82,8 @@ def check_arrays(step: SeenStep, shares: list[Share], max_num_seqs: int) -> list
 def check_attention(step: SeenStep, shares: list[Share], runner: ModelRunnerBase, groups: list[CacheGroup]) -> None:
     """The attention metadata, taken apart, is a dense causal mask within the window, over the requests' own slots.
 
-    A device whose attention reads metadata of another kind is held to its tokens alone.
+    It is worked out on the host from the buffer that lies on the device: what the device's own arithmetic makes of that
+    buffer shows in its tokens. A device whose attention reads metadata of another kind is held to those alone.
     """
     arrays = {name: torch.from_numpy(array) for name, array in step.arrays.items()}
     layers = attention_layers(runner.vllm_config)
