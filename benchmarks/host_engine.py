@@ -113,7 +113,7 @@ class Side:
 class Sides:
     """Both runners, set up for one way of scheduling."""
 
-    def __init__(self, is_async: bool) -> None:
+    def __init__(self, is_async: bool, our_runner: type[FakeDeviceRunner] = FakeDeviceRunner) -> None:
         self.is_async = is_async
         # Twice the blocks of MAX_NUM_SEQS requests of a quarter of the longest.
         self.num_blocks = MAX_NUM_SEQS * MAX_MODEL_LEN // BLOCK_SIZE // 2 + 1
@@ -123,7 +123,7 @@ class Sides:
             stock.initialize_kv_cache(cache_config(self.num_blocks))
         self.config = make_config(is_async, PagedAttentionBackend)
         with set_current_vllm_config(self.config):
-            ours = FakeDeviceRunner(self.config, torch.device("cpu"))
+            ours = our_runner(self.config, torch.device("cpu"))
             ours.load_model()
             ours.initialize_kv_cache(cache_config(self.num_blocks))
         self.stock = Side(stock, stock.fake_device)

@@ -1,6 +1,6 @@
 """Host time a step of our runner and of vLLM's own, each behind a scheduler of vLLM's in one process.
 
-    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--turn N] [--cold] [--profile]
+    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--turn N] [--cold] [--profile] [--least]
 
 Time is the thread's CPU time in execute_model, sample_tokens and (under asynchronous scheduling) get_output, less what
 the model, the logits and the sampler take, which are fakes (fake_device.py). The scheduler is not timed. The runners
@@ -16,7 +16,8 @@ schedulers must ask for the same steps, and both runners hand over the same toke
 lengths and sampled rows for each request, and return the same tokens; in the random schedules every token must also see
 the same of the cache.
 
-What favours the stock runner: see stock_runner.py.
+What favours the stock runner: see stock_runner.py. With ``--least`` decode steps that repeat the last do only what no
+runner can leave out (least_runner.py), so that the ratios are bounds.
 """
 
 import argparse
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--turn", type=int, default=64, help="counted steps of a runner before it is the other's turn")
     parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each step")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (which the profiler changes)")
+    parser.add_argument("--least", action="store_true", help="in our place, what no runner can leave out of decode")
     return parser.parse_args()
 
 
@@ -46,8 +48,10 @@ def main() -> None:
     args = arguments()
     choose_platform("examples.plain_device.PlainPlatform")
     # What imports vLLM's engine asks for the platform.
+    from benchmarks.fake_device import FakeDeviceRunner
     from benchmarks.host_drive import check_random, measure
     from benchmarks.host_engine import Sides, init_process
+    from benchmarks.least_runner import LeastRunner
 
     init_process()
     results: dict[str, dict[str, float]] = {}
@@ -55,7 +59,7 @@ def main() -> None:
         cases = {name: CASES[name] for name in args.cases if CASES[name].is_async == is_async}
         if not cases:
             continue
-        sides = Sides(is_async)
+        sides = Sides(is_async, LeastRunner if args.least else FakeDeviceRunner)
         for has_features in sorted({case.has_features for case in cases.values()}):
             check_random(sides, has_features)
         for name, case in cases.items():
