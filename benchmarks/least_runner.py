@@ -1,10 +1,11 @@
-"""What no runner can leave out of a step of repeated decode: a bound for the ratios of ``benchmarks.host_step``.
+"""A decode step that does next to nothing: how far ``benchmarks.host_step`` could go with a leaner runner.
 
-Checked steps, and steps of other kinds, are our runner's. A repeated decode step compares the requests' ids, writes new
-blocks to the block table (in a plain loop, which is no slower here than our runner's way), moves every position on by
-one, copies token sources, positions and sequence lengths to the device, and makes the output. There is no attention
-plan, no forward context, no model call and no sampling.
+A step that repeats the last compares the requests' ids, writes new blocks to the block table, moves positions on by
+one, copies them to the device and makes the output, which is what every runner does in some form. There is no attention
+plan, no forward context, no model call and no sampling. Other steps, and all that are checked, are our runner's.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,55 +16,61 @@ from benchmarks.fake_device import VOCAB_SIZE, FakeDeviceRunner
 from model_runner_base.input_batch import InputBatch
 
 
-class LeastOutput(AsyncModelRunnerOutput):
-    """Tokens [R] int32 that lie on the host already."""
+@dataclass
+class Repeated(AsyncModelRunnerOutput):
+    """A step of R requests that is run over and over, and its output, always the same."""
 
-    def __init__(self, batch: InputBatch, tokens: np.ndarray) -> None:
-        self._batch = batch
-        self._tokens = tokens
+    batch: InputBatch
+    rows: list[int]
+    positions: np.ndarray
+    """[R] int32, on the host"""
+    on_device: np.ndarray
+    """[R] int32, their copy"""
+    tokens: np.ndarray
+    """[R, 1] int32"""
+
+    @classmethod
+    def of(cls, batch: InputBatch) -> "Repeated":
+        positions = batch.num_computed.astype(np.int32)
+        tokens = np.random.default_rng(0).integers(VOCAB_SIZE, size=(batch.num_reqs, 1), dtype=np.int32)
+        return cls(
+            batch, batch.rows.tolist(), positions, torch.zeros(batch.num_reqs, dtype=torch.int32).numpy(), tokens
+        )
 
     def get_output(self) -> ModelRunnerOutput:
-        tokens = self._tokens[:, None].tolist()
-        return ModelRunnerOutput(self._batch.req_ids, self._batch.req_id_to_index, tokens)
+        return ModelRunnerOutput(self.batch.req_ids, self.batch.req_id_to_index, self.tokens.tolist())
 
 
 class LeastRunner(FakeDeviceRunner):
-    """Takes a step over once it repeats the one before."""
+    """Takes over once a step repeats the one before, for good: our runner's states no longer follow these requests."""
 
-    _repeated: InputBatch | None = None
-    """The step that is run over and over."""
-    _repeats = False
+    _repeated: Repeated | None = None
+    _is_repeat = False
+    """Whether the running step is one that was taken over."""
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
     ) -> ModelRunnerOutput | None:
-        cached, batch = scheduler_output.scheduled_cached_reqs, self._repeated
-        self._repeats = batch is not None and cached.req_ids == batch.req_ids
-        if not self._repeats:
+        cached, repeated = scheduler_output.scheduled_cached_reqs, self._repeated
+        self._is_repeat = repeated is not None and cached.req_ids == repeated.batch.req_ids
+        if repeated is None or not self._is_repeat:
             output = super().execute_model(scheduler_output, intermediate_tensors)
-            self._repeated = None if self.fake_device.is_live or self._steady is None else self._steady.batch
-            if self._repeated is not None:
-                self._begin(self._repeated)
+            is_checked = self.fake_device.is_live
+            self._repeated = None if is_checked or self._steady is None else Repeated.of(self._steady.batch)
             return output
-        table = self.block_tables[0]
-        for row, block_ids in zip(self._rows, cached.new_block_ids, strict=True):
-            if block_ids is not None:
-                for block_id in block_ids[0]:
-                    table.table[row, table.num_blocks[row]] = block_id
-                    table.num_blocks[row] += 1
-        self._on_host += 1
-        np.copyto(self._on_device.numpy(), self._on_host)
+        assert not scheduler_output.scheduled_new_reqs and not cached.resumed_req_ids
+        rows, block_ids = [], []
+        for row, new in zip(repeated.rows, cached.new_block_ids, strict=True):
+            if new is not None:
+                rows.append(row)
+                block_ids.append(new[0])
+        if rows:
+            self.block_tables[0].append(rows, block_ids)
+        repeated.positions += 1
+        np.copyto(repeated.on_device, repeated.positions)
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        if not self._repeats:
+        if self._repeated is None or not self._is_repeat:
             return super().sample_tokens(grammar_output)
-        assert self._repeated is not None
-        output = LeastOutput(self._repeated, self._tokens)
-        return output if self.scheduler_config.async_scheduling else output.get_output()
-
-    def _begin(self, batch: InputBatch) -> None:
-        self._rows = batch.rows.tolist()
-        self._on_host = np.zeros(3 * batch.num_reqs, np.int32)
-        self._on_device = torch.zeros(3 * batch.num_reqs, dtype=torch.int32)
-        self._tokens = np.random.default_rng(0).integers(VOCAB_SIZE, size=batch.num_reqs, dtype=np.int32)
+        return self._repeated if self.scheduler_config.async_scheduling else self._repeated.get_output()
