@@ -36,15 +36,17 @@ from model_runner_base.testing.platform_choice import choose_platform
 
 def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=CASES, default=list(CASES), help="; ".join(CASES))
+    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=CASES, help="; ".join(CASES))
     parser.add_argument("--steps", type=int, default=512, help="timed steps a case")
     parser.add_argument("--turn", type=int, default=64, help="counted steps of a runner before it is the other's turn")
     parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each step")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (which the profiler changes)")
     parser.add_argument("--least", action="store_true", help="in our place, a runner that does next to nothing")
     args = parser.parse_args()
-    if args.least:
-        args.cases = [name for name in args.cases if not CASES[name].num_prefills and not CASES[name].has_features]
+    plain = [name for name, case in CASES.items() if not case.num_prefills and not case.has_features]
+    args.cases = args.cases or (plain if args.least else list(CASES))
+    if args.least and not set(args.cases) <= set(plain):
+        parser.error(f"--least takes only {', '.join(plain)}")
     return args
 
 

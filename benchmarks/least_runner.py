@@ -8,7 +8,6 @@ plan, no forward context, no model call and no sampling. Other steps, and all th
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -33,9 +32,7 @@ class Repeated(AsyncModelRunnerOutput):
     def of(cls, batch: InputBatch) -> "Repeated":
         positions = batch.num_computed.astype(np.int32)
         tokens = np.random.default_rng(0).integers(VOCAB_SIZE, size=(batch.num_reqs, 1), dtype=np.int32)
-        return cls(
-            batch, batch.rows.tolist(), positions, torch.zeros(batch.num_reqs, dtype=torch.int32).numpy(), tokens
-        )
+        return cls(batch, batch.rows.tolist(), positions, np.zeros_like(positions), tokens)
 
     def get_output(self) -> ModelRunnerOutput:
         return ModelRunnerOutput(self.batch.req_ids, self.batch.req_id_to_index, self.tokens.tolist())
