@@ -58,7 +58,6 @@ REASONS = {
     "NemotronHPuzzleForCausalLM": _RECURRENT,
     "Plamo2ForCausalLM": _RECURRENT,
     "Zamba2ForCausalLM": f"{_RECURRENT} ({TRANSFORMERS} cannot build it this small)",
-    "Llama4ForCausalLM": "chunked local attention is not supported yet",
     "MPTForCausalLM": "another name of MptForCausalLM",
     "LLaMAForCausalLM": "another name of LlamaForCausalLM",
     "RWForCausalLM": "another name of FalconForCausalLM",

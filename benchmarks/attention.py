@@ -11,19 +11,29 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from vllm import SamplingParams
 
+from benchmarks.graphs import Graph
 from benchmarks.report import interleaved, parse, show
-from model_runner_base.attention.adapter import AttentionGroup
 from model_runner_base.attention.paged import PagedAttentionImpl
-from model_runner_base.attention.plan import AttentionPlan, PlanGeometry
-from model_runner_base.attention_metadata import PagedAttentionAdapter
-from model_runner_base.block_tables import BlockTable
-from model_runner_base.graph_policy import GraphSize, StepLimits
-from model_runner_base.input_batch import InputBatch, PackedStep, Section, unpack
+from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.lines import LineCaches
+from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.builder import BatchBuilder
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import Packer, Section
+from model_runner_base.step.schedule import Schedule
+from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 from neuron_runner.compilation import CompiledFunction
+from neuron_runner.device_ops import XlaDeviceOps
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 64
-MAX_LENGTH, BLOCK_SIZE, KV_TILE = 8192, 32, 64
+MAX_LENGTH, BLOCK_SIZE = 8192, 32
+DECODE, CHUNK = Tiling(1, 64), Tiling(64, 128)
 
 CASES = {
     "mixed 256..8192": [256, 512, 768, 1024, 2048, 4096, 6144, 8192],
@@ -35,95 +45,89 @@ CASES = {
 
 
 class Layer:
-    """One attention layer with its cache on the device."""
+    """One attention layer with its cache on the device, of ``rows`` requests' room, and what plans steps for it."""
 
-    def __init__(self) -> None:
-        rows = 8
-        blocks = MAX_LENGTH // BLOCK_SIZE
-        self.table = BlockTable(rows, MAX_LENGTH, BLOCK_SIZE, KV_TILE // BLOCK_SIZE)
+    def __init__(self, rows: int, max_length: int, block_size: int) -> None:
+        stored, lines = min(block_size, DECODE.keys), rows if block_size == max_length else 0
+        parts, blocks = block_size // stored, max_length // block_size
+        table = BlockTable(rows, max_length, stored, CHUNK.keys // stored, parts)
         order = np.random.default_rng(0).permutation(rows * blocks) + 1
         for row in range(rows):
-            self.table.assign(row, order[row * blocks : (row + 1) * blocks].tolist())
-        geometry = PlanGeometry(BLOCK_SIZE, KV_TILE, MAX_LENGTH // KV_TILE)
-        limits = StepLimits(rows, rows, MAX_LENGTH, 16, KV_TILE)
-        self.adapter = PagedAttentionAdapter([AttentionGroup(["layer"], self.table, geometry)], limits)
-        self.impl = PagedAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
-        self.cache = [torch.randn(rows * blocks + 1, BLOCK_SIZE, 2 * KV_HEADS, HEAD_SIZE).to(torch_xla.device())]
+            table.assign(row, order[row * blocks : (row + 1) * blocks].tolist())
+        dims = (*COMMON_DIMS, *plan_dims(DECODE, CHUNK))
+        limits = StepLimits(rows, rows, max_length, DECODE, CHUNK, dims, lines)
+        device = torch_xla.device()
+        device_ops = XlaDeviceOps(device)
+        kind = LineCaches if lines else PagedCaches
+        self._caches = kind([AttentionGroup(["layer"], table, DECODE.keys, CHUNK.keys)], limits)
+        self._requests = RequestStates(rows, max_length)
+        self._inputs = TokenInputs(self._requests)
+        self._device_rows = DeviceRows(rows, device_ops)
+        self._packer = Packer(self._sections, device_ops)
+        self._impl = PagedAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
+        cache = torch.randn((rows * blocks + 1) * parts, stored, 2 * KV_HEADS, HEAD_SIZE).to(device)
         torch_xla.sync()
-        self.compiled = CompiledFunction(self._attend, self.cache)
+        self._state = [cache]
+        self._compiled = CompiledFunction(self._attend, self._state)
+
+    def _sections(self, size: StepSize) -> list[Section]:
+        return [*self._inputs.sections(size), *self._caches.sections(size)]
 
     def _attend(
-        self, size: GraphSize, packed: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor
+        self,
+        size: StepSize,
+        packed: torch.Tensor,
+        tokens: torch.Tensor,
+        computed: torch.Tensor,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
     ) -> torch.Tensor:
-        metadata = self.adapter.build(size, unpack(packed, sections(self.adapter, size)))["layer"]
-        return self.impl.forward(None, query, key_value, key_value, self.cache[0], metadata)  # type: ignore[arg-type]
+        call = ModelCall.unpack(size, packed, self._sections(size), tokens, computed)
+        self._caches.bind(call)
+        metadata = call.metadata["layer"]
+        return self._impl.forward(None, query, key_value, key_value, self._state[0], metadata)  # type: ignore[arg-type]
 
-    def prepare(self, lengths: list[int]) -> tuple[int, GraphSize, list[torch.Tensor]]:
-        """The pairs of a decode step over rows of these lengths, its size and its inputs."""
-        batch = decode_batch(lengths)
-        plans = self.adapter.plan(batch)
-        (size,) = self.adapter.needed_sizes(batch, plans)
-        packed = pack(self.adapter, batch, plans, size)
-        inputs = [packed, torch.randn(len(lengths), HEADS * HEAD_SIZE), torch.randn(len(lengths), KV_HEADS * HEAD_SIZE)]
-        return plans[0].num_pairs, size, [tensor.to(torch_xla.device()) for tensor in inputs]
+    def decode(self, lengths: list[int], kind: StepKind = StepKind.DECODE) -> Graph:
+        """Decode of rows of these lengths, by pairs or by whole cache lines, to be run and waited for."""
+        names = [f"{index}" for index in range(len(lengths))]
+        for name, length in zip(names, lengths, strict=True):
+            info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0] * length)
+            self._requests.admit(name, info, info.prompt_token_ids, length - 1)
+        step_of_all = Schedule(set(), (), [], names, [None] * len(names), dict.fromkeys(names, 1), len(names))
+        batch = BatchBuilder(self._requests, self._caches.order).build(step_of_all)
+        (size,) = (size for size in self._caches.needs(batch) if size.kind == kind)
+        step = self._packer.at(size)
+        self._inputs.fill(batch, size, step.views)
+        self._caches.fill(batch, size, step.views)
+        step.send()
+        for name in reversed(names):  # Who comes next gets the same rows.
+            self._requests.forget(name)
+        widths = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
+        inputs = [torch.randn(len(lengths), width).to(step.on_device.device) for width in widths]
+        packed = step.on_device  # Batches of the same size share a step.
 
+        def run() -> None:
+            self._compiled(size, packed, *self._device_rows.tensors, *inputs)
+            xm.wait_device_ops()
 
-def decode_batch(lengths: list[int]) -> InputBatch:
-    """Row after row decodes, each at the end of its context."""
-    rows, ones = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
-    computed = np.array(lengths) - 1
-    return InputBatch(
-        req_ids=[str(row) for row in rows],
-        num_tokens=len(rows),
-        rows=rows,
-        query_len=ones,
-        query_start=rows,
-        num_computed=computed,
-        seq_lens=computed + 1,
-        is_sampled=ones.astype(bool),
-        num_sampled=len(lengths),
-    )
-
-
-def sections(adapter: PagedAttentionAdapter, size: GraphSize) -> list[Section]:
-    """What attention reads of the packed buffer."""
-    return [Section("positions", (size.num_tokens,)), *adapter.sections(size)]
-
-
-def pack(
-    adapter: PagedAttentionAdapter, batch: InputBatch, plans: list[AttentionPlan], size: GraphSize
-) -> torch.Tensor:
-    """These sections, packed, on the host."""
-    packed = PackedStep(size, sections(adapter, size))
-    packed.views["positions"][:] = batch.num_computed
-    adapter.pack(batch, plans, size, packed.views)
-    return torch.from_numpy(packed.buffer)
+        return Graph(size, run)
 
 
 def main() -> None:
     args = parse(__doc__)
-    layer = Layer()
-    prepared = {name: layer.prepare(lengths) for name, lengths in CASES.items()}
-
-    def runner(name: str):
-        _, size, inputs = prepared[name]
-
-        def run() -> None:
-            layer.compiled(size, *inputs)
-            xm.wait_device_ops()
-
-        return run
-
+    layer = Layer(8, MAX_LENGTH, BLOCK_SIZE)
+    graphs = {name: layer.decode(lengths) for name, lengths in CASES.items()}
+    pairs = {name: sum(-(-length // DECODE.keys) for length in lengths) for name, lengths in CASES.items()}
     with torch.no_grad():
-        times = interleaved({name: runner(name) for name in CASES}, args.repeats)
+        times = interleaved({name: graph.run for name, graph in graphs.items()}, args.repeats)
     dense = times["uniform 8192"]
     rows = [
         {
             "rows": name,
             "tokens": sum(lengths),
-            "pairs": prepared[name][0],
+            "pairs": pairs[name],
             "ms": times[name],
-            "us_per_pair": times[name] / prepared[name][0] * 1e3,
+            "us_per_pair": times[name] / pairs[name] * 1e3,
             "dense_ms": dense * max(lengths) / MAX_LENGTH,
         }
         for name, lengths in CASES.items()

@@ -1,14 +1,14 @@
-"""Decode steps of chosen lengths without a scheduler or a prefill, on two workers that pad nothing and warm nothing up.
+"""Steps of chosen lengths without a scheduler or a prefill before them, on workers that warm nothing up.
 
-``HostWorker`` runs them on the fake device, so that what a step costs is the host's. ``ExactWorker`` compiles every
-step at just the size it has.
+``HostWorker`` runs them on the fake device, so that what a step costs is the host's. ``LazyWorker`` compiles a size of
+the platform's when a step first needs it; ``ExactWorker`` every step at just the size it has.
 """
 
 import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from benchmarks.fake_device import FakeDevice
+from benchmarks.graphs import Graph, recorded
 from benchmarks.models import BUNDLED_MODEL
-from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, GraphSize, StepFunction
-from model_runner_base.loader import load_checkpoint
-from model_runner_base.model_runner import ModelRunnerBase
-from model_runner_base.worker import ModelRunnerWorker
+from model_runner_base import BucketPolicy, GraphPolicy, ModelRunnerBase, ModelRunnerWorker, StepSize, load_checkpoint
+from model_runner_base.graph_policy import StepFunction
+from model_runner_base.vllm_port.hand_made import Continued, HandMadeStep
+from model_runner_base.vllm_port.schedule import SchedulerOutput
 from neuron_runner.model_runner import NeuronModelRunner
 from neuron_runner.worker import NeuronWorker
 
@@ -40,6 +40,9 @@ class ReplayPolicy(BucketPolicy):
     def __init__(self) -> None:
         self.fake_device = FakeDevice()
         self.fake_device.replay()
+
+    def dispatch(self, need: StepSize) -> StepSize:
+        return super().dispatch(need) if self.sizes else need
 
     def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
         return self.fake_device.wrap(function)
@@ -78,16 +81,22 @@ class ExactPolicy(GraphPolicy):
         return CompiledFunction(function, state)
 
 
-class ExactRunner(NeuronModelRunner):
-    def _cache_device_properties(self) -> None:
-        super()._cache_device_properties()
-        self.graph_policy = ExactPolicy()
-
+class LazyRunner(NeuronModelRunner):
     def capture_model(self) -> None:
         pass
 
 
-class ExactWorker(BareWorker, NeuronWorker):
+class LazyWorker(BareWorker, NeuronWorker):
+    model_runner_cls = LazyRunner
+
+
+class ExactRunner(LazyRunner):
+    def _cache_device_properties(self) -> None:
+        super()._cache_device_properties()
+        self.graph_policy = ExactPolicy()
+
+
+class ExactWorker(LazyWorker):
     model_runner_cls = ExactRunner
 
 
@@ -114,52 +123,46 @@ def worker(
         cleanup_dist_env_and_memory()
 
 
-class DecodeBatch:
-    """Requests of given lengths that decode, as the scheduler would hand them out; their blocks lie anywhere."""
+class Batch:
+    """Requests of given lengths, as the scheduler would hand them out; their blocks lie anywhere."""
 
-    def __init__(self, worker: ModelRunnerWorker, lengths: Sequence[int], headroom: int = 0) -> None:
-        """``headroom``: tokens that they may grow by."""
+    def __init__(
+        self, worker: ModelRunnerWorker, lengths: Sequence[int], headroom: int = 0, num_prompts: int = 0
+    ) -> None:
+        """They decode, but for the last ``num_prompts``, of which nothing is computed yet.
+
+        ``headroom``: tokens that they may grow by.
+        """
         self.worker = worker
         self.lengths = np.array(lengths)
         self.req_ids = [f"{id(self)}-{index}" for index in range(len(lengths))]
+        self._num_decodes = len(lengths) - num_prompts
         num_blocks = -(-(self.lengths + headroom) // BLOCK_SIZE)
         available = worker.cache_config.num_gpu_blocks - 1  # type: ignore[operator]
         blocks = np.random.default_rng(0).permutation(available)[: num_blocks.sum()] + 1
         self._blocks = [ids.tolist() for ids in np.split(blocks, np.cumsum(num_blocks)[:-1])]
 
     def first(self) -> SchedulerOutput:
-        """The step that brings them in: all but the last token lies in the cache already."""
+        """The step that brings them in: of those that decode all but the last token lies in the cache already."""
         params = SamplingParams(temperature=0, max_tokens=1 << 20)
-        new = [
-            NewRequestData(
-                req_id, [5] * length, [], params, None, (blocks[: -(-length // BLOCK_SIZE)],), length - 1, None
-            )
-            for req_id, length, blocks in zip(self.req_ids, self.lengths.tolist(), self._blocks, strict=True)
-        ]
-        return self._output(new, CachedRequestData.make_empty())
+        step, num_tokens = HandMadeStep(), {}
+        for index, (req_id, length) in enumerate(zip(self.req_ids, self.lengths.tolist(), strict=True)):
+            num_tokens[req_id] = 1 if index < self._num_decodes else length
+            blocks = self._blocks[index][: -(-length // BLOCK_SIZE)]
+            step.add_new(req_id, [5] * length, params, [blocks], length - num_tokens[req_id])
+        return step.scheduler_output(num_tokens, set(), set(), num_groups=1)
 
     def next(self) -> SchedulerOutput:
         """One token further; who needs a block gets it."""
         self.lengths += 1
-        computed = (self.lengths - 1).tolist()
-        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(self.req_ids)
-        for index in np.flatnonzero(self.lengths % BLOCK_SIZE == 1):
-            new_blocks[index] = ([self._blocks[index][computed[index] // BLOCK_SIZE]],)
-        outputs = [1] * len(self.req_ids)
-        return self._output([], CachedRequestData(self.req_ids, set(), [], {}, new_blocks, computed, outputs))
-
-    def _output(self, new: list[NewRequestData], cached: CachedRequestData) -> SchedulerOutput:
-        output = SchedulerOutput.make_empty()
-        output.scheduled_new_reqs = new
-        output.scheduled_cached_reqs = cached
-        output.num_scheduled_tokens = dict.fromkeys(self.req_ids, 1)
-        output.total_num_scheduled_tokens = len(self.req_ids)
-        return output
+        step = HandMadeStep()
+        for req_id, computed, blocks in zip(self.req_ids, (self.lengths - 1).tolist(), self._blocks, strict=True):
+            new_blocks = ([blocks[computed // BLOCK_SIZE]],) if computed % BLOCK_SIZE == 0 else None
+            step.continued.append(Continued(req_id, False, None, new_blocks, computed, num_output_tokens=1))
+        return step.scheduler_output(dict.fromkeys(self.req_ids, 1), set(), set(), num_groups=1)
 
     def leave(self) -> None:
-        output = SchedulerOutput.make_empty()
-        output.finished_req_ids = set(self.req_ids)
-        self.worker.execute_model(output)
+        self.worker.execute_model(HandMadeStep().scheduler_output({}, set(self.req_ids), set(), num_groups=1))
 
 
 def run(worker: ModelRunnerWorker, scheduled: SchedulerOutput) -> None:
@@ -170,46 +173,23 @@ def run(worker: ModelRunnerWorker, scheduled: SchedulerOutput) -> None:
         output.get_output()
 
 
-def decode_graph(worker: ModelRunnerWorker, lengths: Sequence[int]) -> tuple[GraphSize, Callable[[], None]]:
-    """A step's size, and what runs its model graph and waits for it."""
-    import torch_xla.core.xla_model as xm
-
-    runner = worker.model_runner
-    forward, calls = runner._forward, []
-    batch = DecodeBatch(worker, lengths)
-
-    def record(*args: Any) -> Any:
-        calls.append(args)
-        return forward(*args)
-
-    runner._bind_kv_caches()  # Tracing a new size reads the caches of now.
-    runner._forward = record
-    try:
-        run(worker, batch.first())
-    finally:
-        runner._forward = forward
-
+def model_graph(batch: Batch) -> Graph:
+    """The model's graph of a batch's first step; its requests are gone when this returns."""
+    with recorded(batch.worker.model_runner) as graphs:
+        run(batch.worker, batch.first())
     batch.leave()
-    (size, packed, _), *_ = calls
-
-    def again() -> None:
-        with torch.no_grad():
-            forward(size, packed, runner.last_tokens[0])
-        xm.wait_device_ops()
-
-    return size, again
+    return waited(graphs[0])
 
 
-def padded_graph(worker: ModelRunnerWorker, size: GraphSize) -> Callable[[], None]:
-    """Runs the model graph of a size on nothing but padding, and waits for it."""
+def waited(graph: Graph) -> Graph:
+    """It and the wait until it is done, on openxla."""
     import torch_xla.core.xla_model as xm
 
-    def run_padding() -> None:
-        with torch.no_grad():
-            worker.model_runner._dummy_run(size)
+    def run_to_end() -> None:
+        graph.run()
         xm.wait_device_ops()
 
-    return run_padding
+    return Graph(graph.size, run_to_end)
 
 
 def host_time(worker: ModelRunnerWorker, lengths: Sequence[int], num_steps: int = 30) -> float:
@@ -217,7 +197,7 @@ def host_time(worker: ModelRunnerWorker, lengths: Sequence[int], num_steps: int 
 
     ``lengths`` must leave room for the steps within their KV tiles.
     """
-    batch = DecodeBatch(worker, lengths, num_steps + 1)
+    batch = Batch(worker, lengths, num_steps + 1)
     device = worker.model_runner.graph_policy.fake_device  # type: ignore[attr-defined]
     run(worker, batch.first())
     times = []

@@ -26,12 +26,12 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch_xla._dynamo.dynamo_bridge import extract_internal
 from vllm import LLM
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import override_forward_context
 
+from benchmarks.graphs import arguments, padded_step
 from benchmarks.models import random_llama
 from benchmarks.report import parse, show_tables
-from model_runner_base import kv_cache
-from model_runner_base.graph_policy import GraphSize
+from model_runner_base import StepKind, StepSize
 from model_runner_base.testing.engine import runner_of
 
 LAYERS = 32
@@ -42,42 +42,43 @@ TOKENS = 512
 class Launcher:
     """A runner's model graph at one size on padding, launched in several ways."""
 
-    def __init__(self, runner: Any, size: GraphSize) -> None:
+    def __init__(self, runner: Any, size: StepSize) -> None:
         self.runner = runner
         self.size = size
-        packed = runner._inputs.at(size)
-        runner.batch_builder.pack_padding(packed.views)
-        runner.attention.pack_padding(packed.views)
-        self.buffer = packed.buffer
+        self.step = padded_step(runner, size)
+
+    def arguments(self) -> list[Any]:
+        """What the graph is run with: the buffer is sent anew."""
+        self.step.send()
+        return arguments(self.runner, self.step)
 
     def ours(self) -> Any:
-        packed = self.runner.device_ops.to_device(self.buffer)
-        return self.runner._forward(self.size, packed, self.runner.last_tokens[0])
+        return self.runner.parts.forward(self.size, *self.arguments())
 
     def through_bridge(self) -> Callable[[], Any]:
         """The captured graph, called by the function that the bridge makes of it."""
-        forward = self.runner._forward
-        (capture,) = forward._captures[(self.size.query_tile,)]
+        forward = self.runner.parts.forward
+        (capture,) = forward._captures[(self.size.kind,)]
         state = forward.state
-        ints = list(self.size[1:])
 
-        def arguments(packed: torch.Tensor) -> list[Any]:
-            values = {"int": ints, "tensor": [packed, self.runner.last_tokens[0]], "state": state}
+        def graph_inputs() -> list[Any]:
+            tensors = self.arguments()
+            values = {"int": self.size.dims, "tensor": tensors, "state": state}
             return [
                 source.constant
                 if source.kind == "constant"
-                else packed.shape[source.dim]
+                else tensors[source.place].shape[source.dim]
                 if source.kind == "size"
                 else values[source.kind][source.place]
                 for source in capture._sources
             ]
 
-        capture._graph.xla_args = arguments(self.runner.device_ops.to_device(self.buffer))
+        capture._graph.xla_args = graph_inputs()
         compiled = extract_internal(capture._graph)
         retired = []
 
         def launch() -> Any:
-            outputs = compiled(*arguments(self.runner.device_ops.to_device(self.buffer)))
+            outputs = compiled(*graph_inputs())
             retired.append(state.copy())
             del retired[:-3]
             for index in capture.state_order:
@@ -88,11 +89,13 @@ class Launcher:
 
     def through_torch_compile(self) -> Callable[[], Any]:
         """What a user would write, on caches of its own, since nothing is donated."""
-        runner, size = self.runner, self.size
-        caches = [runner.device_ops.zeros(cache.shape, cache.dtype) for cache in runner.kv_caches]
-        kv_cache.bind(caches, runner._kv_cache_index, runner.vllm_config)
-        compiled = torch.compile(lambda *args: runner._run_model(size, *args), backend="openxla", dynamic=False)
-        return lambda: compiled(runner.device_ops.to_device(self.buffer), runner.last_tokens[0])
+        forward, parts = self.runner.parts.forward, self.runner.parts
+        kept = forward.state.copy()
+        forward.state[:] = [self.runner.device_ops.zeros(cache.shape, cache.dtype) for cache in kept]
+        parts.bind_kv_caches()  # For good: the other ways find theirs in the state.
+        forward.state[:] = kept
+        compiled = torch.compile(lambda *args: forward.function(self.size, *args), backend="openxla", dynamic=False)
+        return lambda: compiled(*self.arguments())
 
 
 def time_launches(ways: dict[str, Callable[[], Any]], count: int) -> dict[str, list[tuple[float, float]]]:
@@ -164,8 +167,11 @@ def main() -> None:
             additional_config={"neuron_config": sizes},
         )
     runner = runner_of(llm)
-    decode, *_, mixed = runner.graph_policy.sizes
-    with torch.no_grad(), set_forward_context(None, runner.vllm_config):
+    decode, mixed = (
+        next(size for size in order(runner.graph_policy.sizes) if size.kind == kind)
+        for order, kind in ((iter, StepKind.DECODE), (reversed, StepKind.MIXED))
+    )
+    with torch.no_grad(), override_forward_context(runner.parts.forward_context):
         launcher = Launcher(runner, decode)
         ways = {
             "torch.compile": launcher.through_torch_compile(),

@@ -14,20 +14,20 @@ Then what attention pairs cost in these graphs against tokens, mixed lengths aga
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
-from scipy.stats import linregress
 
 from benchmarks import padding
-from benchmarks.bare_steps import ExactWorker, HostWorker, decode_graph, host_time, padded_graph, worker
+from benchmarks.bare_steps import Batch, ExactWorker, HostWorker, host_time, model_graph, waited, worker
+from benchmarks.curve import Curve
+from benchmarks.graphs import Graph, padded_graph
 from benchmarks.report import interleaved, make_parser, show
 from benchmarks.traffic import CHAT
-from model_runner_base.graph_policy import GraphPolicy, GraphSize
+from model_runner_base import BucketPolicy, StepLimits, StepSize
+from model_runner_base.worker import ModelRunnerWorker
 
 SHORT = 256
 """Tokens of context where it is not what grows; whole KV tiles."""
@@ -41,35 +41,12 @@ CACHE_TOKENS = (1 << 15, 1 << 17, 1 << 19)
 NUM_SIZES = (10, 100, 1000)
 SHARES = np.array([1, 1, 2, 2, 4, 8, 16, 30]) / 64
 """Of a mixed batch's tokens, by row."""
-PREFILLS = ((512, 64, 96, 97), (512, 64, 96, 193), (128, 64, 72, 73), (128, 64, 72, 193), (128, 16, 24, 73))
-"""Tokens, rows, tiles and pairs of steps with prefill, for the weights."""
+PREFILLS = ((512, 4, 8, 8), (512, 4, 8, 40), (512, 64, 64, 64), (128, 4, 4, 4), (128, 4, 4, 40))
+"""Tokens, requests, tiles and pairs of chunks in steps without decodes, for the weights."""
 FEW_ROWS = "batch 4"
 """The graph that is timed when few graphs are there, and again when all are."""
 MODEL = {"max_position_embeddings": max(CONTEXTS)}
 LIMITS = {"max_model_len": max(CONTEXTS), "max_num_seqs": max(BATCHES), "max_num_batched_tokens": 2048}
-
-
-@dataclass
-class Curve:
-    """Times of one side, host in microseconds or device in milliseconds, by the size that grows."""
-
-    grows: str
-    side: str
-    points: dict[int, float] = field(default_factory=dict)
-
-    def row(self) -> dict[str, object]:
-        sizes, times = np.array(list(self.points.items())).T
-        x, y = np.log(sizes), np.log(times)
-        return {
-            "grows": self.grows,
-            "side": self.side,
-            "from": int(sizes[0]),
-            "to": int(sizes[-1]),
-            "first": float(times[0]),
-            "last": float(times[-1]),
-            "exponent": float(linregress(x, y).slope),
-            "at the end": float((y[-1] - y[-2]) / (x[-1] - x[-2])),
-        }
 
 
 def uniform(context: int, rows: int = ROWS) -> list[int]:
@@ -85,14 +62,20 @@ def mixed(context: int) -> list[int]:
     return [length + (count * SHORT - context) for length, count in zip(uniform(context), tiles.tolist(), strict=True)]
 
 
-def least(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+def limits_of(worker: ModelRunnerWorker) -> StepLimits:
+    caches: Any = worker.model_runner.parts.caches
+    return caches.limits
+
+
+def least(graphs: dict[str, Graph], repeats: int) -> dict[str, float]:
     """Other work on the machine only adds."""
-    return interleaved(cases, repeats, min)
+    return interleaved({name: graph.run for name, graph in graphs.items()}, repeats, min)
 
 
-def dispatch_time(policy: GraphPolicy) -> float:
+def dispatch_time(policy: BucketPolicy, limits: StepLimits, num_sizes: int) -> float:
     """Microseconds that a step of a size that was not seen before waits for its graph's."""
-    needs = [GraphSize(1, ROWS, ROWS, ROWS, 1 + ROWS - index) for index in range(ROWS)]
+    policy.set_sizes([limits.decode_size(ROWS, ROWS + index) for index in range(num_sizes)])
+    needs = [limits.decode_size(ROWS, ROWS - index) for index in range(ROWS)]
     start = time.thread_time()
     for need in needs:
         policy.dispatch(need)
@@ -108,9 +91,7 @@ def host_curves() -> list[Curve]:
             context.points = {tokens: host_time(bare, uniform(tokens)) for tokens in CONTEXTS}
             lengths.points = {tokens: host_time(bare, mixed(tokens)) for tokens in MIXED_CONTEXTS}
         policy: Any = bare.model_runner.graph_policy
-        for count in NUM_SIZES:
-            policy.set_sizes([GraphSize(1, ROWS, ROWS, ROWS, ROWS + 1 + index) for index in range(count)])
-            sizes.points[count] = dispatch_time(policy)
+        sizes.points = {count: dispatch_time(policy, limits_of(bare), count) for count in NUM_SIZES}
     layers, cache = Curve("layers", "host"), Curve("cache tokens", "host")
     for count in LAYERS[::2]:
         with worker(HostWorker, 1 << 14, MODEL | {"num_hidden_layers": count}, **LIMITS) as bare:
@@ -127,38 +108,39 @@ def device_curves(repeats: int) -> tuple[list[Curve], padding.Weights]:
     lengths = {("batch", rows): uniform(SHORT, rows) for rows in reversed(BATCHES)}
     lengths |= {("context", tokens): uniform(tokens) for tokens in CONTEXTS}
     lengths |= {("context, mixed lengths", tokens): mixed(tokens) for tokens in MIXED_CONTEXTS}
-    needs: dict[str, GraphSize] = {}
-    cases: dict[str, Callable[[], None]] = {}
+    graphs: dict[str, Graph] = {}
     sizes = Curve("graphs compiled", "device")
     with worker(ExactWorker, 1 << 18, MODEL, **LIMITS) as exact:
         for (grows, size), rows in lengths.items():
             name = f"{grows} {size}"
-            needs[name], cases[name] = decode_graph(exact, rows)
+            graphs[name] = model_graph(Batch(exact, rows))
             if name == FEW_ROWS:
-                sizes.points[len(cases)] = least({name: cases[name]}, repeats)[name]
-        for need in (GraphSize(16, *prefill) for prefill in PREFILLS):
-            needs[str(need)], cases[str(need)] = need, padded_graph(exact, need)
-        times = least(cases, repeats)
-        sizes.points[len(cases)] = least({FEW_ROWS: cases[FEW_ROWS]}, repeats)[FEW_ROWS]
+                sizes.points[len(graphs)] = least({name: graphs[name]}, repeats)[name]
+        limits = limits_of(exact)
+        for tokens, count, tiles, pairs in PREFILLS:
+            graph = waited(padded_graph(exact.model_runner, limits.mixed_size(0, 0, tokens, count, pairs, tiles)))
+            graphs[str(graph.size)] = graph
+        times = least(graphs, repeats)
+        sizes.points[len(graphs)] = least({FEW_ROWS: graphs[FEW_ROWS]}, repeats)[FEW_ROWS]
     curves = [
         Curve(name, "device", {size: times[f"{name} {size}"] for grows, size in sorted(lengths) if grows == name})
         for name in ("batch", "context", "context, mixed lengths")
     ]
-    return [*curves, sizes], fit_weights(needs, times)
+    return [*curves, sizes], fit_weights(limits, {name: graph.size for name, graph in graphs.items()}, times)
 
 
-def fit_weights(needs: dict[str, GraphSize], times: dict[str, float]) -> padding.Weights:
-    """Fixed cost, token, decode pair and mixed pair, by least squares of the relative error.
+def fit_weights(limits: StepLimits, sizes: dict[str, StepSize], times: dict[str, float]) -> padding.Weights:
+    """Fixed cost, token, pairs of decode rows and of chunks, by least squares of the relative error.
 
     A row of logits is taken by its arithmetic: in decode it never comes without a token.
     """
     row = padding.CPU.row
     parts = []
-    for name, (query_tile, num_tokens, num_reqs, _, num_pairs) in needs.items():
-        pairs = (num_pairs, 0) if query_tile == 1 else (0, num_pairs)
-        parts.append(np.array([1, num_tokens + row * num_reqs, *pairs]) / times[name])
-    (_, token, decode_pair, mixed_pair), _ = nnls(np.array(parts), np.ones(len(parts)))
-    return padding.Weights(row, decode_pair / token, mixed_pair / token)
+    for name, size in sizes.items():
+        tokens, rows, decode_pairs, chunk_pairs = padding.work(limits, size)
+        parts.append(np.array([1, tokens + row * rows, decode_pairs, chunk_pairs]) / times[name])
+    (_, token, decode_pair, chunk_pair), _ = nnls(np.array(parts), np.ones(len(parts)))
+    return padding.Weights(row, decode_pair / token, chunk_pair / token)
 
 
 def engine_curve(name: str, engines: dict[int, tuple[int, dict[str, Any]]], repeats: int) -> Curve:
@@ -166,7 +148,7 @@ def engine_curve(name: str, engines: dict[int, tuple[int, dict[str, Any]]], repe
     curve = Curve(name, "device")
     for size, (cache_tokens, config) in engines.items():
         with worker(ExactWorker, cache_tokens, MODEL | config, **LIMITS) as exact:
-            curve.points[size] = least({name: decode_graph(exact, uniform(SHORT))[1]}, repeats)[name]
+            curve.points[size] = least({name: model_graph(Batch(exact, uniform(SHORT)))}, repeats)[name]
     return curve
 
 
@@ -174,7 +156,7 @@ def window_curve(repeats: int) -> Curve:
     curve = Curve(f"context, window {WINDOW}", "device")
     window = {"layer_types": ["sliding_attention"] * 5, "sliding_window": WINDOW}
     with worker(ExactWorker, 1 << 18, MODEL | window, **LIMITS) as exact:
-        cases = {str(tokens): decode_graph(exact, uniform(tokens))[1] for tokens in CONTEXTS}
+        cases = {str(tokens): model_graph(Batch(exact, uniform(tokens))) for tokens in CONTEXTS}
         curve.points = {int(tokens): time for tokens, time in least(cases, repeats).items()}
     return curve
 
@@ -204,7 +186,7 @@ def main() -> None:
     rows = [curve.row() for curve in curves]
     waste = list(padding.compare([(*padding.DEFAULT, 512, CHAT), (*padding.DEFAULT, 2048, CHAT)]))
     show(rows, False)
-    print(f"\nIn tokens: a decode pair {weights.decode_pair:.2f}, a pair of a mixed step {weights.mixed_pair:.2f}.")
+    print(f"\nIn tokens: a decode pair {weights.decode_pair:.2f}, a chunk's pair {weights.chunk_pair:.2f}.")
     print("Mixed lengths against uniform ones of the same tokens, device:", ratios(curves), "\n")
     show(waste, False)
     if args.plots:

@@ -3,18 +3,20 @@
 import cProfile
 import gc
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from benchmarks.fake_device import VOCAB_SIZE
 from benchmarks.host_cases import FEATURES, PROMPT_LENGTH, Case
-from benchmarks.host_engine import MAX_NUM_TOKENS, Side, Sides, make_request
+from benchmarks.host_engine import LAYERS, MAX_NUM_TOKENS, Side, Sides, make_request
+from model_runner_base.step.trace import RequestTrace
 
 WARM_UP_STEPS = 20
 SETTLING_STEPS = 8
@@ -36,8 +38,11 @@ class Lane:
         """Whether the runner finds the processor's caches full of something else."""
         self._name = name
         self._num_requests = 0
-        self._in_flight: deque[tuple[SchedulerOutput, dict[str, torch.Tensor]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, Handed]] = deque()
         self._max_in_flight = 2 if sides.is_async else 1
+        self._watching = ExitStack()
+        self._watched: list[Any] | None = None
+        """What live steps handed over, while they are watched."""
         side.device.is_live = True
 
     def add(self, length: int, max_tokens: int, has_features: bool = False) -> None:
@@ -59,7 +64,9 @@ class Lane:
         output = self.side.read() if len(self._in_flight) + 1 == self._max_in_flight else None
         if self.profiler is not None:
             self.profiler.disable()
-        self._in_flight.append((scheduler_output, self.side.runner.model.seen))
+        is_told = self._watched is not None and scheduler_output.total_num_scheduled_tokens
+        handed = self._watched.pop().requests if is_told else None  # type: ignore[union-attr]
+        self._in_flight.append((scheduler_output, handed))
         return scheduler_output, None if output is None else self._finish(output)
 
     def drain(self) -> "list[Results]":
@@ -67,15 +74,33 @@ class Lane:
         return [self._finish(self.side.read()) for _ in range(len(self._in_flight))]
 
     def _finish(self, output: ModelRunnerOutput) -> "Results":
-        scheduler_output, seen = self._in_flight.popleft()
+        scheduler_output, handed = self._in_flight.popleft()
         self.scheduler.update_from_output(scheduler_output, output)
-        return Results(scheduler_output, output, seen)
+        return Results(scheduler_output, output, handed)
+
+    def watch(self) -> None:
+        """From now on it is known what live steps hand over."""
+        self._watched = self._watching.enter_context(self.side.watch(self.side.runner))
+
+    def replay(self) -> None:
+        """From now on nothing is looked at or computed anew."""
+        self._stop_watching()
+        self.side.device.replay()
 
     def close(self) -> None:
         """Ends all requests and lets the runner know; nothing is in flight."""
         self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
         self.step()
         self.drain()
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        self._watching.close()
+        self._watched = None
+
+
+Handed = Mapping[str, RequestTrace] | None
+"""By request; None where nobody watched."""
 
 
 class Results(NamedTuple):
@@ -83,7 +108,7 @@ class Results(NamedTuple):
 
     scheduler_output: SchedulerOutput
     output: ModelRunnerOutput
-    seen: dict[str, torch.Tensor]
+    handed: Handed
 
 
 class Race:
@@ -99,6 +124,10 @@ class Race:
     def add(self, length: int, max_tokens: int, has_features: bool = False) -> None:
         for lane in self.lanes:
             lane.add(length, max_tokens, has_features)
+
+    def watch(self) -> None:
+        for lane in self.lanes:
+            lane.watch()
 
     def step(self) -> SchedulerOutput:
         (scheduled, stock), (ours_scheduled, ours) = (lane.step() for lane in self.lanes)
@@ -121,58 +150,38 @@ class Race:
 # ---- Both do the same ----
 
 
-class Handed(NamedTuple):
-    """What a runner made of one request in one step."""
-
-    token_ids: list[int]
-    positions: list[int]
-    slots: list[int]
-    seq_len: int
-    sampled_from: int
-    sampled: list[int]
-    attended: list[float]
-
-
-def by_request(results: Results) -> dict[str, Handed]:
-    """A runner has an order of its own; its output tells which."""
-    scheduler_output, output, seen = results
-    arrays = {name: tensor.tolist() for name, tensor in seen.items()}
-    handed, start = {}, 0
-    for index, req_id in enumerate(output.req_ids):
-        tokens = slice(start, start + scheduler_output.num_scheduled_tokens[req_id])
-        handed[req_id] = Handed(
-            token_ids=arrays["token_ids"][tokens],
-            positions=arrays["positions"][tokens],
-            slots=arrays["slots"][tokens],
-            seq_len=arrays["seq_lens"][index],
-            sampled_from=arrays["sampled_from"][index] - start,
-            sampled=list(output.sampled_token_ids[index]),
-            attended=arrays["attended"][tokens] if "attended" in arrays else [],
-        )
-        start = tokens.stop
-    return handed
-
-
 def compare(stock: Results, ours: Results) -> None:
-    expected, handed = by_request(stock), by_request(ours)
-    assert expected.keys() == handed.keys() == stock.scheduler_output.num_scheduled_tokens.keys()
-    for req_id, request in expected.items():
-        message = f"request {req_id}: {handed[req_id]}, but stock has {request}"
-        assert handed[req_id]._replace(attended=[]) == request._replace(attended=[]), message
-        # Sums of floats in another order.
-        assert np.allclose(handed[req_id].attended, request.attended, atol=1e-5), message
+    req_ids = stock.scheduler_output.num_scheduled_tokens.keys()
+    if stock.handed is not None and ours.handed is not None:
+        assert stock.handed.keys() == ours.handed.keys() == req_ids
+        for req_id, expected in stock.handed.items():
+            for (what, mine), (_, others) in zip(_told(ours.handed[req_id]), _told(expected), strict=True):
+                assert np.array_equal(mine, others), f"request {req_id}, {what}: {mine}, but stock has {others}"
+    for req_id in req_ids:
+        mine, others = (side.output.sampled_token_ids[side.output.req_id_to_index[req_id]] for side in (ours, stock))
+        assert list(mine) == list(others), f"request {req_id} yields {mine}, but stock has {others}"
     logprobs = [results.output.logprobs for results in (stock, ours)]
     assert (logprobs[0] is None) == (logprobs[1] is None)
     if logprobs[0] is not None and logprobs[1] is not None:
         assert logprobs[0].logprobs.shape == logprobs[1].logprobs.shape
 
 
+def _told(request: RequestTrace) -> Iterator[tuple[str, Any]]:
+    """What can be compared: of the first layer, and no row, which stock has none of."""
+    yield "token ids", request.token_ids
+    yield "positions", request.positions
+    yield "sampled token and its position", (request.sampled.token, request.sampled.position)
+    yield "slots", request.slots[LAYERS[0]]
+    for token, keys in enumerate(request.seen[LAYERS[0]]):
+        yield f"keys that token {token} sees", keys.positions
+        yield f"slots that token {token} sees", keys.slots
+
+
 def check_random(sides: Sides, has_features: bool, num_requests: int = 80) -> None:
     """A crowded engine: prompts longer than a step's budget, and half the blocks that would be needed."""
     random = np.random.default_rng(0)
     race = Race(sides, num_blocks=250, max_num_tokens=200)
-    for side in sides:
-        side.device.attends = True
+    race.watch()
     lengths, counts = random.integers(1, 400, num_requests), random.integers(1, 120, num_requests)
     num_steps = num_preempted = num_resumed = num_chunks = 0
     waiting = list(zip(lengths.tolist(), counts.tolist(), strict=True))
@@ -185,8 +194,6 @@ def check_random(sides: Sides, has_features: bool, num_requests: int = 80) -> No
         num_resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
         num_chunks += sum(1 < count < 200 for count in output.num_scheduled_tokens.values())
     race.close()
-    for side in sides:
-        side.device.attends = False
     assert num_steps > 300 and num_preempted and num_resumed and num_chunks > num_requests
 
 
@@ -203,17 +210,18 @@ def measure(
         race.add(50 + index * 997 % 1451, 4000, case.has_features)
     while race.step().total_num_scheduled_tokens != case.num_decodes or race.lanes[0].scheduler.waiting:
         pass
+    race.watch()
     for _ in range(WARM_UP_STEPS):
         _add_prompts(race, case)
         race.step()
     if case.has_features:
         metadata = sides.stock.runner.input_batch.sampling_metadata
         assert not metadata.no_penalties and len(metadata.generators) == case.num_decodes
-    sides.ours.runner.make_buffers(case.num_tokens)
+    sides.ours.runner.make_buffers(case.num_decodes, case.num_tokens - case.num_decodes)
     gc.collect()
     gc.disable()
     for lane in race.lanes:
-        lane.side.device.replay()
+        lane.replay()
         lane.is_cold = is_cold
         _run_timed(lane, case, WARM_UP_STEPS)
     race.lanes[1].profiler = profiler

@@ -5,7 +5,8 @@ Nothing here loads a checkpoint: the model's layers are names with a KV-cache sp
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.fake_device import CLOCK_NS, VOCAB_SIZE, FakeDevice, FakeDeviceRunner
 from benchmarks.models import BUNDLED_MODEL
-from benchmarks.stock_runner import StockBackend, StockRunner
+from benchmarks.stock_runner import StockBackend, StockRunner, watch_stock
 from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.step.trace import watch_steps
 
 MAX_NUM_SEQS = 1024
 MAX_NUM_TOKENS = 4096
@@ -85,9 +87,11 @@ def cache_config(num_blocks: int) -> KVCacheConfig:
 class Side:
     """One of the two runners, its outputs still to be read, and its host time."""
 
-    def __init__(self, runner: FakeDeviceRunner | StockRunner, device: FakeDevice) -> None:
-        self.runner: Any = runner
-        self.device = device
+    def __init__(self, runner: Any, watch: Callable[[Any], AbstractContextManager[list[Any]]]) -> None:
+        self.runner = runner
+        self.device: FakeDevice = runner.fake_device
+        self.watch = watch
+        """As ``watch_steps``."""
         self.step_ns = 0
         """Host time since it was last set to 0."""
         self._unread: deque[ModelRunnerOutput | AsyncModelRunnerOutput] = deque()
@@ -113,7 +117,7 @@ class Side:
 class Sides:
     """Both runners, set up for one way of scheduling."""
 
-    def __init__(self, is_async: bool, our_runner: type[FakeDeviceRunner] = FakeDeviceRunner) -> None:
+    def __init__(self, is_async: bool) -> None:
         self.is_async = is_async
         # Twice the blocks of MAX_NUM_SEQS requests of a quarter of the longest.
         self.num_blocks = MAX_NUM_SEQS * MAX_MODEL_LEN // BLOCK_SIZE // 2 + 1
@@ -123,11 +127,11 @@ class Sides:
             stock.initialize_kv_cache(cache_config(self.num_blocks))
         self.config = make_config(is_async, PagedAttentionBackend)
         with set_current_vllm_config(self.config):
-            ours = our_runner(self.config, torch.device("cpu"))
+            ours = FakeDeviceRunner(self.config, torch.device("cpu"))
             ours.load_model()
             ours.initialize_kv_cache(cache_config(self.num_blocks))
-        self.stock = Side(stock, stock.fake_device)
-        self.ours = Side(ours, ours.fake_device)
+        self.stock = Side(stock, watch_stock)
+        self.ours = Side(ours, watch_steps)
 
     def __iter__(self) -> Iterator[Side]:
         return iter((self.stock, self.ours))

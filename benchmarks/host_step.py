@@ -1,6 +1,6 @@
 """Host time a step of our runner and of vLLM's own, each behind a scheduler of vLLM's in one process.
 
-    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--turn N] [--cold] [--profile] [--least]
+    python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--turn N] [--cold] [--profile]
 
 Time is the thread's CPU time in execute_model, sample_tokens and (under asynchronous scheduling) get_output, less what
 the model, the logits and the sampler take, which are fakes (fake_device.py). The scheduler is not timed. The runners
@@ -12,13 +12,10 @@ attention tile, or all move to a larger size. A step that takes either runner te
 The garbage collector rests while steps are timed.
 
 Before a case is timed, and in schedules of random arrivals with chunked prompts, preemption and finishing, both
-schedulers must ask for the same steps, and both runners hand over the same token ids, positions, cache slots, sequence
-lengths and sampled rows for each request, and return the same tokens; in the random schedules every token must also see
-the same of the cache.
+schedulers must ask for the same steps, and both runners hand over the same token ids, positions, cache slots, visible
+keys and sampled places for each request (``StepTrace``), and return the same tokens.
 
 What favours the stock runner: see stock_runner.py.
-
-``--least`` takes decode without features, with a runner in our place that does next to nothing (least_runner.py).
 """
 
 import argparse
@@ -41,31 +38,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--turn", type=int, default=64, help="counted steps of a runner before it is the other's turn")
     parser.add_argument("--cold", action="store_true", help="sweep the processor's caches before each step")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (which the profiler changes)")
-    parser.add_argument("--least", action="store_true", help="in our place, a runner that does next to nothing")
-    args = parser.parse_args()
-    plain = [name for name, case in CASES.items() if not case.num_prefills and not case.has_features]
-    args.cases = args.cases or (plain if args.least else list(CASES))
-    if args.least and not set(args.cases) <= set(plain):
-        parser.error(f"--least takes only {', '.join(plain)}")
-    return args
+    return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
     choose_platform("examples.plain_device.PlainPlatform")
     # What imports vLLM's engine asks for the platform.
-    from benchmarks.fake_device import FakeDeviceRunner
     from benchmarks.host_drive import check_random, measure
     from benchmarks.host_engine import Sides, init_process
-    from benchmarks.least_runner import LeastRunner
 
     init_process()
     results: dict[str, dict[str, float]] = {}
     for is_async in (False, True):
-        cases = {name: CASES[name] for name in args.cases if CASES[name].is_async == is_async}
+        cases = {name: CASES[name] for name in args.cases or CASES if CASES[name].is_async == is_async}
         if not cases:
             continue
-        sides = Sides(is_async, LeastRunner if args.least else FakeDeviceRunner)
+        sides = Sides(is_async)
         for has_features in sorted({case.has_features for case in cases.values()}):
             check_random(sides, has_features)
         for name, case in cases.items():

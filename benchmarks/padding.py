@@ -1,7 +1,8 @@
 """How much of a server's work is padding: the real scheduler's steps under random traffic, on the default sizes.
 
-Each line is a trace at 30, 60 and 90 % load together: per cent of the tokens, rows of logits and attention pairs that
-are padding, and of all work, weighed by what a small model measured on PJRT CPU and by the arithmetic of Llama 3 8B.
+Each line is a trace at 30, 60 and 90 % load together: per cent of the tokens, rows of logits and attention pairs (of
+decode rows, of chunks) that are padding, and of all work, weighed by what a small model measured on PJRT CPU and by the
+arithmetic of Llama 3 8B.
 `grid` are sizes that grow twofold in each dimension; the last table is what fewer or more graphs would give. `in tiles`
 is no padding of sizes: per cent of a pair's positions that its tokens do not attend to.
 
@@ -16,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import make_parser, show
-from benchmarks.traffic import CHAT, RETRIEVAL, Mix, Trace, step_limits, trace
-from model_runner_base.graph_policy import GraphSize, StepLimits, geometric
+from benchmarks.traffic import CHAT, CHUNK, DECODE, RETRIEVAL, Mix, Trace, step_limits, trace
+from model_runner_base.step.sizes import StepLimits, StepSize, geometric
 from neuron_runner.config import NeuronConfig
 from neuron_runner.graph_policy import OpenXlaPolicy
 
@@ -33,19 +34,20 @@ class Weights:
 
     row: float
     decode_pair: float
-    mixed_pair: float
-
-    def cost(self, size: GraphSize, num_pairs: int) -> float:
-        pair = self.decode_pair if size.query_tile == 1 else self.mixed_pair
-        return size.num_tokens + self.row * size.num_reqs + pair * num_pairs
+    chunk_pair: float
 
 
-CPU = Weights(row=0.2, decode_pair=0.75, mixed_pair=1.4)
+CPU = Weights(row=0.2, decode_pair=0.75, chunk_pair=2.5)
 """The bundled model on PJRT CPU: pairs as `python -m benchmarks.growth` fits them, a row by its arithmetic."""
 _TOKEN = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-_PAIR = 4 * 32 * 4096 * 64
-FLOPS = Weights(row=2 * 4096 * 128256 / _TOKEN, decode_pair=_PAIR / _TOKEN, mixed_pair=16 * _PAIR / _TOKEN)
+_KEY = 4 * 32 * 4096
+FLOPS = Weights(
+    row=2 * 4096 * 128256 / _TOKEN,
+    decode_pair=DECODE.query * DECODE.keys * _KEY / _TOKEN,
+    chunk_pair=CHUNK.query * CHUNK.keys * _KEY / _TOKEN,
+)
 """Llama 3 8B."""
+PARTS = ("tokens", "rows", "decode pairs", "chunk pairs")
 
 
 def placed(limits: StepLimits, max_padding: float | None = None) -> OpenXlaPolicy:
@@ -59,7 +61,7 @@ def grid(limits: StepLimits) -> OpenXlaPolicy:
     """Sizes that grow twofold: what the bucket lists would hold without knowledge of traffic."""
     config = NeuronConfig(
         num_seqs_buckets=geometric(1, limits.max_num_reqs),
-        context_length_buckets=[tiles * limits.kv_tile for tiles in geometric(1, limits.max_kv_tiles)],
+        context_length_buckets=[tiles * limits.decode.keys for tiles in geometric(1, limits.max_kv_tiles)],
         num_batched_tokens_buckets=geometric(32, limits.max_num_tokens),
     )
     policy = OpenXlaPolicy(config)
@@ -67,21 +69,23 @@ def grid(limits: StepLimits) -> OpenXlaPolicy:
     return policy
 
 
-def padding(policy: OpenXlaPolicy, traces: list[Trace]) -> dict[str, float]:
-    """Per cent of each kind of work, and of all of it, that is padding. The neutral pair of a step counts as such."""
-    needed, paid = np.zeros(5), np.zeros(5)
+def padding(limits: StepLimits, policy: OpenXlaPolicy, traces: list[Trace]) -> dict[str, float]:
+    """Per cent of each kind of work, and of all of it, that is padding. The neutral pairs of a step count as such."""
+    needed, paid = np.zeros(len(PARTS)), np.zeros(len(PARTS))
     for one in traces:
         for need, count in one.needs.items():
-            size = policy.dispatch(need)
-            needed += count * _work(need, need.num_pairs - 1)
-            paid += count * _work(size, size.num_pairs)
-    waste = 100 * (1 - needed / paid)
-    return dict(zip(("tokens", "rows", "pairs", "all, CPU", "all, FLOPs"), waste.tolist(), strict=True))
+            needed += count * work(limits, need, neutral=0)
+            paid += count * work(limits, policy.dispatch(need))
+    weights = np.array([(1, *vars(each).values()) for each in (CPU, FLOPS)])
+    waste = 100 * (1 - np.append(needed, weights @ needed) / np.append(paid, weights @ paid))
+    return dict(zip((*PARTS, "all, CPU", "all, FLOPs"), waste.tolist(), strict=True))
 
 
-def _work(size: GraphSize, num_pairs: int) -> np.ndarray:
-    weighed = [weights.cost(size, num_pairs) for weights in (CPU, FLOPS)]
-    return np.array([size.num_tokens, size.num_reqs, num_pairs, *weighed])
+def work(limits: StepLimits, size: StepSize, neutral: int = 1) -> np.ndarray:
+    """How many of PARTS a step of a size has; ``neutral`` pairs of each plan are counted."""
+    dims = limits.named(size)
+    pairs = [max(0, dims[name] - 1 + neutral) for name in ("decode_pairs", "chunk_pairs")]
+    return np.array([size.num_tokens, size.num_reqs, *pairs])
 
 
 def line(limits: StepLimits, mix: Mix, sizes: str, policy: OpenXlaPolicy, traces: list[Trace]) -> dict[str, object]:
@@ -92,7 +96,7 @@ def line(limits: StepLimits, mix: Mix, sizes: str, policy: OpenXlaPolicy, traces
         "traffic": mix.name,
         "sizes": sizes,
         "graphs": len(policy.sizes),
-        **{name: round(value, 1) for name, value in padding(policy, traces).items()},
+        **{name: round(value, 1) for name, value in padding(limits, policy, traces).items()},
         "in tiles": round(in_tiles, 1),
     }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -10,8 +10,7 @@ import numpy as np
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-if TYPE_CHECKING:
-    from benchmarks.growth import Curve
+from benchmarks.curve import Curve
 
 matplotlib.rcParams.update({"svg.hashsalt": "growth", "svg.fonttype": "none", "font.size": 8})
 
@@ -26,7 +25,7 @@ FACETS = {
 ALSO = {"graphs compiled": "number of sizes"}
 
 
-def draw_curves(curves: Sequence["Curve"], directory: Path) -> None:
+def draw_curves(curves: Sequence[Curve], directory: Path) -> None:
     """``growth.svg``: host above, device below, a column for each thing that grows; each side has one scale."""
     figure, axes = pyplot.subplots(2, len(FACETS), figsize=(13, 5), sharey="row", layout="constrained")
     for row, (side, unit) in enumerate((("host", "host µs a step"), ("device", "device ms a step"))):

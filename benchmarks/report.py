@@ -25,7 +25,12 @@ def interleaved(
     repeats: int,
     statistic: Callable[[Sequence[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Milliseconds of each case; the cases take turns, so that a noisy spell meets them all."""
+    """Milliseconds of each case, as ``take_turns`` has them."""
+    return {name: statistic(times) for name, times in take_turns(cases, repeats).items()}
+
+
+def take_turns(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of every run but the first; the cases take turns, so that a noisy spell meets them all."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
         case()
@@ -34,7 +39,7 @@ def interleaved(
             start = time.perf_counter()
             case()
             times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistic(values) for name, values in times.items()}
+    return times
 
 
 def show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:

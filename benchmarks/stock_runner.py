@@ -5,9 +5,11 @@ host memory (buffers stay apart, as on a device with a memory of its own). CUDA 
 their dispatch is not in the figures either. Attention metadata is made by vLLM's Triton backend's builder.
 """
 
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
@@ -20,6 +22,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from benchmarks.fake_device import FakeDevice, FakeModel
+from model_runner_base.attention.trace import SeenKeys
+from model_runner_base.step.trace import RequestTrace, SampledPlace
 
 StockBackend = TritonAttentionBackend
 
@@ -87,8 +91,7 @@ class StockRunner(GPUModelRunner):
         super().__init__(vllm_config, torch.device("cpu"))
         self.fake_device = FakeDevice()
         self.sampler = FakeSampler(self.fake_device)
-        self.model = FakeModel(self.fake_device)
-        self.model.look = self._look
+        self.model = WatchedModel(self)
 
     def _init_device_properties(self) -> None:
         pass
@@ -99,24 +102,64 @@ class StockRunner(GPUModelRunner):
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int]
     ) -> dict[str, torch.Tensor]:
-        """None that a layer would see: there is one for ``_look``, a value a slot."""
-        self.cached = torch.zeros(kv_cache_config.num_blocks, self.cache_config.block_size)
+        """None: no layer runs."""
         return {}
 
-    def _look(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Cache slots [T] and sequence lengths [R] of the running step, as a layer finds them."""
-        context: Any = get_forward_context()
-        metadata = next(iter(context.attn_metadata.values()))
-        assert metadata.slot_mapping is next(iter(context.slot_mapping.values()))
-        seen = {"slots": metadata.slot_mapping.clone(), "seq_lens": metadata.seq_lens.clone()}
-        if self.fake_device.attends:
-            self.cached.view(-1)[metadata.slot_mapping] = values[:, 0]
-            means = []
-            query_lens = metadata.query_start_loc.diff().tolist()
-            for blocks, seq_len, query_len in zip(
-                metadata.block_table, metadata.seq_lens.tolist(), query_lens, strict=False
-            ):
-                request = self.cached[blocks].view(-1)[:seq_len]
-                means.append((request.cumsum(0) / torch.arange(1, seq_len + 1))[-query_len:])
-            seen["attended"] = torch.cat(means)
-        return seen
+
+class WatchedModel(FakeModel):
+    """The model of the runner, which tells what live steps hand over."""
+
+    def __init__(self, runner: StockRunner) -> None:
+        super().__init__(runner.fake_device)
+        self.steps: list[StockTrace] | None = None
+        """Grows while somebody watches."""
+        self._runner = runner
+        self._token_ids: list[int]
+        self._positions: list[int]
+        self._metadata: dict[str, Any]
+
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.steps is not None:
+            context: Any = get_forward_context()
+            self._token_ids, self._positions = token_ids.tolist(), positions.tolist()
+            self._metadata = context.attn_metadata
+        return super()._run(token_ids, positions)
+
+    def _run_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.steps is not None:
+            self.steps.append(StockTrace(self._by_request(hidden_states[:, 1].int().tolist())))
+        return super()._run_head(hidden_states)
+
+    def _by_request(self, sampled_from: list[int]) -> dict[str, RequestTrace]:
+        layer, metadata = next(iter(self._metadata.items()))
+        slots, block_size = metadata.slot_mapping.numpy().copy(), self._runner.cache_config.block_size
+        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        requests = {}
+        for index, req_id in enumerate(self._runner.input_batch.req_ids):
+            tokens = slice(starts[index], starts[index + 1])
+            keys = np.arange(seq_lens[index])
+            in_cache = metadata.block_table[index].numpy()[keys // block_size] * block_size + keys % block_size
+            requests[req_id] = RequestTrace(
+                token_ids=self._token_ids[tokens],
+                positions=self._positions[tokens],
+                sampled=SampledPlace(sampled_from[index] - tokens.start, -1, seq_lens[index]),
+                slots={layer: slots[tokens]},
+                seen={layer: [SeenKeys(keys[: at + 1], in_cache[: at + 1]) for at in self._positions[tokens]]},
+            )
+        return requests
+
+
+class StockTrace(NamedTuple):
+    """What a step of vLLM's runner hands over, as its first layer finds it; it has no rows."""
+
+    requests: dict[str, RequestTrace]
+
+
+@contextmanager
+def watch_stock(runner: StockRunner) -> Iterator[list[StockTrace]]:
+    """``watch_steps`` of vLLM's runner."""
+    steps = runner.model.steps = []
+    try:
+        yield steps
+    finally:
+        runner.model.steps = None

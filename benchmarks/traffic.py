@@ -24,11 +24,14 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.models import BUNDLED_MODEL
-from model_runner_base.attention.plan import PlanGeometry, kv_tile_for, make_plan
-from model_runner_base.graph_policy import GraphSize, StepLimits
+from model_runner_base.attention.plan import PairGeometry
+from model_runner_base.caches.paged import plan_dims
+from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 
 BLOCK_SIZE = 32
-QUERY_TILE = 16
+DECODE = Tiling(1, ModelRunnerBase.KV_TILE)
+CHUNK = Tiling(ModelRunnerBase.CHUNK_QUERY_TILE, ModelRunnerBase.CHUNK_KV_TILE)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ RETRIEVAL = Mix("retrieval", Lengths(900, 0.5), Lengths(100, 0.8))
 
 
 def step_limits(max_num_reqs: int, max_num_tokens: int, max_model_len: int) -> StepLimits:
-    return StepLimits(max_num_tokens, max_num_reqs, max_model_len, QUERY_TILE, kv_tile_for(BLOCK_SIZE))
+    dims = (*COMMON_DIMS, *plan_dims(DECODE, CHUNK))
+    return StepLimits(max_num_tokens, max_num_reqs, max_model_len, DECODE, CHUNK, dims)
 
 
 def make_scheduler(limits: StepLimits) -> Scheduler:
@@ -112,7 +116,7 @@ def serve(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int =
 class Trace:
     """What the steps of a trace need, before padding."""
 
-    needs: Counter[GraphSize]
+    needs: Counter[StepSize]
     attended: int = 0
     """(query, key) positions that attention has to meet."""
     in_pairs: int = 0
@@ -120,7 +124,10 @@ class Trace:
 
 
 def trace(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int = 0) -> Trace:
-    geometry = PlanGeometry(BLOCK_SIZE, limits.kv_tile, limits.max_kv_tiles)
+    decode, chunk = (
+        PairGeometry(BLOCK_SIZE, *tiling, -(-limits.max_model_len // tiling.keys))
+        for tiling in (limits.decode, limits.chunk)
+    )
     result = Trace(Counter())
     for scheduled in serve(limits, mix, load, num_steps, seed):
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
@@ -128,10 +135,17 @@ def trace(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int =
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         query_len = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int64)
         num_computed = np.array([computed[req_id] for req_id in scheduled.num_scheduled_tokens])
-        num_tokens, num_reqs = int(query_len.sum()), len(query_len)
-        query_tile = 1 if num_tokens == num_reqs else limits.query_tile
-        plan = make_plan(geometry, query_tile, query_len, num_computed)
-        result.needs[GraphSize(query_tile, num_tokens, num_reqs, plan.num_tiles, plan.num_pairs + 1)] += 1
+        is_row = query_len <= limits.decode.query
+        rows, chunks = (
+            tiles.count(query_len[which], num_computed[which], int(query_len[which].sum()))
+            for tiles, which in ((decode, is_row), (chunk, ~is_row))
+        )
+        need = limits.decode_size(rows.num_tiles, rows.num_pairs)
+        if chunks.num_tiles:
+            tokens, count = int(query_len[~is_row].sum()), int((~is_row).sum())
+            need = limits.mixed_size(rows.num_tiles, rows.num_pairs, tokens, count, chunks.num_pairs, chunks.num_tiles)
+        result.needs[need] += 1
         result.attended += int((query_len * num_computed + query_len * (query_len + 1) // 2).sum())
-        result.in_pairs += plan.num_pairs * query_tile * limits.kv_tile
+        for count_of, tiling in ((rows, limits.decode), (chunks, limits.chunk)):
+            result.in_pairs += count_of.num_pairs * tiling.query * tiling.keys
     return result

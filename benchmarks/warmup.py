@@ -71,10 +71,9 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
     import torch_xla
     from torch_xla import _XLAC
     from vllm import LLM
-    from vllm.forward_context import set_forward_context
+    from vllm.forward_context import override_forward_context
 
-    from model_runner_base import kv_cache
-    from model_runner_base.graph_policy import GraphSize
+    from benchmarks.graphs import arguments, padded_step
     from model_runner_base.testing.engine import runner_of
 
     with random_llama(num_layers) as model:
@@ -90,26 +89,31 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
         )
     runner = runner_of(llm)
 
-    def inputs(count: int) -> tuple[GraphSize, torch.Tensor, torch.Tensor]:
-        """A decode step of ``count`` rows of padding."""
-        size = GraphSize(1, count, count, count, count + 1)
-        packed = runner._inputs.at(size)
-        runner.batch_builder.pack_padding(packed.views)
-        runner.attention.pack_padding(packed.views)
-        return size, runner.device_ops.to_device(packed.buffer), torch.zeros(65, dtype=torch.int32).to(runner.device)
+    parts, limits = runner.parts, runner.parts.caches.limits
+    run_model, state = parts.forward.function, parts.forward.state
 
-    forward = runner.graph_policy.wrap(runner._run_model, runner.kv_caches)
+    def inputs(count: int) -> list[Any]:
+        """A decode step of ``count`` rows of padding."""
+        step = padded_step(runner, limits.decode_size(count, count))
+        return [step.size, *arguments(runner, step)]
+
+    forward = runner.graph_policy.wrap(run_model, state)
 
     def by_runner(count: int) -> None:
-        runner._bind_kv_caches()
+        parts.bind_kv_caches()
         forward(*inputs(count))[0].cpu()
 
     # The other ways update caches of their own, since nothing is donated to them.
-    caches = [runner.device_ops.zeros(cache.shape, cache.dtype) for cache in runner.kv_caches]
+    caches = [runner.device_ops.zeros(cache.shape, cache.dtype) for cache in state]
+
+    def bind_own() -> None:
+        kept, state[:] = state.copy(), caches
+        parts.bind_kv_caches()
+        state[:] = kept
 
     def by_lazy_trace(count: int) -> None:
-        kv_cache.bind(caches, runner._kv_cache_index, runner.vllm_config)
-        outputs = runner._run_model(*inputs(count))
+        bind_own()
+        outputs = run_model(*inputs(count))
         _XLAC._xla_warm_up_cache([*caches, *outputs], [])
         del outputs
         _XLAC._clear_pending_irs(str(torch_xla.device()))
@@ -117,8 +121,8 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
 
     def by_torch_compile(count: int) -> None:
         size, *tensors = inputs(count)
-        compiled = torch.compile(lambda *args: runner._run_model(size, *args), backend="openxla", dynamic=False)
-        kv_cache.bind(caches, runner._kv_cache_index, runner.vllm_config)
+        compiled = torch.compile(lambda *args: run_model(size, *args), backend="openxla", dynamic=False)
+        bind_own()
         compiled(*tensors)[0].cpu()
 
     def line(way: str, run: Callable[[int], None], counts: list[int]) -> dict[str, Any]:
@@ -143,11 +147,11 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
             "mb": sum(cost.megabytes for cost in further) / len(further),
         }
 
-    with torch.no_grad(), set_forward_context(None, runner.vllm_config):
+    with torch.no_grad(), override_forward_context(parts.forward_context):
         counts = range(34, 34 + BUCKETS + 1)
         lines = [line("runner", by_runner, list(counts)), line("lazy trace", by_lazy_trace, [n + 10 for n in counts])]
         if with_naive:
-            lines.append(line("torch.compile", by_torch_compile, [n + 20 for n in counts[:3]]))
+            lines.append(line("torch.compile", by_torch_compile, [n + 24 for n in counts[:3]]))
         with Growth() as serial:
             for count in range(50, 50 + TOGETHER):
                 by_runner(count)

@@ -29,8 +29,10 @@ def main() -> None:
         max_model_len=128,
         additional_config={"neuron_config": {"num_seqs_buckets": [2]}},
     )
-    for size in llm.llm_engine.model_executor.driver_worker.worker.model_runner.graph_policy.sizes:
-        print(f"Graph: {size}")
+    policy = llm.llm_engine.model_executor.driver_worker.worker.model_runner.graph_policy
+    for size in policy.sizes:
+        numbers = [f"{n} {dim.name.replace('_', ' ')}" for dim, n in zip(policy.dims, size.dims, strict=True) if n]
+        print(f"Graph: {size.kind}", *numbers, sep=", ")
     greedy = SamplingParams(temperature=0, max_tokens=16)
     # More tokens than the largest prompt bucket: the prompt is taken in two chunks.
     prompt = "And the angel said unto her, Fear not: " * 6

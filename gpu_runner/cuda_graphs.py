@@ -10,16 +10,17 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, get_forward_context
 from vllm.platforms import current_platform
 
-from model_runner_base.graph_policy import GraphSize, StepFunction
+from model_runner_base.graph_policy import StepFunction
+from model_runner_base.step.sizes import StepSize
 
 
 class StepGraphs:
     """A function of a size and tensors, with a graph for every size whose mode is FULL."""
 
-    def __init__(self, function: StepFunction, mode_of: Callable[[GraphSize], CUDAGraphMode]) -> None:
+    def __init__(self, function: StepFunction, mode_of: Callable[[StepSize], CUDAGraphMode]) -> None:
         self._function = function
         self._mode_of = mode_of
-        self._graphs: dict[GraphSize, StepGraph] = {}
+        self._graphs: dict[StepSize, StepGraph] = {}
         self._pieces: set[int] = set()
         """Token counts whose pieces vLLM has captured."""
 
@@ -28,20 +29,20 @@ class StepGraphs:
 
     def __call__(self, *args: Any) -> Any:
         size = args[0]
-        if not isinstance(size, GraphSize):
+        if not isinstance(size, StepSize):
             return self._function(*args)
         graph = self._graphs.get(size)
         if graph is not None:
-            return graph.replay(args)
+            return graph.replay(*args[1:])
         mode = self._mode_of(size)
         if mode == CUDAGraphMode.FULL:
-            graph = self._graphs[size] = StepGraph(self._function, args)
-            return graph.replay(args)
+            graph = self._graphs[size] = StepGraph(self._function, *args)
+            return graph.replay(*args[1:])
         if mode == CUDAGraphMode.PIECEWISE:
             return self._run_in_pieces(size, args)
         return self._function(*args)
 
-    def _run_in_pieces(self, size: GraphSize, args: tuple[Any, ...]) -> Any:
+    def _run_in_pieces(self, size: StepSize, args: tuple[Any, ...]) -> Any:
         if size.num_tokens not in self._pieces:
             self._pieces.add(size.num_tokens)
             self._function(*args)  # Kernels tune and compile themselves outside the captures.
@@ -63,19 +64,32 @@ def _piecewise(num_tokens: int) -> Iterator[None]:
 
 
 class StepGraph:
-    """One captured call. Its results lie in the memory pool that all graphs share: valid until another is replayed."""
+    """One captured step.
 
-    def __init__(self, function: StepFunction, args: tuple[Any, ...]) -> None:
-        self._args = args
-        self._graph, self._outputs = capture(function, args)
+    Its results lie in the memory pool that all graphs share: valid until another is replayed. The packed buffer is no
+    such result. It has to last until the next step of this size, so it stays where it was captured: a replay reads it
+    there and hands out the same tensor.
+    """
 
-    def replay(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    def __init__(
+        self, function: StepFunction, size: StepSize, packed: torch.Tensor, entries: torch.Tensor, *others: torch.Tensor
+    ) -> None:
+        """``entries`` are those of a buffer that was just sent whole: they change nothing, and never will."""
+        self._packed = packed
+        self._no_entries = entries
+        self._others = others
+        self._graph, (*self._results, _) = capture(function, (size, packed, entries, *others))
+
+    def replay(self, packed: torch.Tensor, entries: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """With these arguments, which are copied where they lie elsewhere than the captured ones."""
-        for captured, given in zip(self._args, args, strict=True):
-            if captured is not given and isinstance(given, torch.Tensor) and captured.data_ptr() != given.data_ptr():
+        for captured, given in zip((self._packed, *self._others), (packed, *others), strict=True):
+            if captured is not given and captured.data_ptr() != given.data_ptr():
                 captured.copy_(given)
+        if entries is not self._no_entries:
+            # Ahead of the graph, whose own entries are somebody else's to read and must stay as they are.
+            self._packed.index_put_((entries[0],), entries[1])
         self._graph.replay()
-        return self._outputs
+        return *self._results, self._packed
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from gpu_runner.cuda_graphs import StepGraphs
-from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
-from model_runner_base.kv_cache import attention_layers
+from model_runner_base.graph_policy import GraphPolicy, StepFunction
+from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+from model_runner_base.vllm_port.kv_cache import attention_layers
 
 logger = init_logger(__name__)
 
@@ -28,45 +29,49 @@ class CudaGraphPolicy(GraphPolicy):
         self._graphs: list[StepGraphs] = []
 
     def configure(self, limits: StepLimits) -> None:
+        super().configure(limits)
         config = self._vllm_config.compilation_config
         mode = config.cudagraph_mode = resolve_mode(self._vllm_config)
         self._limits = limits
         self._decode, self._mixed = mode.decode_mode(), mode.mixed_mode()
         self._token_sizes = list(config.cudagraph_capture_sizes or ()) if mode != CUDAGraphMode.NONE else []
         steps = [
-            GraphSize(query_tile, size, min(size, limits.max_num_reqs), 0, 0)
-            for query_tile in (1, limits.query_tile)
-            for size in self._token_sizes
+            self._size(kind, num_tokens, min(num_tokens, limits.max_num_reqs))
+            for kind in (StepKind.DECODE, StepKind.MIXED)
+            for num_tokens in self._token_sizes
         ]
         self.sizes = sorted({size for size in map(self.dispatch, steps) if self.mode_of(size) != CUDAGraphMode.NONE})
 
-    def warm_up_sizes(self) -> set[GraphSize]:
+    def _size(self, kind: StepKind, num_tokens: int, num_reqs: int) -> StepSize:
+        return self._limits.size(kind, tokens=num_tokens, requests=num_reqs, logits=num_reqs)
+
+    def warm_up_sizes(self) -> set[StepSize]:
         """Every graph; and steps without one, so that no kernel is compiled, by vLLM or at its first launch, later."""
         config, limits = self._vllm_config.compilation_config, self._limits
         tokens = {limits.max_num_tokens, *(size for size in config.compile_sizes or () if isinstance(size, int))}
         if config.mode == CompilationMode.VLLM_COMPILE:
             tokens.update(compile_range.end for compile_range in config.get_compile_ranges())
-        sizes = {GraphSize(limits.query_tile, size, min(size, limits.max_num_reqs), 0, 0) for size in tokens}
-        sizes.add(GraphSize(1, limits.max_num_reqs, limits.max_num_reqs, 0, 0))
+        sizes = {self._size(StepKind.MIXED, size, min(size, limits.max_num_reqs)) for size in tokens}
+        sizes.add(self._size(StepKind.DECODE, limits.max_num_reqs, limits.max_num_reqs))
         return {*self.sizes, *map(self.dispatch, sizes)}
 
-    def dispatch(self, need: GraphSize) -> GraphSize:
+    def dispatch(self, need: StepSize) -> StepSize:
         index = bisect_left(self._token_sizes, need.num_tokens)
         if index == len(self._token_sizes):
             return need
         num_tokens, max_num_reqs = self._token_sizes[index], self._limits.max_num_reqs
-        if need.query_tile == 1 and self._decode == CUDAGraphMode.FULL and num_tokens <= max_num_reqs:
-            return GraphSize(1, num_tokens, num_tokens, 0, 0)
+        if need.kind == StepKind.DECODE and self._decode == CUDAGraphMode.FULL and num_tokens <= max_num_reqs:
+            return self._size(StepKind.DECODE, num_tokens, num_tokens)
         if self._mixed == CUDAGraphMode.NONE:
             return need
         num_reqs = min(num_tokens, max_num_reqs) if self._mixed == CUDAGraphMode.FULL else need.num_reqs
-        return GraphSize(self._limits.query_tile, num_tokens, num_reqs, 0, 0)
+        return self._size(StepKind.MIXED, num_tokens, num_reqs)
 
-    def mode_of(self, size: GraphSize) -> CUDAGraphMode:
+    def mode_of(self, size: StepSize) -> CUDAGraphMode:
         """How a step of a dispatched size runs: FULL, PIECEWISE or NONE."""
         if size.num_tokens not in self._token_sizes:
             return CUDAGraphMode.NONE
-        if size.query_tile != 1:
+        if size.kind != StepKind.DECODE:
             return self._mixed
         is_padded = size.num_reqs == size.num_tokens <= self._limits.max_num_reqs
         return self._decode if self._decode == CUDAGraphMode.FULL and is_padded else CUDAGraphMode.NONE
@@ -78,10 +83,17 @@ class CudaGraphPolicy(GraphPolicy):
         return full + compilation_counter.num_cudagraph_captured + compilation_counter.num_backend_compilations
 
     def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
-        """Functions of a ``GraphSize`` become graphs; what sampling does after them runs kernel by kernel."""
+        """Functions of a ``StepSize`` become graphs; what sampling does after them runs kernel by kernel."""
         graphs = StepGraphs(function, self.mode_of)
         self._graphs.append(graphs)
         return graphs
+
+
+def mark_views() -> None:
+    """Tells the base of the backend of vLLM's that a whole graph needs no metadata builder for (``BuilderCaches``)."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    TritonAttentionBackend.metadata_are_views = True  # type: ignore[attr-defined]
 
 
 def resolve_mode(vllm_config: VllmConfig) -> CUDAGraphMode:

@@ -10,12 +10,12 @@ from vllm.utils.mem_constants import GiB_bytes
 
 from gpu_runner.cuda_graphs import frozen_garbage
 from gpu_runner.device_ops import CudaDeviceOps
-from gpu_runner.graph_policy import CudaGraphPolicy
+from gpu_runner.graph_policy import CudaGraphPolicy, mark_views
 from gpu_runner.static_inputs import StaticInputs
 from model_runner_base.loader import load_checkpoint
-from model_runner_base.memory import DeviceMemoryProfiler
 from model_runner_base.model_runner import ModelRunnerBase
-from model_runner_base.warm_up import profile_step
+from model_runner_base.start.memory import DeviceMemoryProfiler
+from model_runner_base.start.warm_up import profile_step
 
 logger = init_logger(__name__)
 
@@ -24,6 +24,7 @@ class GPUModelRunner(ModelRunnerBase):
     """Runs vLLM's models with vLLM's kernels on a CUDA GPU, as CUDA graphs where the config asks for them."""
 
     def _cache_device_properties(self) -> None:
+        mark_views()
         self.device_ops: CudaDeviceOps = CudaDeviceOps(self.device, self.model_config.enable_sleep_mode)
         self.graph_policy: CudaGraphPolicy = CudaGraphPolicy(self.vllm_config)
         self.use_piecewise_graph = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE

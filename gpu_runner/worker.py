@@ -79,7 +79,7 @@ class GPUWorker(ModelRunnerWorker):
 
         CuMemAllocator.get_instance().wake_up(tags)
         if tags is None or "kv_cache" in tags:
-            for cache in self.model_runner.kv_caches:
+            for cache in self.model_runner.parts.kv_caches:
                 cache.zero_()
         if tags is None or "weights" in tags:
             for name, buffer in self.get_model().named_buffers():

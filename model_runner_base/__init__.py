@@ -9,26 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from model_runner_base.device_ops import DeviceOps, MemoryInfo
-    from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, GraphSize, StepLimits
+    from model_runner_base.graph_policy import BucketPolicy, GraphPolicy
     from model_runner_base.loader import load_checkpoint
-    from model_runner_base.memory import DeviceMemoryProfiler
     from model_runner_base.model_runner import ModelRunnerBase
     from model_runner_base.platform import PagedPlatform
-    from model_runner_base.step_memory import estimate_step_memory
+    from model_runner_base.start.memory import DeviceMemoryProfiler
+    from model_runner_base.start.step_memory import estimate_step_memory
+    from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
     from model_runner_base.worker import ModelRunnerWorker
 
 _HOMES = {
     "BucketPolicy": "graph_policy",
-    "DeviceMemoryProfiler": "memory",
+    "DeviceMemoryProfiler": "start.memory",
     "DeviceOps": "device_ops",
     "GraphPolicy": "graph_policy",
-    "GraphSize": "graph_policy",
     "MemoryInfo": "device_ops",
     "ModelRunnerBase": "model_runner",
     "ModelRunnerWorker": "worker",
     "PagedPlatform": "platform",
-    "StepLimits": "graph_policy",
-    "estimate_step_memory": "step_memory",
+    "StepKind": "step.sizes",
+    "StepLimits": "step.sizes",
+    "StepSize": "step.sizes",
+    "estimate_step_memory": "start.step_memory",
     "load_checkpoint": "loader",
 }
 
@@ -37,12 +39,13 @@ __all__ = [
     "DeviceMemoryProfiler",
     "DeviceOps",
     "GraphPolicy",
-    "GraphSize",
     "MemoryInfo",
     "ModelRunnerBase",
     "ModelRunnerWorker",
     "PagedPlatform",
+    "StepKind",
     "StepLimits",
+    "StepSize",
     "estimate_step_memory",
     "load_checkpoint",
 ]

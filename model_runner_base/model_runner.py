@@ -7,52 +7,49 @@ in the rooms that this file calls, and a device plugs itself in through four hoo
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import chain, compress
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.forward_context import create_forward_context, get_forward_context, override_forward_context
+from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.tasks import SupportedTask
-from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from model_runner_base import kv_cache, limits
-from model_runner_base.attention.adapter import AttentionAdapter, AttentionGroup
-from model_runner_base.attention.builders import BuilderAttentionAdapter
-from model_runner_base.attention.lines import ContiguousAdapter
-from model_runner_base.attention.paged import PagedAttentionBackend
-from model_runner_base.attention.plan import kv_tile_for
-from model_runner_base.attention_metadata import PagedAttentionAdapter
-from model_runner_base.batch_builder import BatchBuilder
+from model_runner_base import limits
+from model_runner_base.attention.layout import CacheLayout
+from model_runner_base.caches import allocation
+from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.kinds import make_caches
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import GraphPolicy, GraphSize, StepFunction, StepLimits
-from model_runner_base.input_batch import (
-    InputBatch,
-    PackedInputs,
-    PackedStep,
-    Section,
-    in_order,
-    token_sections,
-    unpack,
-)
+from model_runner_base.graph_policy import GraphPolicy, StepFunction
+from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.sampling.logits_processors import load_processors
+from model_runner_base.heads.sampling.logprobs import reads_processed
+from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.pipeline import SamplingPlan
+from model_runner_base.heads.sampling.sampler import sample
+from model_runner_base.heads.sampling.stage import SampleInputs
+from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.loader import change_config, reload_checkpoint
-from model_runner_base.outputs import SampledStep, StepOutput
-from model_runner_base.prompt_embeds import make_prompt_embeds
-from model_runner_base.request_states import RequestInfo, RequestStates
-from model_runner_base.sample.logits_processors import load_processors
-from model_runner_base.sample.logprobs import reads_processed
-from model_runner_base.sample.params import SamplingMode
-from model_runner_base.sample.pipeline import SamplingPipeline, SamplingPlan
-from model_runner_base.sample.sampler import sample
-from model_runner_base.sample.stage import SampleInputs
-from model_runner_base.sample.vocabulary import WHOLE, Vocabulary
-from model_runner_base.steady_decode import SteadyDecode
-from model_runner_base.step_guard import StepGuard, guarded
-from model_runner_base.warm_up import warm_up
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.start.warm_up import warm_up
+from model_runner_base.start.wiring import StepParts, wire
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.guard import StepGuard, guarded
+from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.schedule import Arrival, Schedule
+from model_runner_base.step.sizes import StepLimits, StepSize
+from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec, collect_specs, read_layout
+from model_runner_base.vllm_port.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+    StepOutput,
+)
+from model_runner_base.vllm_port.schedule import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 
 
 class ModelRunnerBase:
@@ -61,14 +58,20 @@ class ModelRunnerBase:
     use_piecewise_graph = False
     """Whether steps run as captured graphs; eager is the fallback."""
 
-    MIXED_QUERY_TILE = 16
-    """Query tokens in one attention tile of a step that mixes prefill and decode."""
     KV_TILE = 64
-    """Cache positions that an attention KV tile has at most, unless a block has more.
+    """Cache positions that an attention KV tile of a decode row has at most, unless a block has more.
 
     A request pays for whole tiles, so small ones suit short contexts; in plain torch long ones cost the same with 64
-    and 256, while a kernel may want more at a time. A device sets both in ``_cache_device_properties``.
+    and 256, while a kernel may want more at a time. A device sets this and the next two in
+    ``_cache_device_properties``.
     """
+    CHUNK_QUERY_TILE = 64
+    """Query tokens in one attention tile of a chunk of a prompt: they share every key that is read."""
+    CHUNK_KV_TILE = 128
+    """Cache positions in a KV tile of a chunk, of which there are fewer."""
+
+    parts: StepParts
+    """The step's own; ``initialize_kv_cache`` has them wired."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         limits.check_config(vllm_config)
@@ -82,6 +85,8 @@ class ModelRunnerBase:
         """Tokens of a request that tables and graphs are made for; None before they are."""
         self.tokenwise_graph_batch_sizes: list[int] = []
         """Token counts that steps are padded to; empty when eager."""
+        self.pending: SampleInputs | None = None
+        """What ``execute_model`` left for ``sample_tokens``."""
 
         # Replaced by _cache_device_properties where the device asks for it.
         self.device_ops = DeviceOps(device)
@@ -90,12 +95,8 @@ class ModelRunnerBase:
         self.vocabulary: Vocabulary = WHOLE
 
         self.model: Any
-        self._inputs = PackedInputs(self._sections)
-        self._steady: SteadyDecode | None = None
-        """The last step, if one like it may follow."""
-        self._sample_inputs: SampleInputs | None = None
         self._cache_device_properties()
-        self._logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
+        self.logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
 
     # ---- The four hooks of a device ----
 
@@ -117,16 +118,14 @@ class ModelRunnerBase:
 
     # ---- Factories: a device with a component of its own returns it here; the defaults serve all others ----
 
-    def _make_kv_caches(self, kv_cache_config: KVCacheConfig) -> tuple[list[torch.Tensor], dict[str, int]]:
+    def _make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]:
         """The caches on the device, and the index of each attention layer's."""
         with self.device_ops.memory_pool("kv_cache"):
-            return kv_cache.allocate(kv_cache_config, self.vllm_config, self.device_ops, self.KV_TILE)
+            return allocation.allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
-    def _make_attention_adapter(self, groups: list[AttentionGroup], step_limits: StepLimits) -> AttentionAdapter:
-        """The base's own plan where the platform chose the base's attention, else the backends' metadata builders."""
-        if all(issubclass(group.backend, PagedAttentionBackend) for group in groups):
-            return (ContiguousAdapter if step_limits.num_lines else PagedAttentionAdapter)(groups, step_limits)
-        return BuilderAttentionAdapter(groups, step_limits, self.vllm_config, self.device_ops)
+    def _make_caches(self, groups: list[AttentionGroup], step_limits: StepLimits) -> CacheKind:
+        """Groups of the base's own plan where the platform chose the base's attention, else of metadata builders."""
+        return make_caches(groups, step_limits, self.vllm_config, self.device_ops)
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction:
         """A function like ``sample`` without its first three parameters."""
@@ -154,11 +153,11 @@ class ModelRunnerBase:
         return ("generate",)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return kv_cache.collect_specs(self.vllm_config)
+        return collect_specs(self.vllm_config)
 
     def useful_cache_memory(self) -> float:
         """Bytes of KV cache beyond which more would lie idle."""
-        return kv_cache.useful_memory(self.vllm_config, self.get_kv_cache_spec())
+        return allocation.useful_memory(self.vllm_config, self.get_kv_cache_spec())
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """The engine fitted the model length to the memory that is left, before the KV cache exists.
@@ -173,58 +172,15 @@ class ModelRunnerBase:
         self.max_model_len = max_model_len
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocates and binds the KV caches, and everything whose size depends on them."""
-        max_num_reqs = self.scheduler_config.max_num_seqs
+        """Allocates and binds the KV caches, and wires the step, whose parts depend on them."""
         self._reach = self.max_model_len
-        self.kv_caches, self._kv_cache_index = self._make_kv_caches(kv_cache_config)
-        self._bind_kv_caches()
-        self.last_tokens = [self.device_ops.zeros((max_num_reqs + 1,), torch.int32)]
-
-        self.requests = RequestStates(max_num_reqs, self.max_model_len)
-        self.block_tables, groups = kv_cache.attention_groups(
-            kv_cache_config, self.vllm_config, max_num_reqs, self.max_model_len, self.KV_TILE
-        )
-        # Kernels of a device's own read by the plan's pairs.
-        by_lines = all(group.backend is PagedAttentionBackend for group in groups)
-        step_limits = self._step_limits(kv_cache.num_lines(kv_cache_config, self.vllm_config) if by_lines else 0)
-        self.graph_policy.configure(step_limits)
+        self.parts = wire(self, read_layout(kv_cache_config))
         self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
-        self.attention = self._make_attention_adapter(groups, step_limits)
-        self.batch_builder = BatchBuilder(self.requests, self.attention.decode_threshold)
-        self.prompt_embeds = make_prompt_embeds(self.model_config, self.requests, self.device_ops)
-
-        # One for all steps: a step's attention metadata is put into it while the model runs (see _run_model).
-        self._forward_context = create_forward_context(None, self.vllm_config)
-        wrap = self.graph_policy.wrap
-        self._forward = wrap(self._run_model, self.kv_caches)
-        samplers = {mode: wrap(self._make_sampler(mode), self.last_tokens) for mode in SamplingMode}
-        compute_logits = wrap(self._compute_logits, [])
-        self.sampling = SamplingPipeline(
-            self.vllm_config,
-            self._logits_processors,
-            self.requests,
-            samplers,
-            compute_logits,
-            self.last_tokens,
-            wrap,
-            self.graph_policy.sort_limits,
-            self.vocabulary,
-            self.device_ops,
-        )
-
-    def _bind_kv_caches(self) -> None:
-        """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
-        kv_cache.bind(self.kv_caches, self._kv_cache_index, self.vllm_config)
 
     def _step_limits(self, num_lines: int = 0) -> StepLimits:
-        return StepLimits(
-            max_num_tokens=self.scheduler_config.max_num_batched_tokens,
-            max_num_reqs=self.scheduler_config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            query_tile=self.MIXED_QUERY_TILE,
-            kv_tile=kv_tile_for(self.vllm_config.cache_config.block_size, self.KV_TILE),
-            num_lines=num_lines,
-        )
+        """What steps may be asked of; ``num_lines`` of a contiguous cache, where decode may read all of them."""
+        tiles = self.KV_TILE, self.CHUNK_QUERY_TILE, self.CHUNK_KV_TILE
+        return allocation.step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
 
     # ---- The engine's contract: one step ----
 
@@ -236,173 +192,161 @@ class ModelRunnerBase:
 
         Tensors would come from the stage before in a pipeline, which limits.py refuses.
         """
-        self._update_states(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
+        schedule, parts = read_schedule(scheduler_output), self.parts
+        self._update_states(schedule)
+        if not schedule.total_num_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        self._execute_encoder(scheduler_output)
-        batch, packed = self._prepare_inputs(scheduler_output)
-        embeds = self.prompt_embeds.tensors(batch, packed.size)
-        with override_forward_context(self._forward_context):
-            self.attention.prepare(batch, packed)
-            outputs = self._forward(packed.size, packed.on_device, self.last_tokens[0], *embeds)
-        self._sample_inputs = SampleInputs(batch, *outputs)
+        self._execute_encoder(schedule)
+        batch, step = self._prepare_inputs(schedule)
+        parts.inputs.prepare(batch)
+        with override_forward_context(parts.forward_context):
+            parts.caches.prepare(batch, step, parts.rows)
+            self.pending = SampleInputs(batch, *self._launch(step))
         return None
 
     @guarded
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """Launches the sampler on what ``execute_model`` left."""
-        inputs, self._sample_inputs = self._sample_inputs, None
-        if inputs is None:
+        """Launches the sampler on what ``execute_model`` left; the device records the tokens by row."""
+        pending, self.pending = self.pending, None
+        if pending is None:
             return None  # execute_model failed; the engine raises its exception
-        plan = self._prepare_sampling(inputs.batch)
-        sampled = self.sampling.run(plan, inputs, grammar_output)
-        output = self._make_output(inputs.batch, sampled)
+        plan = self._prepare_sampling(pending.batch)
+        sampled = self.parts.head.sample(plan, pending, read_grammar(grammar_output))
+        output = self._make_output(pending.batch, sampled)
         return output if self.scheduler_config.async_scheduling else output.get_output()
 
-    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
-        """Brings request states and block tables up to the scheduler's: finished, preempted, new, continued."""
-        for req_id in scheduler_output.finished_req_ids:
-            self.requests.remove(req_id)
-            self.sampling.prompt_logprobs.remove(req_id)
-        for req_id in scheduler_output.preempted_req_ids or ():
-            self.requests.release_row(req_id)
+    def _update_states(self, schedule: Schedule) -> None:
+        """Brings rows and block tables up to the scheduler's: finished, preempted, arriving, continued requests."""
+        requests, head = self.parts.requests, self.parts.head
+        for req_id in schedule.finished:
+            requests.forget(req_id)
+            head.forget(req_id)
+        for req_id in schedule.preempted:
+            requests.release(req_id)
+        if schedule.arrivals:
+            requests.make_room([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
+            for arrival in schedule.arrivals:
+                self._admit(arrival)
+        if any(schedule.new_blocks):
+            self._append_blocks(schedule)
 
-        cached = scheduler_output.scheduled_cached_reqs
-        arriving = [*cached.resumed_req_ids, *(new.req_id for new in scheduler_output.scheduled_new_reqs)]
-        self.requests.make_room(arriving, scheduler_output.num_scheduled_tokens)
-        for new in scheduler_output.scheduled_new_reqs:
-            info = RequestInfo.of(new, self.sampling.draw_seed)
-            if new.req_id not in self.requests.infos:  # Else a session goes on; its first prompt has had them.
-                self.sampling.prompt_logprobs.add(new.req_id, info)
-            self._place(new.req_id, info, info.prompt_token_ids, new.num_computed_tokens, new.block_ids)
-
-        self._extend(cached)
-
-    def _extend(self, cached: CachedRequestData) -> None:
-        """Gives continued requests their new blocks, resumed ones their rows. In steady decode most have neither."""
-        extended: list[Any] = cached.new_block_ids
-        if resumed := cached.resumed_req_ids:
-            extended = extended.copy()
-            for index, req_id in enumerate(cached.req_ids):
-                if req_id in resumed:
-                    block_ids, extended[index] = extended[index], None
-                    tokens, num_computed = cached.all_token_ids[req_id], cached.num_computed_tokens[index]
-                    self._place(req_id, self.requests.infos[req_id], tokens, num_computed, block_ids)
-        if any(extended):
-            steady = self._steady
-            # The last step's requests again: their rows are known, a look-up each would be most of the cost.
-            if steady is not None and steady.batch.req_ids == cached.req_ids:
-                rows = list(compress(steady.rows, extended))
-            else:
-                rows = [self.requests.rows[req_id] for req_id in compress(cached.req_ids, extended)]
-            by_table = zip(*filter(None, extended), strict=True)
-            for table, block_ids in zip(self.block_tables, by_table, strict=True):
-                table.append(rows, block_ids)
-
-    def _place(
-        self, req_id: str, info: RequestInfo, token_ids: list[int], num_computed: int, block_ids: tuple[list[int], ...]
-    ) -> None:
-        """Gives a new or resumed request its row."""
-        row = self.requests.add(req_id, info, token_ids, num_computed)
-        self.sampling.set(row, info, token_ids)
-        self.prompt_embeds.set(row, info)
-        for table, ids in zip(self.block_tables, block_ids, strict=True):
-            table.assign(row, ids)
-
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, PackedStep]:
-        """The batch; and the size it runs at with its arrays, padded to that size, in one buffer on the device."""
-        steady = self._steady
-        if steady is not None and steady.advance(scheduler_output):
-            batch, packed = steady.batch, steady.packed
+    def _admit(self, arrival: Arrival) -> None:
+        """Gives a new or resumed request its row; whoever keeps something by row learns of it."""
+        parts, req_id = self.parts, arrival.req_id
+        if arrival.request is None:
+            info = parts.requests.infos[req_id]
         else:
-            batch = self.batch_builder.build(scheduler_output)
-            packed = self._pack(batch)
-        self.prompt_embeds.pack(batch, packed.views)
-        packed.on_device = self.device_ops.to_device(packed.buffer, packed.on_device)
-        return batch, packed
+            info = RequestInfo.of(arrival.request, parts.head.draw_seed)
+            if req_id not in parts.requests.infos:  # Else a session goes on; its first prompt has been introduced.
+                parts.head.introduce(req_id, info)
+        row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
+        parts.head.admit(row, info, arrival.token_ids)
+        parts.inputs.admit(row, info)
+        for table, block_ids in zip(parts.block_tables, arrival.block_ids, strict=True):
+            table.assign(row, block_ids)
 
-    def _pack(self, batch: InputBatch) -> PackedStep:
-        """Plans the step, picks its size and fills that size's buffer."""
-        plans = self.attention.plan(batch)
-        return self._pack_at(self.graph_policy.choose(self.attention.needed_sizes(batch, plans)), batch, plans)
+    def _append_blocks(self, schedule: Schedule) -> None:
+        """Gives continued requests their new blocks; while a step is repeated, most have none."""
+        every, parts = schedule.new_blocks, self.parts
+        rows = parts.repeat.rows_of(schedule.continued)
+        if rows is not None:
+            rows = list(compress(rows, every))
+        else:
+            rows = [parts.requests.rows[req_id] for req_id in compress(schedule.continued, every)]
+        by_table = zip(*filter(None, every), strict=True)
+        for table, block_ids in zip(parts.block_tables, by_table, strict=True):
+            table.append(rows, block_ids)
 
-    def _pack_at(self, size: GraphSize, batch: InputBatch, plans: list[Any]) -> PackedStep:
-        packed = self._inputs.at(size)
-        self.batch_builder.pack(batch, packed.views)
-        self.attention.pack(batch, plans, packed.size, packed.views)
-        self._steady = None
-        if batch.is_uniform_decode and batch.num_sampled == batch.num_reqs:
-            steady_plans = self.attention.steady_plans(batch, plans, packed.size, packed.views)
-            if steady_plans is not None:
-                self._steady = SteadyDecode(batch, packed, steady_plans, self.requests)
-        return packed
+    def _prepare_inputs(self, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
+        """The batch, and the packed buffer on the device at the size that the step runs at."""
+        return self.parts.repeat.follow(schedule) or self._pack(self.parts.batches.build(schedule))
 
-    def _sections(self, size: GraphSize) -> list[Section]:
-        rooms = token_sections(size), self.attention.sections(size), self.prompt_embeds.sections(size)
-        return in_order(chain.from_iterable(rooms))
+    def _pack(self, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
+        """Picks the batch's size, fills that size's buffer and sends it."""
+        parts, num_decodes = self.parts, batch.num_decodes
+        size = self.graph_policy.choose(parts.caches.needs(batch))
+        step = parts.packer.at(size)
+        # Padding of decode rows lies between them and the chunks.
+        batch.query_start[num_decodes:] += parts.caches.chunk_start(size, num_decodes) - num_decodes
+        parts.inputs.fill(batch, size, step.views)
+        parts.caches.fill(batch, size, step.views)
+        step.send()
+        parts.repeat.watch(batch, step, parts.inputs, parts.caches)
+        return batch, step
+
+    def _launch(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Runs the model's graph on a packed step: logits, sample slots and hidden states (see ``SampleInputs``)."""
+        parts = self.parts
+        sent = step.on_device, step.entries_on_device
+        *result, step.on_device = parts.forward(step.size, *sent, *parts.rows.tensors, *parts.inputs.tensors)
+        return tuple(result)  # type: ignore[return-value]
 
     def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
         """Which rules, sampler and log probabilities the batch's requests ask for."""
-        return self.sampling.prepare(batch)
+        return self.parts.head.plan(batch)
 
     def _run_model(
-        self, size: GraphSize, packed: torch.Tensor, last_tokens: torch.Tensor, *embeds: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The function that becomes a graph: packed inputs to logits, sample slots and hidden states."""
-        arrays = unpack(packed, self._sections(size))
-        sources = arrays["token_sources"]
-        token_ids = torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], arrays["token_ids"])
+        self,
+        size: StepSize,
+        packed: torch.Tensor,
+        entries: torch.Tensor,
+        tokens: torch.Tensor,
+        computed: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """The function that becomes a graph: what the head makes of the model's hidden states, and the packed buffer.
+
+        Args:
+            size: the step's.
+            packed: [N] int32, the packed buffer.
+            entries: [2, E] int32, places in it and what is to stand there.
+            tokens, computed: those of ``DeviceRows``.
+            tensors: what the inputs read beside.
+        """
+        parts = self.parts
+        packed = packed.index_put((entries[0],), entries[1])
+        call = ModelCall.unpack(size, packed, parts.sections(size), tokens, computed)
+        parts.caches.bind(call)
+        parts.inputs.bind(call, self.model, tensors)
         context = get_forward_context()
         context.moe_layer_index = 0  # Counted up by vLLM's own expert layers, step by step.
-        context.attn_metadata = self.attention.build(size, arrays)
-        context.slot_mapping = self.attention.slot_mapping(size)
-        inputs = self.prompt_embeds.model_inputs(self.model, token_ids, arrays, embeds)
-        hidden_states = self.model(positions=arrays["positions"], intermediate_tensors=None, **inputs)
+        context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
+        hidden_states = self.model(positions=call.positions, intermediate_tensors=None, **call.kwargs)
         context.attn_metadata = None  # type: ignore[assignment]
-        logits = self._own_logits(hidden_states, arrays["logits_indices"])
-        sample_slots = torch.stack((arrays["sample_rows"], arrays["sample_positions"]))
-        return logits, sample_slots, hidden_states
-
-    def _compute_logits(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Logits [len(indices), V] float32 of some rows of the hidden states [T, hidden]."""
-        return self.vocabulary.whole(self._own_logits(hidden_states, indices))
-
-    def _own_logits(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """This rank's part of them."""
-        return self.vocabulary.own(self.model.compute_logits(hidden_states[indices]).float())
+        return *parts.head.traced(hidden_states, call), packed
 
     # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
 
-    def _calc_mrope_positions(self, scheduler_output: SchedulerOutput) -> np.ndarray | None:
+    def _calc_mrope_positions(self, schedule: Schedule) -> np.ndarray | None:
         """Multimodal rotary positions [3, T], or None for a model whose positions are one-dimensional."""
         return None
 
-    def _execute_encoder(self, scheduler_output: SchedulerOutput) -> list[torch.Tensor]:
+    def _execute_encoder(self, schedule: Schedule) -> list[torch.Tensor]:
         """Runs the scheduled encoder inputs; a text-only model has none."""
-        if scheduler_output.scheduled_encoder_inputs:
+        if schedule.encoder_inputs:
             raise limits.UnsupportedConfigError("multimodal inputs are not supported yet: send text only")
         return []
 
-    def _gather_encoder_outputs(self, scheduler_output: SchedulerOutput) -> list[torch.Tensor]:
+    def _gather_encoder_outputs(self, schedule: Schedule) -> list[torch.Tensor]:
         """Encoder outputs that fall into the scheduled tokens; a text-only model has none."""
         return []
 
     # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
 
-    def _dummy_run(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _dummy_run(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Runs the model at a size on nothing but padding; returns logits, sample slots and hidden states."""
-        self._bind_kv_caches()
-        self._steady = None
-        packed = self._inputs.at(size)
-        packed.buffer[:] = 0
-        self.batch_builder.pack_padding(packed.views)
-        self.attention.pack_padding(packed.views)
-        packed.on_device = self.device_ops.to_device(packed.buffer, packed.on_device)
-        with override_forward_context(self._forward_context):
-            self.attention.prepare(None, packed)
-            padding = self.prompt_embeds.padding(size)
-            return self._forward(size, packed.on_device, self.last_tokens[0], *padding)
+        parts = self.parts
+        parts.bind_kv_caches()
+        parts.repeat.stop()
+        step = parts.packer.at(size)
+        step.buffer[:] = 0
+        parts.inputs.fill_padding(size, step.views)
+        parts.caches.fill_padding(size, step.views)
+        step.send()
+        with override_forward_context(parts.forward_context):
+            parts.caches.prepare(None, step, parts.rows)
+            return self._launch(step)
 
-    def _warm_up(self, sizes: Iterable[GraphSize]) -> None:
+    def _warm_up(self, sizes: Iterable[StepSize]) -> None:
         """Runs every size, and all that sampling may need after it, once, largest first, under a progress bar."""
         warm_up(self, sizes)

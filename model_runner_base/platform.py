@@ -192,6 +192,6 @@ class PagedPlatform(Platform):
         check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)
         embeds = processed_inputs.get("prompt_embeds")
         if embeds is not None:
-            from model_runner_base.prompt_embeds import check_embeds
+            from model_runner_base.inputs.embeddings import check_embeds
 
             check_embeds(embeds, cls._hidden_size, getattr(params, "prompt_logprobs", None) is not None)

@@ -15,15 +15,15 @@ from vllm.profiler.wrapper import TorchProfilerActivity, TorchProfilerWrapper, W
 from vllm.tasks import SupportedTask
 from vllm.utils.mem_constants import GiB_bytes
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
-from model_runner_base.memory import DeviceMemoryProfiler
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
-from model_runner_base.step_guard import StepGuard
+from model_runner_base.start.memory import DeviceMemoryProfiler
+from model_runner_base.step.guard import StepGuard
+from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec
+from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+from model_runner_base.vllm_port.schedule import GrammarOutput, SchedulerOutput
 
 logger = init_logger(__name__)
 

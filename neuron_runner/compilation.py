@@ -25,6 +25,7 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
 
+from model_runner_base.step.sizes import StepSize
 from neuron_runner.communicator import run_on_host
 from neuron_runner.cutting import CutExecutable, CutGraph, donate, is_collective
 from neuron_runner.executable import Compiler, Executable
@@ -194,7 +195,7 @@ class CompiledFunction:
 
         State tensors among the arguments are recognised as such.
         """
-        key = tuple(arg if isinstance(arg, tuple) else (arg.shape, arg.dtype) for arg in args)
+        key = tuple(arg if isinstance(arg, StepSize) else (arg.shape, arg.dtype) for arg in args)
         executable, state_order = self._executables.get(key) or self._compile(key, args)
         if self._compiler.is_ahead:
             outputs = executable.stand_ins(len(state_order))
@@ -206,9 +207,9 @@ class CompiledFunction:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _compile(self, key: Any, args: tuple[Any, ...]) -> tuple[Executable | CutExecutable, list[int]]:
-        sizes = tuple(arg for arg in args if isinstance(arg, tuple))
+        sizes = tuple(arg for arg in args if isinstance(arg, StepSize))
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        ints = [value for size in sizes for value in size[1:]]
+        ints = [value for size in sizes for value in size.dims]
         capture = self._capture_for(args, sizes, ints, tensors)
         executable = capture.at(self._compiler, ints, tensors, self.state)
         self._executables[key] = executable, capture.state_order
@@ -216,7 +217,7 @@ class CompiledFunction:
 
     def _capture_for(self, args: Any, sizes: Any, ints: list[int], tensors: list[torch.Tensor]) -> Capture:
         """A capture that is right for these sizes: one that stands, else a new one."""
-        captures = self._captures.setdefault(tuple(size[0] for size in sizes), [])
+        captures = self._captures.setdefault(tuple(size.kind for size in sizes), [])
         for capture in captures:
             if capture.fits(ints, tensors):
                 return capture
@@ -225,15 +226,15 @@ class CompiledFunction:
 
 
 def _flat(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """``function`` over one list of ints and one of tensors; a size tuple keeps its first element, its kind, static."""
+    """``function`` over one list of ints and one of tensors; a size keeps its kind static."""
 
     def traced(ints: list[int], tensors: list[torch.Tensor]) -> Any:
         rebuilt: list[Any] = []
         next_int = next_tensor = 0
         for arg in args:
-            if isinstance(arg, tuple):
-                count = len(arg) - 1
-                rebuilt.append(type(arg)(arg[0], *ints[next_int : next_int + count]))
+            if isinstance(arg, StepSize):
+                count = len(arg.dims)
+                rebuilt.append(StepSize(arg.kind, tuple(ints[next_int : next_int + count])))
                 next_int += count
             else:
                 rebuilt.append(tensors[next_tensor])

@@ -92,11 +92,11 @@ class NeuronConfig(_Options):
         "start at 128.",
     )
     max_padding: float = Field(
-        default=0.14,
+        default=0.21,
         gt=0,
         lt=1,
-        description="Share of the expected work that may be padding, where sizes are placed; 0.2 takes about half the "
-        "graphs of 0.14, and start-up time with them.",
+        description="Share of the expected work that may be padding, where sizes are placed; 0.28 takes about "
+        "two thirds of the graphs of 0.21, and start-up time with them.",
     )
     compile_backend: Literal["openxla"] = Field(default="openxla", description="What compiles the graphs.")
     on_device_sampling_config: OnDeviceSamplingConfig | None = Field(

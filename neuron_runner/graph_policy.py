@@ -6,15 +6,10 @@ from collections.abc import Callable
 import torch
 from torch_xla import _XLAC
 
-from model_runner_base.graph_policy import (
-    BucketPolicy,
-    GraphPolicy,
-    GraphSize,
-    StepFunction,
-    StepLimits,
-    geometric,
-)
-from model_runner_base.size_placement import place_sizes
+from model_runner_base.caches.lines import line_sizes
+from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, StepFunction
+from model_runner_base.start.size_placement import place_sizes, prompts_alone
+from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.config import NeuronConfig
 from neuron_runner.executable import Compiler
@@ -41,44 +36,53 @@ class OpenXlaPolicy(BucketPolicy):
         self._compiler = Compiler()
 
     def configure(self, limits: StepLimits) -> None:
+        super().configure(limits)
         requests = _given(self.config.num_seqs_buckets, 1, limits.max_num_reqs)
         contexts = _given(self.config.context_length_buckets, 128, limits.max_model_len)
         tokens = _given(self.config.num_batched_tokens_buckets, 128, limits.max_num_tokens)
         if requests or contexts:
             decode = self._decode_grid(limits, requests, contexts)
         else:
-            decode = [size for size in self._placed(limits) if size.query_tile == 1]
+            decode = [size for size in self._placed(limits) if size.kind == StepKind.DECODE]
         if tokens:
-            mixed = self._mixed_grid(limits, tokens)
+            mixed = self._mixed_grid(limits, tokens, requests or geometric(1, limits.max_num_reqs))
         else:
-            mixed = [size for size in self._placed(limits) if size.query_tile != 1]
-        self.set_sizes([*decode, *mixed, *limits.line_sizes])
+            mixed = [size for size in self._placed(limits) if size.kind == StepKind.MIXED]
+        self.set_sizes([*decode, *mixed, *line_sizes(limits)])
         # torch_xla reads it when it compiles for the first time; a graph that its cache has dropped cannot be run.
         os.environ.setdefault(CACHE_SIZE, str(max(2048, GRAPHS_A_SIZE * len(self.sizes))))
 
-    def _placed(self, limits: StepLimits) -> tuple[GraphSize, ...]:
+    def _placed(self, limits: StepLimits) -> tuple[StepSize, ...]:
         return place_sizes(limits, self.config.max_padding)
 
     def _decode_grid(
         self, limits: StepLimits, requests: list[int] | None, contexts: list[int] | None
-    ) -> list[GraphSize]:
+    ) -> list[StepSize]:
         """Requests x mean context; a list that is not given grows twofold, contexts from 256 on."""
         requests = requests or geometric(1, limits.max_num_reqs)
-        contexts = contexts or [limits.kv_tile, *geometric(256, limits.max_model_len)]
-        tiles = sorted({-(-context // limits.kv_tile) for context in contexts})
-        return [GraphSize(1, n, n, n, n * kv_tiles + 1) for n in requests for kv_tiles in tiles]
+        contexts = contexts or [limits.decode.keys, *geometric(256, limits.max_model_len)]
+        tiles = sorted({-(-context // limits.decode.keys) for context in contexts})
+        return [limits.decode_size(n, n * kv_tiles) for n in requests for kv_tiles in tiles]
 
-    def _mixed_grid(self, limits: StepLimits, tokens: list[int]) -> list[GraphSize]:
-        """Tokens x pairs, from the most that the limits allow in halves down to two a tile."""
-        sizes = []
+    def _mixed_grid(self, limits: StepLimits, tokens: list[int], requests: list[int]) -> list[StepSize]:
+        """Tokens of chunks x pairs, from the most that the limits allow in halves down to two a tile.
+
+        Beside the chunks there may be as many decode rows as there may be requests; with the fewest pairs there are
+        chunks alone.
+        """
+        sizes, rows = [], limits.max_num_reqs
         for num_tokens in tokens:
-            num_tiles = limits.num_tiles(num_tokens)
-            num_pairs = num_tiles * limits.max_kv_tiles
-            num_reqs = min(num_tokens, limits.max_num_reqs)
-            fewest = min(num_pairs, max(8, 2 * num_tokens // limits.query_tile))
-            while num_pairs >= fewest:
-                sizes.append(GraphSize(limits.query_tile, num_tokens, num_reqs, num_tiles, num_pairs + 1))
-                num_pairs //= 2
+            num_chunks = min(num_tokens, rows)
+            num_tiles = limits.num_tiles(num_tokens, num_chunks)
+            decode_pairs, chunk_pairs = rows * limits.max_kv_tiles, num_tiles * limits.max_chunk_kv_tiles
+            fewest = max(8, 2 * num_tokens // limits.chunk.query)
+            num_halves = max(1, chunk_pairs // fewest).bit_length() - 1
+            for _ in range(max(1, num_halves)):
+                tiles = min(num_tiles, chunk_pairs)  # Each has a pair at least.
+                sizes.append(limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, tiles))
+                decode_pairs, chunk_pairs = max(rows, decode_pairs // 2), chunk_pairs // 2
+            if num_halves:
+                sizes.append(prompts_alone(limits, num_tokens, requests))
         return sizes
 
     def num_compilations(self) -> int:

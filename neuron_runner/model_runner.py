@@ -3,7 +3,7 @@
 from model_runner_base.graph_policy import GraphPolicy
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
-from model_runner_base.step_memory import estimate_step_memory
+from model_runner_base.start.step_memory import estimate_step_memory
 from neuron_runner.config import read_neuron_config
 from neuron_runner.nki import use_nki
 from neuron_runner.nki.tiling import KERNEL_KV_TILE, KERNEL_QUERY_TILE
@@ -29,7 +29,8 @@ class NeuronModelRunner(ModelRunnerBase):
         self.use_piecewise_graph = True
         self._has_attention_kernel = use_nki()
         if self._has_attention_kernel:
-            self.MIXED_QUERY_TILE, self.KV_TILE = KERNEL_QUERY_TILE, KERNEL_KV_TILE
+            self.CHUNK_QUERY_TILE = KERNEL_QUERY_TILE
+            self.KV_TILE = self.CHUNK_KV_TILE = KERNEL_KV_TILE
 
     def load_model(self) -> None:
         """Loads on the host, lays the weights out for the device there, then moves them."""
@@ -51,15 +52,16 @@ class NeuronModelRunner(ModelRunnerBase):
 
     def profile_run(self) -> int:
         """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""
-        self.graph_policy.configure(self._step_limits())
-        sizes = self.graph_policy.sizes or self._step_limits().largest_sizes
+        limits = self._step_limits()
+        self.graph_policy.configure(limits)
+        sizes = self.graph_policy.sizes or limits.largest_sizes
         from neuron_runner.quantization import largest_float_bytes
 
         step_memory = estimate_step_memory(
             sizes,
+            limits,
             self.get_kv_cache_spec(),
             self.model_config,
-            self.KV_TILE,
             gathers_cache=not self._has_attention_kernel,
         )
         return step_memory + largest_float_bytes(self.model)

@@ -5,79 +5,62 @@ import numpy as np
 from model_runner_base.host_loops import compiled
 
 FAN_IN = 8
-FAR = 1 << 30
-"""Start of a pair whose positions lie behind the causal mask of every token."""
+FAR = 1 << 29
+"""Start of a pair whose positions lie behind what any token sees."""
+
+
+@compiled
+def first_seen(position: int, window: int, chunk: int) -> int:
+    """The first position that a token sees (see ``Sight``)."""
+    if window:
+        return max(0, position - window + 1)
+    if chunk:
+        return position // chunk * chunk
+    return 0
+
+
+@compiled
+def last_seen(position: int, request_end: int, window: int, is_whole: bool) -> int:
+    """The last position that a token sees of a request whose tokens end before ``request_end`` (see ``Sight``)."""
+    if not is_whole:
+        return position
+    if window:
+        return min(position + window, request_end) - 1
+    return request_end - 1
+
+
+@compiled
+def kv_tiles_of(
+    position: int, end: int, request_end: int, kv_tile: int, window: int, chunk: int, is_whole: bool
+) -> tuple[int, int]:
+    """The first KV tile that a query tile, from ``position`` to before ``end``, sees, and the one behind its last."""
+    first, last = first_seen(position, window, chunk), last_seen(end - 1, request_end, window, is_whole)
+    return first // kv_tile, last // kv_tile + 1
 
 
 @compiled
 def count_pairs(
-    query_tile: int, kv_tile: int, window: int, query_len: np.ndarray, num_computed: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """The pairs of each query tile [NT], and of all; ``window`` is 0 if there is none."""
-    num_tiles = 0
-    for length in query_len:
-        num_tiles += (length + query_tile - 1) // query_tile
-    pairs_per_tile = np.empty(num_tiles, np.int64)
-    tile = num_pairs = 0
-    for request in range(len(query_len)):
-        for first in range(0, query_len[request], query_tile):
-            length = min(query_tile, query_len[request] - first)
-            start, stop = kv_tiles_of(num_computed[request] + first, length, kv_tile, window)
-            pairs_per_tile[tile] = stop - start
-            num_pairs += stop - start
-            tile += 1
-    return pairs_per_tile, num_pairs
-
-
-@compiled
-def kv_tiles_of(position: int, length: int, kv_tile: int, window: int) -> tuple[int, int]:
-    """The first KV tile that a query tile sees, and the one behind its last."""
-    start = max(0, position - window + 1) // kv_tile if window else 0
-    return start, (position + length - 1) // kv_tile + 1
-
-
-@compiled
-def fill_group(
-    block_size: int,
     query_tile: int,
     kv_tile: int,
     window: int,
+    chunk: int,
+    is_whole: bool,
     query_len: np.ndarray,
     num_computed: np.ndarray,
-    rows: np.ndarray,
-    table: np.ndarray,
-    slot_blocks: np.ndarray,
-    pair_tile: np.ndarray,
-    pair_start: np.ndarray,
-    pair_blocks: np.ndarray,
-) -> None:
-    """A group's sections of the packed buffer but the merge tree, in one call: see the loops below."""
-    fill_slots(block_size, query_len, num_computed, rows, table, slot_blocks)
-    fill_pairs(query_tile, kv_tile, window, query_len, num_computed, rows, table, pair_tile, pair_start, pair_blocks)
-
-
-@compiled
-def fill_slots(
-    block_size: int,
-    query_len: np.ndarray,
-    num_computed: np.ndarray,
-    rows: np.ndarray,
-    table: np.ndarray,
-    slot_blocks: np.ndarray,
-) -> None:
-    """The block that each token's key and value go to; padding goes to the null block."""
-    token = 0
+    pairs_per_tile: np.ndarray,
+) -> tuple[int, int]:
+    """Fills in the pairs of each query tile; returns how many tiles and pairs there are."""
+    tile = num_pairs = 0
     for request in range(len(query_len)):
-        row = rows[request]
-        block = num_computed[request] // block_size
-        offset = num_computed[request] - block * block_size
-        for _ in range(query_len[request]):
-            if offset == block_size:
-                block, offset = block + 1, 0
-            slot_blocks[token] = table[row, block]
-            offset += 1
-            token += 1
-    slot_blocks[token:] = 0
+        first, request_end = num_computed[request], num_computed[request] + query_len[request]
+        while first < request_end:
+            end = min(first + query_tile, request_end)
+            start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole)
+            pairs_per_tile[tile] = stop - start
+            num_pairs += stop - start
+            tile += 1
+            first = end
+    return tile, num_pairs
 
 
 @compiled
@@ -85,6 +68,8 @@ def fill_pairs(
     query_tile: int,
     kv_tile: int,
     window: int,
+    chunk: int,
+    is_whole: bool,
     query_len: np.ndarray,
     num_computed: np.ndarray,
     rows: np.ndarray,
@@ -92,30 +77,36 @@ def fill_pairs(
     pair_tile: np.ndarray,
     pair_start: np.ndarray,
     pair_blocks: np.ndarray,
+    last_pair: np.ndarray,
 ) -> None:
-    """Each pair's query tile, the first position of its KV tile, and that one's blocks [NP, B].
+    """Each pair's query tile, the first position of its KV tile, and that one's blocks [NP, B]; each tile's last pair.
 
-    Padding pairs are seen by nothing, so they keep the tiles and blocks of an earlier step.
+    Padding pairs are seen by nothing, so they keep the tiles and blocks of an earlier step. The last pair is always
+    padding, and its blocks are the null block: what padding tiles name as theirs.
     """
     width = pair_blocks.shape[1]
     all_blocks = pair_blocks.reshape(-1)
     tile = pair = 0
     for request in range(len(query_len)):
         row_blocks = table[rows[request]]
-        for first in range(0, query_len[request], query_tile):
-            length = min(query_tile, query_len[request] - first)
-            start, stop = kv_tiles_of(num_computed[request] + first, length, kv_tile, window)
-            end = pair + stop - start
+        first, request_end = num_computed[request], num_computed[request] + query_len[request]
+        while first < request_end:
+            end = min(first + query_tile, request_end)
+            start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole)
+            behind = pair + stop - start
             # As slices, which the compiler fills several places at a time.
-            tiles, starts = pair_tile[pair:end], pair_start[pair:end]
+            tiles, starts = pair_tile[pair:behind], pair_start[pair:behind]
             for index in range(stop - start):
                 tiles[index] = tile
                 starts[index] = (start + index) * kv_tile
-            blocks, seen = all_blocks[pair * width : end * width], row_blocks[start * width : stop * width]
+            blocks, seen = all_blocks[pair * width : behind * width], row_blocks[start * width : stop * width]
             for index in range(len(blocks)):
                 blocks[index] = seen[index]
-            pair = end
+            pair = behind
+            last_pair[tile] = pair - 1
             tile += 1
+            first = end
+    last_pair[tile:] = len(pair_tile) - 1
     # Behind the first padding there is nothing else: no step of this size has reached so far, and a buffer of zeros was
     # padded to its end. So whoever adds pairs leaves no padding between them.
     while pair < len(pair_start) and pair_start[pair] != FAR:
@@ -124,13 +115,22 @@ def fill_pairs(
 
 
 @compiled
+def fill_starts(token_ids: np.ndarray, num_computed: np.ndarray, starts: np.ndarray) -> None:
+    """Where rows start, R of them before padding at 0: a token that the device alone knows has its position there too,
+    and stands for it as for itself (``known_or``)."""
+    for row in range(len(num_computed)):
+        starts[row] = token_ids[row] if token_ids[row] < 0 else num_computed[row]
+    starts[len(num_computed) :] = 0
+
+
+@compiled
 def fill_merge_tree(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
-    """The merge tree of pure decode: for each level an array [nodes, FAN_IN] of node indices of the level below.
+    """The merge tree of decode rows: for each level an array [nodes, FAN_IN] of node indices of the level below.
 
     The last index of every level is a neutral node, to which all padding points.
 
     Args:
-        trees: padded, as long as ``PlanGeometry.level_sizes`` says.
+        trees: padded, as long as ``PairGeometry.level_sizes`` says.
         num_pairs: padded number of pairs.
     """
     counts = pairs_per_tile
@@ -168,7 +168,7 @@ def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray
 
 @compiled
 def fill_node_starts(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray) -> None:
-    """The merge tree of a mixed step, to which nothing is ever added: for each level, [nodes + 1], the first child of
+    """The merge tree of chunk tiles, to which nothing is ever added: for each level, [nodes + 1], the first child of
     each node, whose children end where the next one's begin; padding has none."""
     counts = pairs_per_tile
     for starts in trees:
@@ -185,16 +185,26 @@ def fill_node_starts(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray) 
 
 
 @compiled
-def fill_tiles(query_tile: int, query_len: np.ndarray, tile_starts: np.ndarray, token_slots: np.ndarray) -> None:
-    """The first token of each tile [NT + 1], which ends where the next one begins, and where in the flattened tiles
-    each token lies; padding tiles are empty."""
+def fill_tiles(
+    query_tile: int,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    tile_starts: np.ndarray,
+    tile_positions: np.ndarray,
+    token_slots: np.ndarray,
+) -> None:
+    """The first token of each chunk tile [NT + 1], which ends where the next one begins, and its position [NT]; where
+    in the flattened tiles each token lies. Padding tiles are empty."""
     tile = token = 0
-    for length in query_len:
+    for request in range(len(query_len)):
+        length = query_len[request]
         for first in range(0, length, query_tile):
             tile_starts[tile] = token
+            tile_positions[tile] = num_computed[request] + first
             for index in range(min(query_tile, length - first)):
                 token_slots[token] = tile * query_tile + index
                 token += 1
             tile += 1
     tile_starts[tile:] = token
+    tile_positions[tile:] = 0
     token_slots[token:] = 0

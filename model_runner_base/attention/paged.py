@@ -3,10 +3,9 @@
 The same code runs eager on any torch device and inside a compiled graph: shapes are static, the cache is written in
 place, masked values are finite. Softmax and merging are in float32.
 
-Shapes: P pairs, Q query tile, S KV tile, H heads, K KV heads, G = H / K, D head size.
+Shapes: P pairs, Q query tokens a tile, S KV tile, H heads, K KV heads, G = H / K, D head size.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,50 +13,38 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
 )
 
-from model_runner_base.attention.plan import PlanGeometry
-from model_runner_base.cache_ops import write_slots
+from model_runner_base.attention.cache_ops import write_slots
+from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
 
 MASK_VALUE = -1e30
+SEES_NOTHING = -1e29
+"""Above ``MASK_VALUE``, below any score."""
 MAX_DIAGONAL_KV_HEADS = 8
 """Up to so many, a product over all KV heads at once costs less than one a head, most of it by zeros as it is."""
 
 
-@dataclass
-class PagedAttentionMetadata(AttentionMetadata):
-    """Where this step's keys and values go, and the plan, on the device. All int32, sizes padded."""
+class NoBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
+    """What vLLM derives others from for chunked local and encoder-only attention: the base plans attention itself."""
 
-    geometry: PlanGeometry
-    slot_blocks: torch.Tensor
-    """[T] cache block that each token is written to."""
-    slot_offsets: torch.Tensor
-    """[T] offset in that block."""
-    pair_tile: torch.Tensor
-    """[P]"""
-    pair_offset: torch.Tensor
-    """[P] position of the query tile's first token, counted from the start of the pair's KV tile."""
-    pair_last: torch.Tensor
-    """[P] that of its last token: what lies behind it is not the request's."""
-    pair_blocks: torch.Tensor | None
-    """[P, blocks a KV tile]; None if pair i is the front of cache line i, whatever its length (attention/lines.py)."""
-    merge_tree: list[torch.Tensor]
-    """[nodes, FAN_IN] a level"""
-    tile_tokens: torch.Tensor | None = None
-    """[NT, Q] token indices of each query tile, any behind its last; None if tile i is token i (uniform decode)."""
-    token_slots: torch.Tensor | None = None
-    """[T] where a token's output lies in the flattened tiles."""
-    line_tiles: int = 0
-    """KV tiles at the front of each cache line that are read, where ``pair_blocks`` is None."""
+    def __init__(self, *args: Any) -> None:
+        raise NotImplementedError("attention in plain torch is planned by model_runner_base.caches, not by builders")
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        raise NotImplementedError
 
 
 class PagedAttentionBackend(AttentionBackend):
     """vLLM attention backend of every device that has no attention kernels of its own."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    reads_lines: ClassVar[bool] = True
+    """Whether decode may read whole lines of a contiguous cache (caches/lines.py)."""
 
     @staticmethod
     def get_name() -> str:
@@ -73,8 +60,7 @@ class PagedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        # The base plans attention itself (model_runner_base.attention_metadata).
-        raise NotImplementedError("layers with metadata of their own (chunked local attention) are not supported yet")
+        return NoBuilder
 
     @staticmethod
     def get_kv_cache_shape(
@@ -85,6 +71,11 @@ class PagedAttentionBackend(AttentionBackend):
 
 
 class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
+    """Of decoder layers, and of encoder-only ones, which see what lies behind a token too: the plan says what is seen.
+
+    Raises NotImplementedError for whatever a layer asks for beyond that.
+    """
+
     def __init__(
         self,
         num_heads: int,
@@ -101,8 +92,11 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         **unsupported: Any,
     ) -> None:
         refused = [name for name, value in unsupported.items() if value is not None]
-        if attn_type != AttentionType.DECODER:
-            refused.append(f"{attn_type} attention")
+        kind, is_causal = AttentionType(attn_type), attn_type == AttentionType.DECODER
+        if not is_causal and kind != AttentionType.ENCODER_ONLY:
+            refused.append(f"{kind.value} attention")
+        if not is_causal and alibi_slopes is not None:
+            refused.append(f"{kind.value} attention with ALiBi")
         if kv_cache_dtype != "auto":
             refused.append(f"kv_cache_dtype={kv_cache_dtype}")
         if refused:
@@ -111,7 +105,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.head_size = head_size
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
-        self.sliding_window = sliding_window
+        self.sliding_window = sliding_window if is_causal else None
+        """Where a query's own key is the last that it sees; elsewhere the plan alone says what is seen."""
         self.logits_soft_cap = logits_soft_cap
         self.alibi_slopes = alibi_slopes
         self.sinks = sinks
@@ -133,98 +128,85 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
         A layer that shares the cache of another finds it written.
         """
+        kv_cache = self._own_view(kv_cache, attn_metadata.block_size)
         if self.kv_sharing_target_layer_name is None:
             key = key.view(-1, self.num_kv_heads, self.head_size)
             value = value.view(-1, self.num_kv_heads, self.head_size)
             write_slots(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)
         return self.attend(query, kv_cache, attn_metadata)
 
+    def _own_view(self, kv_cache: torch.Tensor, block_size: int) -> torch.Tensor:
+        """The cache with this layer's heads: it may lie in memory shared with a layer that has others."""
+        shape = PagedAttentionBackend.get_kv_cache_shape(1, block_size, self.num_kv_heads, self.head_size)[1:]
+        return kv_cache if kv_cache.shape[1:] == shape else kv_cache.view(-1, *shape)
+
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: PagedAttentionMetadata
     ) -> torch.Tensor:
         """Attention over the cache, in which the active tokens' keys and values lie already; [T, H * D] both ways.
 
-        A device with a kernel of its own overrides this.
+        A device with a kernel of its own overrides this, or ``attend_decode`` and ``attend_chunks``.
         """
-        if attn_metadata.tile_tokens is None and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS:
-            partial = self._attend_single_queries(query, kv_cache, attn_metadata)
-        else:
-            partial = self._attend_pairs(query, kv_cache, attn_metadata)
-        for tree in attn_metadata.merge_tree:
+        num_rows, outputs = attn_metadata.num_decode_tokens, []
+        if attn_metadata.decode is not None:
+            outputs.append(self.attend_decode(query[:num_rows], kv_cache, attn_metadata.decode))
+        if attn_metadata.chunks is not None:
+            outputs.append(self.attend_chunks(query[num_rows:], kv_cache, attn_metadata.chunks))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    # ---- Decode rows: pairs' partial results, merged by the tree ----
+
+    def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        """Of decode rows, [rows, H * D] both ways."""
+        is_diagonal = self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS
+        attend = self._attend_single_queries if is_diagonal else self._attend_pairs
+        partial = attend(query, kv_cache, plan)
+        for tree in plan.merge_tree:
             partial = _merge(*partial, tree)
-        return self._untile(*partial, attn_metadata, query.shape[0]).to(query.dtype)
+        out, maximum, total = partial
+        if self.sinks is not None:
+            scale, total = self._sink(maximum, total)
+            out = out * scale
+        # A padded row saw nothing: its sum is 0, and its output must stay finite.
+        out = (out / total.clamp(min=1e-30)).reshape(-1, self.num_heads * self.head_size)
+        return (out if plan.token_slots is None else out[plan.token_slots]).to(query.dtype)
 
     def _attend_pairs(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, meta: PagedAttentionMetadata
+        self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Partial results of every pair: unnormalised output [P, K, Q * G, D], maximum and sum [P, K, Q * G, 1]."""
-        heads, kv_heads, head_size = self.num_heads, self.num_kv_heads, self.head_size
-        group = heads // kv_heads
-        query = query.view(-1, heads, head_size)
-        if meta.tile_tokens is None:
-            tile = 1
-            tiles = query[meta.pair_tile]
-        else:
-            tile = meta.tile_tokens.shape[1]
-            tiles = query[meta.tile_tokens[meta.pair_tile].view(-1)]
-        # [P, Q, K, G, D] -> [P, K, Q * G, D]
-        tiles = tiles.view(-1, tile, kv_heads, group, head_size).transpose(1, 2)
-        tiles = tiles.reshape(-1, kv_heads, tile * group, head_size)
-        keys, values = self._read(kv_cache, meta)
-        kv_tile = keys.shape[1]
-
-        # How far each key lies behind each query: negative ones are in the query's future.
-        position = torch.arange(kv_tile, dtype=torch.int32, device=query.device)
-        index = torch.arange(tile, dtype=torch.int32, device=query.device)
-        distance = meta.pair_offset.view(-1, 1, 1) + index.view(1, -1, 1) - position.view(1, 1, -1)
-        distance = distance.view(-1, 1, tile, 1, kv_tile).expand(-1, 1, tile, group, kv_tile)
-        distance = distance.reshape(-1, 1, tile * group, kv_tile)
-        products = torch.matmul(tiles.float(), keys.float().permute(0, 2, 3, 1))
-        slopes = self._slopes(query.device)
-        if slopes is not None:
-            slopes = self._by_row(slopes, tile)
-        scores, visible = self._scores(products, distance, slopes)
-
-        values = torch.where(self._is_own(meta, position).view(-1, kv_tile, 1, 1), values, 0.0)
+        """Partial results of every pair: unnormalised output [P, K, G, D], maximum and sum [P, K, G, 1]."""
+        tiles = query.view(-1, self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_size)[plan.pair_tile]
+        scores, visible, values = self._score(tiles, kv_cache, plan)
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
         total = weights.sum(dim=-1, keepdim=True)
         out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2))
         return out.float(), maximum, total
 
-    def _read(self, kv_cache: torch.Tensor, meta: PagedAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of every pair, each [P, S, K, D]."""
-        if meta.pair_blocks is None:
-            tiles = read_lines(kv_cache, meta.pair_offset.shape[0], meta.line_tiles)
-            return tiles[..., : self.num_kv_heads, :], tiles[..., self.num_kv_heads :, :]
-        shape = (-1, meta.geometry.kv_tile, self.num_kv_heads, self.head_size)
-        # Two gathers, not one that is split after: a compiler then gathers straight into each product's layout.
-        keys = kv_cache[:, :, : self.num_kv_heads][meta.pair_blocks]
-        values = kv_cache[:, :, self.num_kv_heads :][meta.pair_blocks]
-        return keys.view(shape), values.view(shape)
-
     def _attend_single_queries(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, meta: PagedAttentionMetadata
+        self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``_attend_pairs`` where a tile is one token (decode) and KV heads are few, G rows a KV head.
+        """``_attend_pairs`` where KV heads are few, G rows a KV head.
 
         Each pair's keys and values stay the matrices [S, K * D] that the gather makes: queries are laid out
         block-diagonally, zero but for their own KV head's columns, and of the output only those columns are kept.
         """
         kv_heads, head_size = self.num_kv_heads, self.head_size
         group = self.num_heads // kv_heads
-        tiles = query.view(-1, kv_heads, 1, group, head_size)[meta.pair_tile]
+        tiles = query.view(-1, kv_heads, 1, group, head_size)[plan.pair_tile]
         own = torch.eye(kv_heads, dtype=query.dtype, device=query.device).view(1, kv_heads, kv_heads, 1, 1)
         # [P, K, K', G, D] -> [P, K' * D, H]
         tiles = (tiles * own).permute(0, 2, 4, 1, 3).reshape(-1, kv_heads * head_size, self.num_heads)
-        keys, values = (x.flatten(2) for x in self._read(kv_cache, meta))
+        keys, values = (x.flatten(2) for x in self._read(kv_cache, plan))
 
-        position = torch.arange(keys.shape[1], dtype=torch.int32, device=query.device)
-        distance = (meta.pair_offset.view(-1, 1) - position.view(1, -1)).unsqueeze(-1)
+        position = torch.arange(keys.shape[1], dtype=torch.int32, device=query.device).view(1, -1)
         products = torch.matmul(keys.float(), tiles.float())
-        scores, visible = self._scores(products, distance, self._slopes(query.device))
+        first = None if plan.first is None else plan.first.unsqueeze(-1)
+        scores, visible = self._mask(
+            products, position.unsqueeze(-1), first, plan.last.unsqueeze(-1), self._slopes(query.device)
+        )
 
-        values = torch.where(self._is_own(meta, position).unsqueeze(-1), values, 0.0)
+        values = torch.where(_is_own(plan, position).unsqueeze(-1), values, 0.0)
         maximum = scores.amax(dim=1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
         total = weights.sum(dim=1)
@@ -234,68 +216,128 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         rows = (-1, kv_heads, group, 1)
         return out.float(), maximum.view(rows), total.view(rows)
 
+    # ---- Chunk tiles: against their tile's maximum at once, so that partial outputs only add up ----
+
+    def attend_chunks(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        """Of chunks' tokens, [C, H * D] both ways.
+
+        The maximum of every tile's scores is small, so its merge tree costs next to nothing; partial outputs are large,
+        and are added up by one product with the matrix that says whose tile a pair is.
+        """
+        assert plan.tile_tokens is not None and plan.token_slots is not None
+        kv_heads, head_size = self.num_kv_heads, self.head_size
+        group = self.num_heads // kv_heads
+        num_tiles, tile = plan.tile_tokens.shape
+        tiles = query.view(-1, kv_heads, group, head_size)[plan.tile_tokens.view(-1)]
+        # [NT, Q, K, G, D] -> [NT, K, Q * G, D]
+        tiles = tiles.view(num_tiles, tile, kv_heads, group, head_size).transpose(1, 2)
+        tiles = tiles.reshape(num_tiles, kv_heads, tile * group, head_size)[plan.pair_tile]
+        scores, _, values = self._score(tiles, kv_cache, plan)
+
+        number = torch.arange(num_tiles, dtype=torch.int32, device=query.device).view(-1, 1)
+        is_of = (number == plan.pair_tile.view(1, -1)).float()
+        maximum = scores.amax(dim=3)
+        for tree in plan.merge_tree:
+            maximum = maximum[tree].amax(dim=1)
+        # Where a row sees nothing at all, every weight is 0 even so.
+        maximum = maximum.clamp(min=SEES_NOTHING)
+        # Back to the pairs by a product, not a gather: a compiler would take the maxima again for every score.
+        reference = torch.matmul(is_of.t(), maximum.flatten(1)).view(-1, kv_heads, tile * group, 1)
+        weights = torch.exp(scores - reference)
+        out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2)).float()
+        out = torch.matmul(is_of, out.flatten(1)).view(num_tiles, kv_heads, tile * group, head_size)
+        total = torch.matmul(is_of, weights.sum(dim=3).flatten(1)).view(num_tiles, kv_heads, tile * group, 1)
+        if self.sinks is not None:
+            scale, total = self._sink(maximum.unsqueeze(3), total)
+            out = out * scale
+        out = (out / total.clamp(min=1e-30)).view(num_tiles, kv_heads, tile, group, head_size).transpose(1, 2)
+        return out.reshape(-1, self.num_heads * head_size)[plan.token_slots].to(query.dtype)
+
+    def _score(
+        self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scores, and what is visible, [P, K, Q * G, S], of pairs' queries [P, K, Q * G, D]; values [P, S, K, D]."""
+        group, query_tile = self.num_heads // self.num_kv_heads, plan.last.shape[1]
+        keys, values = self._read(kv_cache, plan)
+        position = torch.arange(keys.shape[1], dtype=torch.int32, device=tiles.device)
+
+        products = torch.matmul(tiles.float(), keys.float().permute(0, 2, 3, 1))
+        slopes = self._slopes(tiles.device)
+        if slopes is not None:
+            slopes = self._by_row(slopes, query_tile)
+        first = None if plan.first is None else _by_query(plan.first, group)
+        last = _by_query(plan.last, group)
+        scores, visible = self._mask(products, position.view(1, 1, 1, -1), first, last, slopes)
+        values = torch.where(_is_own(plan, position.view(1, -1)).view(-1, values.shape[1], 1, 1), values, 0.0)
+        return scores, visible, values
+
+    def _read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of every pair, each [P, S, K, D]."""
+        if plan.pair_blocks is None:
+            tiles = read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles)
+            return tiles[..., : self.num_kv_heads, :], tiles[..., self.num_kv_heads :, :]
+        shape = (-1, plan.kv_tile, self.num_kv_heads, self.head_size)
+        # Two gathers, not one that is split after: a compiler then gathers straight into each product's layout.
+        keys = kv_cache[:, :, : self.num_kv_heads][plan.pair_blocks]
+        values = kv_cache[:, :, self.num_kv_heads :][plan.pair_blocks]
+        return keys.view(shape), values.view(shape)
+
     def _slopes(self, device: torch.device) -> torch.Tensor | None:
         """[H] float32, whatever the model's dtype: distances are long."""
         slopes = self.alibi_slopes
         return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
 
-    def _scores(
-        self, products: torch.Tensor, distance: torch.Tensor, slopes: torch.Tensor | None
+    def _mask(
+        self,
+        products: torch.Tensor,
+        position: torch.Tensor,
+        first: torch.Tensor | None,
+        last: torch.Tensor,
+        slopes: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of products of queries and keys, all float32, and which of them the queries see."""
+        """Scores of products of queries and keys, all float32, and which of the keys at ``position`` are seen."""
         scores = products * self.scale
         if self.logits_soft_cap:
             scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
-        visible = distance >= 0
-        if self.sliding_window is not None:
-            visible = visible & (distance < self.sliding_window)
+        visible = position <= last
+        if first is not None:
+            visible = visible & (position >= first)
         if slopes is not None:
-            scores = scores - slopes * distance
+            # The last key that a query sees is its own.
+            scores = scores - slopes * (last - position)
         return torch.where(visible, scores, MASK_VALUE), visible
 
-    def _is_own(self, meta: PagedAttentionMetadata, position: torch.Tensor) -> torch.Tensor:
-        """[P, S] bool: whether an entry of a pair's KV tile is the request's, and in a token's sight.
+    def _sink(self, maximum: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds each head's sink: a score that takes its share of the softmax and gives nothing.
 
-        Behind the tile's last token, and before its window, lies whatever other requests left: a weight of 0 would not
-        silence a NaN there.
+        Maximum and total are [NT, K, Q * G, 1]; returns what outputs are scaled by, and the new total.
         """
-        is_own = position.view(1, -1) <= meta.pair_last.view(-1, 1)
-        if self.sliding_window is not None:
-            is_own = is_own & (meta.pair_offset.view(-1, 1) - position.view(1, -1) < self.sliding_window)
-        return is_own
-
-    def _untile(
-        self,
-        out: torch.Tensor,
-        maximum: torch.Tensor,
-        total: torch.Tensor,
-        meta: PagedAttentionMetadata,
-        num_tokens: int,
-    ) -> torch.Tensor:
-        """Normalises and puts the tiles back into token order: [NT, K, Q * G, D] -> [T, H * D]."""
-        if self.sinks is not None:
-            out, total = self._sink(out, maximum, total)
-        # A padded tile saw nothing: its sum is 0, and its output must stay finite.
-        out = out / total.clamp(min=1e-30)
-        if meta.token_slots is None:
-            return out.reshape(num_tokens, self.num_heads * self.head_size)
-        group = self.num_heads // self.num_kv_heads
-        out = out.view(out.shape[0], self.num_kv_heads, -1, group, self.head_size).transpose(1, 2)
-        return out.reshape(-1, self.num_heads * self.head_size)[meta.token_slots]
-
-    def _sink(self, out: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds each head's sink: a score that takes its share of the softmax and gives nothing."""
         assert self.sinks is not None
-        tile = out.shape[2] * self.num_kv_heads // self.num_heads
+        tile = maximum.shape[2] * self.num_kv_heads // self.num_heads
         sinks = self._by_row(self.sinks.float(), tile)
         new_max = torch.maximum(maximum, sinks)
         scale = torch.exp(maximum - new_max)
-        return out * scale, total * scale + torch.exp(sinks - new_max)
+        return scale, total * scale + torch.exp(sinks - new_max)
 
     def _by_row(self, values: torch.Tensor, tile: int) -> torch.Tensor:
         """One value a head, [H], to the rows of a tile, [1, K, Q * G, 1]."""
         values = values.view(1, self.num_kv_heads, 1, -1).expand(1, self.num_kv_heads, tile, -1)
         return values.reshape(1, self.num_kv_heads, -1, 1)
+
+
+def _by_query(x: torch.Tensor, group: int) -> torch.Tensor:
+    """One value a query, [P, Q], to the rows of a tile, [P, 1, Q * G, 1]."""
+    return x.unsqueeze(2).expand(-1, -1, group).reshape(x.shape[0], 1, -1, 1)
+
+
+def _is_own(plan: PairPlan, position: torch.Tensor) -> torch.Tensor:
+    """[P, S] bool: whether an entry of a pair's KV tile, at ``position`` [1, S], is seen by any of its queries.
+
+    What no query sees may be whatever other requests left: a weight of 0 would not silence a NaN there.
+    """
+    is_own = position <= plan.pair_last.view(-1, 1)
+    first = plan.pair_first
+    return is_own if first is None else is_own & (position >= first.view(-1, 1))
 
 
 def read_lines(kv_cache: torch.Tensor, num_lines: int, num_tiles: int) -> torch.Tensor:

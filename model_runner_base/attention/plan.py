@@ -1,10 +1,13 @@
 """The block-sparse attention plan: which query tile meets which KV tile.
 
-Attention is computed over (query tile, KV tile) pairs. A query tile is up to ``query_tile`` consecutive tokens of one
-request, a KV tile ``kv_tile`` consecutive cache positions of the same request. Only pairs that overlap causally, and
-lie inside the sliding window if there is one, are listed, so the work is proportional to the tokens that exist and
-not to rows x longest context. Counting them says which captured size the step needs; they are then listed right in
-the packed buffer of that size, and what is left of it are pairs that are masked everywhere.
+Attention is computed over (query tile, KV tile) pairs. A query tile is up to ``tiling.query`` consecutive tokens of one
+request, a KV tile ``tiling.keys`` consecutive cache positions of the same request. Only pairs that hold a key that a
+token of the tile sees are listed, so the work is proportional to the tokens that exist and not to rows x longest
+context. Counting them says which captured size the step needs; they are then listed in the packed buffer of that size.
+Padding pairs are masked.
+
+Example: KV tiles of 64 positions, a request in decode at position 130. Its query tile is one token; its pairs are KV
+tiles 0, 1 and 2, of which the last holds three keys that the token sees.
 
 A pair yields an unnormalised partial result with its running maximum and sum (the online-softmax state of
 FlashAttention, arXiv:2205.14135). The partial results of a tile are merged by a tree of gathers with fixed fan-in, so
@@ -16,18 +19,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from model_runner_base.attention.loops import FAN_IN, count_pairs
+from model_runner_base.attention.sight import CAUSAL, Sight
 
 
 @dataclass(frozen=True)
-class PlanGeometry:
-    """What is fixed for one KV-cache group and window."""
+class PairGeometry:
+    """What is fixed for the pairs of one KV-cache group and sight, of decode rows or of chunks."""
 
     block_size: int
+    query_tile: int
     kv_tile: int
     """Cache positions in a KV tile, a multiple of ``block_size``."""
     max_kv_tiles: int
-    window: int | None = None
-    """Sliding window in tokens: a query sees itself and ``window - 1`` tokens before it."""
+    sight: Sight = CAUSAL
 
     @property
     def blocks_per_tile(self) -> int:
@@ -53,18 +57,40 @@ class PlanGeometry:
             sizes.append(below)
         return [*sizes, num_tiles]
 
+    def count(self, query_len: np.ndarray, num_computed: np.ndarray, num_tokens: int) -> "PairCount":
+        """The pairs of requests with ``query_len`` [R] int64 new tokens, ``num_tokens`` in all, behind ``num_computed``
+        [R] int64 others.
+        """
+        per_tile = np.empty(num_tokens // self.query_tile + len(query_len), np.int64)  # Each may leave one ragged.
+        tile, sight = self.query_tile, self.sight
+        num_tiles, num_pairs = count_pairs(tile, self.kv_tile, *sight, query_len, num_computed, per_tile)
+        return PairCount(per_tile[:num_tiles], num_pairs)
 
-def kv_tile_for(block_size: int, target: int = 64) -> int:
-    """The KV tile near ``target``: several blocks, or a whole part of a block that is larger.
+
+@dataclass
+class PairCount:
+    """What a step needs room for, before padding. NT query tiles."""
+
+    per_tile: np.ndarray
+    """[NT]"""
+    num_pairs: int
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.per_tile)
+
+
+def kv_tile_for(block_size: int, target: int = 64, least: int = 1) -> int:
+    """The KV tile near ``target``, no less than ``least``: several blocks, or a whole part of a block that is larger.
 
     A request pays for whole tiles, so small ones suit short contexts; long ones cost the same with tiles of 64 and 256.
     Raises ValueError for a large block that has no such part.
     """
     if block_size <= target:
-        return target // block_size * block_size
+        return max(target // block_size, -(-least // block_size)) * block_size
     # Kernels that ask for whole 128s multiply so many positions at a time.
     granule = 128 if target % 128 == 0 and block_size % 128 == 0 else 1
-    parts = [size for size in range(granule, block_size + 1, granule) if block_size % size == 0]
+    parts = [size for size in range(granule, block_size + 1, granule) if block_size % size == 0 and size >= least]
     tile = min(parts, key=lambda size: max(size / target, target / size))
     if not target // 4 <= tile <= 4 * target:
         suitable = -(-block_size // target) * target
@@ -75,36 +101,8 @@ def kv_tile_for(block_size: int, target: int = 64) -> int:
     return tile
 
 
-def stored_block_size(block_size: int, target: int) -> int:
+def stored_block_size(block_size: int, target: int, least: int = 1) -> int:
     """Tokens in a block of the cache tensors: a block of the scheduler's that is larger than a KV tile is stored as so
     many tiles, side by side.
     """
-    return min(block_size, kv_tile_for(block_size, target))
-
-
-@dataclass
-class AttentionPlan:
-    """What a step needs room for, before padding; its pairs are listed when they are packed. NT query tiles."""
-
-    query_tile: int
-    pairs_per_tile: np.ndarray
-    """[NT]"""
-    num_pairs: int
-
-    @property
-    def num_tiles(self) -> int:
-        return len(self.pairs_per_tile)
-
-
-def make_plan(
-    geometry: PlanGeometry, query_tile: int, query_len: np.ndarray, num_computed: np.ndarray
-) -> AttentionPlan:
-    """Plans a step.
-
-    Args:
-        query_tile: 1 if every request has one token, else the tile of mixed steps.
-        query_len: [R] int64 tokens scheduled.
-        num_computed: [R] int64 tokens in the cache before this step.
-    """
-    pairs = count_pairs(query_tile, geometry.kv_tile, geometry.window or 0, query_len, num_computed)
-    return AttentionPlan(query_tile, *pairs)
+    return min(block_size, kv_tile_for(block_size, target, least))

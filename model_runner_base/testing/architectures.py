@@ -16,6 +16,8 @@ hf: Any = transformers
 VOCAB_SIZE = 512
 MAX_LENGTH = 512
 WINDOW = 40
+CHUNK = 24
+"""No whole number of blocks of 16, nor of KV tiles."""
 
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _SHAPE: dict[str, Any] = {
@@ -216,20 +218,20 @@ MIXTURES: Configs = {
         use_mixed_mlp_moe=True,
         num_shared_expert=1,
     ),
-}
-
-REFUSED: Configs = {
     "llama4": lambda: hf.Llama4TextConfig(
-        **_UNTIED | {"num_hidden_layers": 4},
+        **_UNTIED | {"num_hidden_layers": 4, "intermediate_size": 32},
         head_dim=16,
         intermediate_size_mlp=128,
-        num_local_experts=4,
+        num_local_experts=8,
         num_experts_per_tok=1,
         interleave_moe_layer_step=2,
         no_rope_layers=[1, 1, 1, 0],
-        attention_chunk_size=64,
+        attention_chunk_size=CHUNK,
         use_qk_norm=True,
     ),
+}
+
+REFUSED: Configs = {
     "deepseek-v2": lambda: hf.DeepseekV2Config(**_UNTIED, **_MLA, **_DEEPSEEK, moe_intermediate_size=32),
     "deepseek-v3": lambda: hf.DeepseekV3Config(**_UNTIED, **_MLA, **_DEEPSEEK, moe_intermediate_size=32),
     "longcat-flash": lambda: hf.LongcatFlashConfig(
@@ -311,5 +313,6 @@ EXERCISES = {
     "glm4-moe": "experts: sigmoid, bias, groups, shared; dense first layer",
     "ernie4_5-moe": "experts: softmax with bias, shared; dense first layer",
     "hunyuan-moe": "experts, shared; norms behind the rotary",
+    "llama4": "attention in chunks, no rotary in full layers, experts weighted before they run, shared",
 }
 """What of the runner and its layers a configuration puts to use, for the table in docs/architectures.md."""

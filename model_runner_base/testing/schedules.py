@@ -7,10 +7,14 @@ without a word, and come back in other blocks.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
+from typing import NamedTuple
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from model_runner_base.vllm_port.hand_made import Continued, HandMadeStep
+from model_runner_base.vllm_port.schedule import SchedulerOutput
 
 NULL_BLOCK = 0
 
@@ -64,13 +68,34 @@ class Share:
         return self.start + self.count == len(self.tokens)
 
 
+class Sees(NamedTuple):
+    """What a layer's tokens see of those before them, or what a group's blocks are kept for. Everything, if neither."""
+
+    window: int | None = None
+    """So many tokens, the one that sees among them."""
+    chunk: int | None = None
+    """Those that are in one chunk of so many with it."""
+
+
+@cache
+def seen_keys(sees: Sees, position: int) -> list[int]:
+    """All positions that the token at ``position`` sees."""
+    keys = list(range(position + 1))
+    if sees.window is not None:
+        keys = [key for key in keys if position - key < sees.window]
+    if sees.chunk is not None:
+        keys = [key for key in keys if key // sees.chunk == position // sees.chunk]
+    return keys
+
+
 @dataclass(frozen=True)
 class CacheGroup:
-    """A KV-cache group: its layers, the tokens of a block, and how far the layers see."""
+    """A KV-cache group: its layers with what each sees, the tokens of a block, and what its blocks are kept for."""
 
-    layer_names: list[str]
+    layers: dict[str, Sees]
+    """By name."""
     block_size: int
-    window: int | None
+    kept_for: Sees
 
 
 class BlockPool:
@@ -158,8 +183,7 @@ class HandScheduler:
     def step(self, wanted: dict[str, int]) -> tuple[SchedulerOutput, list[Share]]:
         """Schedules up to so many tokens of each request named, in that order, as far as blocks and limits go."""
         shares: list[Share] = []
-        arrived: list[NewRequestData] = []
-        cached = CachedRequestData([], set(), [], {}, [], [], [])
+        told = HandMadeStep()
         budget = self.max_num_tokens
         for name, most in wanted.items():
             request = self.requests[name]
@@ -175,24 +199,10 @@ class HandScheduler:
             budget -= count
             blocks = [list(blocks) for blocks in request.blocks]
             shares.append(Share(request, list(request.tokens), request.num_computed, count, blocks, request.generation))
-            if not request.is_known_to_runner:
-                arrived.append(self._as_new(request, blocks))
-            else:
-                self._append_cached(cached, request, was_running, new_blocks if was_running else blocks)
+            self._tell(told, request, was_running, new_blocks, blocks)
         self._commit(shares)
         scheduled = {share.request.name: share.count for share in shares}
-        output = SchedulerOutput(
-            scheduled_new_reqs=arrived,
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=sum(scheduled.values()),
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            num_common_prefix_blocks=[0] * len(self.groups),
-            finished_req_ids=self._finished,
-            free_encoder_mm_hashes=[],
-            preempted_req_ids=self._preempted,
-        )
+        output = told.scheduler_output(scheduled, self._finished, self._preempted, len(self.groups))
         self._finished, self._preempted = set(), set()
         return output, shares
 
@@ -219,7 +229,7 @@ class HandScheduler:
         return True
 
     def _cached_prefix(self, request: Request) -> list[list[int]]:
-        """The longest cached prefix that leaves a token to compute; window groups need only what is seen of it."""
+        """The longest cached prefix that leaves a token to compute; groups that see part of it need only that."""
         size = self.groups[0].block_size
         for num_blocks in range((len(request.tokens) - 1) // size, 0, -1):
             found = []
@@ -235,9 +245,8 @@ class HandScheduler:
         return [[] for _ in self.groups]
 
     def _num_unseen_blocks(self, group: CacheGroup, num_computed: int) -> int:
-        if group.window is None:
-            return 0
-        return max(0, num_computed - group.window + 1) // group.block_size
+        """Blocks that neither the next token nor a later one sees anything of."""
+        return seen_keys(group.kept_for, num_computed)[0] // group.block_size
 
     def _grow(self, request: Request, num_tokens: int) -> list[list[int]] | None:
         """Blocks for a request's first ``num_tokens`` tokens: the new ones a group, or None if there are too few."""
@@ -266,29 +275,25 @@ class HandScheduler:
             self.pool.free(blocks)
         request.blocks, request.num_computed, request.is_running = [], 0, False
 
-    def _as_new(self, request: Request, blocks: list[list[int]]) -> NewRequestData:
-        return NewRequestData(
-            req_id=request.name,
-            prompt_token_ids=list(request.prompt),
-            mm_features=[],
-            sampling_params=request.params,
-            pooling_params=None,
-            block_ids=tuple(blocks),
-            num_computed_tokens=request.num_computed,
-            lora_request=None,
-        )
-
-    def _append_cached(
-        self, cached: CachedRequestData, request: Request, was_running: bool, blocks: list[list[int]]
+    def _tell(
+        self, told: HandMadeStep, request: Request, was_running: bool, new: list[list[int]], every: list[list[int]]
     ) -> None:
-        cached.req_ids.append(request.name)
-        if not was_running:
-            cached.resumed_req_ids.add(request.name)
-        if not (was_running and request.was_in_last_step):
-            cached.all_token_ids[request.name] = [token for token in request.tokens if token is not None]
-        cached.new_block_ids.append(tuple(blocks) if any(blocks) else None)
-        cached.num_computed_tokens.append(request.num_computed)
-        cached.num_output_tokens.append(len(request.tokens) - len(request.prompt))
+        """Adds a request to a step: a newcomer with all that it is, another with what is new of it."""
+        if not request.is_known_to_runner:
+            told.add_new(request.name, list(request.prompt), request.params, every, request.num_computed)
+            return
+        was_there = was_running and request.was_in_last_step
+        blocks = new if was_running else every
+        told.continued.append(
+            Continued(
+                req_id=request.name,
+                is_resumed=not was_running,
+                all_token_ids=None if was_there else [token for token in request.tokens if token is not None],
+                new_block_ids=tuple(blocks) if any(blocks) else None,
+                num_computed=request.num_computed,
+                num_output_tokens=len(request.tokens) - len(request.prompt),
+            )
+        )
 
     def _commit(self, shares: list[Share]) -> None:
         for request in self.requests.values():

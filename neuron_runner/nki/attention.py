@@ -1,21 +1,24 @@
-"""The attention layer over the NKI kernels: same metadata, same cache, same plan as the openxla attention.
+"""The attention layer over the NKI kernels: same cache, same plans as the attention in plain torch.
 
 A custom op hides the kernels from Dynamo and tells it their shapes; the lazy trace that follows calls them. Not run on
 Neuron hardware.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
 
-from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl, PagedAttentionMetadata
+from model_runner_base.attention.metadata import PairPlan
+from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
 from neuron_runner.nki.availability import NKI_VARIABLE, require_nki
 from neuron_runner.nki.operands import decode_operands, tile_operands
 from neuron_runner.nki.tiling import Tiling
 
 
 class NkiAttentionBackend(PagedAttentionBackend):
+    reads_lines: ClassVar[bool] = False
+
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:
         """With ``enforce_eager`` the model runs on the host, where there are no kernels."""
@@ -23,7 +26,11 @@ class NkiAttentionBackend(PagedAttentionBackend):
 
 
 class NkiAttentionImpl(PagedAttentionImpl):
-    """Raises NotImplementedError for layers with ALiBi or attention sinks, ValueError for sizes that do not fit."""
+    """A kernel for decode rows, a kernel for chunks' tiles; a mixed step runs both.
+
+    Raises NotImplementedError for layers with ALiBi or attention sinks. Attending raises ValueError for sizes that do
+    not fit, and where query and cache are not of one dtype.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_nki()
@@ -35,79 +42,56 @@ class NkiAttentionImpl(PagedAttentionImpl):
                 f"attention as plain torch"
             )
 
-    def attend(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: PagedAttentionMetadata
-    ) -> torch.Tensor:
-        out = paged_flash_attention(
-            query.view(-1, self.num_heads, self.head_size),
-            kv_cache,
-            attn_metadata,
+    def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        lines, cache, tiling = self._lay_out(query, kv_cache, plan)
+        operands = decode_operands(plan, tiling, self.sliding_window)
+        out = attend_pairs(
+            lines,
+            cache,
+            operands.rows,
+            operands.bounds,
+            operands.queries,
+            operands.tree,
+            list(operands.level_rows),
+            self.num_heads,
+            self.num_kv_heads,
             self.scale,
-            self.sliding_window,
+            self.sliding_window or 0,
             self.logits_soft_cap or 0.0,
         )
-        return out.view(query.shape)
+        return out[: lines.shape[0]].view(query.shape)
 
-
-def paged_flash_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: PagedAttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float = 0.0,
-) -> torch.Tensor:
-    """Attention over the cached keys and values of a step, the active tokens' among them.
-
-    Args:
-        query: [T, H, D].
-        kv_cache: [blocks, block size, 2 * K, D], of the same dtype.
-
-    Returns [T, H, D]; zeros for padding tokens of a mixed step. Raises ValueError where the sizes do not fit.
-    """
-    num_tokens, num_heads, head_size = query.shape
-    num_kv_heads = kv_cache.shape[2] // 2
-    query_tile = 1 if meta.tile_tokens is None else meta.tile_tokens.shape[1]
-    if query.dtype != kv_cache.dtype:
-        raise ValueError(f"the kernel needs query and cache of one dtype, got {query.dtype} and {kv_cache.dtype}")
-    kv_tile = meta.geometry.kv_tile
-    tiling = Tiling(num_heads, num_kv_heads, head_size, query_tile, kv_tile, query.element_size())
-    flat = query.reshape(num_tokens * num_heads, head_size)
-    cache = kv_cache.view(-1, 2 * num_kv_heads * head_size)
-    if meta.tile_tokens is None:
-        decode = decode_operands(meta, tiling, window)
-        out = attend_pairs(
-            flat,
+    def attend_chunks(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        """Zeros for padding tokens."""
+        lines, cache, tiling = self._lay_out(query, kv_cache, plan)
+        operands = tile_operands(plan, tiling, self.sliding_window)
+        out = attend_tiles(
+            lines,
             cache,
-            decode.rows,
-            decode.bounds,
-            decode.queries,
-            decode.tree,
-            list(decode.level_rows),
-            num_heads,
-            num_kv_heads,
-            scale,
-            window or 0,
-            soft_cap,
+            operands.rows,
+            operands.bounds,
+            operands.queries,
+            operands.outputs,
+            operands.ranges,
+            self.num_heads,
+            self.num_kv_heads,
+            tiling.query_tile,
+            self.scale,
+            self.sliding_window or 0,
+            self.logits_soft_cap or 0.0,
         )
-        return out[: num_tokens * num_heads].view(query.shape)
-    tiles = tile_operands(meta, tiling, window)
-    out = attend_tiles(
-        flat,
-        cache,
-        tiles.rows,
-        tiles.bounds,
-        tiles.queries,
-        tiles.outputs,
-        tiles.ranges,
-        num_heads,
-        num_kv_heads,
-        query_tile,
-        scale,
-        window or 0,
-        soft_cap,
-    )
-    return torch.where(tiles.is_token.view(-1, 1, 1), out.view(query.shape), 0.0)
+        return torch.where(operands.is_token.view(-1, 1), out.view(query.shape), 0.0)
+
+    def _lay_out(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, Tiling]:
+        """Queries [tokens * H, D], the cache [positions, 2 * K * D], and how a pair of theirs is laid out."""
+        if query.dtype != kv_cache.dtype:
+            raise ValueError(f"the kernel needs query and cache of one dtype, got {query.dtype} and {kv_cache.dtype}")
+        sizes = self.num_heads, self.num_kv_heads, self.head_size
+        tiling = Tiling(*sizes, plan.last.shape[1], plan.kv_tile, query.element_size())
+        cache = kv_cache.view(-1, 2 * self.num_kv_heads * self.head_size)
+        return query.reshape(-1, self.head_size), cache, tiling
 
 
 @torch.library.custom_op("neuron_runner::attend_tiles", mutates_args=())

@@ -121,7 +121,6 @@ def compare(dst, src, op, column, value):
 greater = nl.greater
 greater_equal = nl.greater_equal
 less = nl.less
-less_equal = nl.less_equal
 
 
 def add_constant(dst, src, value):

@@ -1,16 +1,18 @@
 """Paged flash attention over the block-sparse plan, as NKI kernels. Not run on Neuron hardware.
 
-Two kernels share the work on a pair (``_attend``), as the plan's two uses share its arrays:
+A step has a plan of its decode rows and a plan of its chunks, and each has a kernel; both do the same with a pair
+(``_attend``):
 
-- ``attend_tiles``, for steps with prefill: a tile's pairs lie side by side, so the running maximum, sum and output
-  stay in SBUF while the tile's KV tiles stream by (FlashAttention, arXiv:2205.14135);
-- ``attend_pairs``, for pure decode: pairs are independent, in any order, and their partial results are added up along
-  the plan's merge tree (as in FlashDecoding), which steady decode keeps up in place.
+- ``attend_tiles``, for chunks: a tile's pairs lie side by side, so the running maximum, sum and output stay in SBUF
+  while the tile's KV tiles stream by (FlashAttention, arXiv:2205.14135);
+- ``attend_pairs``, for decode rows: pairs are independent, in any order, and their partial results are added up along
+  the plan's merge tree (as in FlashDecoding), which a repeated step keeps up in place.
 
 ``query`` is [tokens * heads, D]. ``cache`` is the paged cache [blocks, block size, 2 * K, D] seen as [positions,
 2 * K * D]: all heads of a position side by side, keys first. ``rows`` [P, S] names the cache row of each position of a
-pair's KV tile, so one indirect DMA fills 128 partitions; ``bounds`` [P, rows of a pass] float32 the last position that
-each row sees. Both come from the plan (see operands.py). Maximum, sum and output are float32, masked scores finite.
+pair's KV tile, so one indirect DMA fills 128 partitions. ``bounds`` [P, rows of a pass] float32 is the last position
+that each row sees; behind it, where it is twice as wide, the first, which else follows from ``window`` or is 0. Both
+come from the plan (see operands.py). Maximum, sum and output are float32, masked scores finite.
 
 H query heads, K KV heads, D head size, Q query tile, S KV tile. Loop counters are opaque (dialect.py).
 """
@@ -248,16 +250,19 @@ def _load_cache(pair, cache, rows, num_kv_heads, head_size):
 
 
 def _penalty(pair, bounds, positions, window):
-    """What is added to scores: MASK_VALUE where a row does not see a position."""
+    """What is added to scores: MASK_VALUE or twice that where a row does not see a position."""
     width, kv_tile = positions.shape
-    last = ops.sbuf((width, 1), ops.float32)
-    ops.load_row(last, bounds, pair)
+    bound = ops.sbuf((width, 1), ops.float32)
+    ops.load_row(bound, bounds, pair)
     penalty = ops.sbuf((width, kv_tile), ops.float32)
-    ops.compare(penalty, positions, ops.greater, last, MASK_VALUE)
-    if window:
-        ops.add_constant(last, last, -float(window))
+    ops.compare(penalty, positions, ops.greater, bound, MASK_VALUE)
+    if window or bounds.shape[1] > width:
+        if window:
+            ops.add_constant(bound, bound, 1.0 - window)
+        else:
+            ops.load_row(bound, bounds, pair, width)
         behind = ops.sbuf((width, kv_tile), ops.float32)
-        ops.compare(behind, positions, ops.less_equal, last, MASK_VALUE)
+        ops.compare(behind, positions, ops.less, bound, MASK_VALUE)
         ops.add(penalty, penalty, behind)
     return penalty
 

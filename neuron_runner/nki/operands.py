@@ -1,4 +1,4 @@
-"""From the attention metadata to what the kernels read: the plan with block, offset and head folded into row indices.
+"""From an attention plan to what the kernels read: block, offset and head folded into row indices.
 
 A handful of small int32 operations in plain torch, which the step's graph holds once for all layers of a group. Rows
 that are not the request's own lead to the null block, whose contents are finite: so whatever other requests left
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model_runner_base.attention.paged import PagedAttentionMetadata
+from model_runner_base.attention.metadata import PairPlan
 from neuron_runner.nki.tiling import PARTITIONS, Tiling
 
 
@@ -20,7 +20,8 @@ class PairOperands:
     rows: torch.Tensor
     """[P, S] int32 cache row of each position of the pair's KV tile."""
     bounds: torch.Tensor
-    """[P, W] float32 last position that each row sees."""
+    """[P, W] float32 the last position that each row sees; [P, 2 * W], the first behind it, where the plan has one and
+    no window tells it from the last."""
 
 
 @dataclass
@@ -32,7 +33,7 @@ class TileOperands(PairOperands):
     ranges: torch.Tensor
     """[NT, 2] int32"""
     is_token: torch.Tensor
-    """[T] bool: false for padding, whose output no tile writes."""
+    """[C] bool: false for padding, whose output no tile writes."""
 
 
 @dataclass
@@ -44,30 +45,30 @@ class DecodeOperands(PairOperands):
     level_rows: tuple[int, ...]
 
 
-def tile_operands(meta: PagedAttentionMetadata, tiling: Tiling, window: int | None) -> TileOperands:
-    """For ``attend_tiles``. A tile's pairs must lie side by side, as they do in any plan made from scratch."""
-    assert meta.tile_tokens is not None and meta.token_slots is not None
+def tile_operands(plan: PairPlan, tiling: Tiling, window: int | None) -> TileOperands:
+    """For ``attend_tiles``: a plan of chunks, in which a tile's pairs lie side by side."""
+    assert plan.tile_tokens is not None and plan.token_slots is not None
     heads, tile = tiling.num_heads, tiling.query_tile
-    num_tiles, num_tokens = meta.tile_tokens.shape[0], meta.token_slots.shape[0]
-    device = meta.tile_tokens.device
+    num_tiles, num_tokens = plan.tile_tokens.shape[0], plan.token_slots.shape[0]
+    device = plan.tile_tokens.device
     # Behind a tile's last token lie tokens of the next, whose place is not there.
     slot = torch.arange(num_tiles * tile, dtype=torch.int32, device=device).view(num_tiles, tile)
-    is_filled = meta.token_slots[meta.tile_tokens] == slot
+    is_filled = plan.token_slots[plan.tile_tokens] == slot
     head = torch.arange(heads, dtype=torch.int32, device=device).view(1, heads, 1)
-    queries = (meta.tile_tokens.unsqueeze(1) * heads + head).view(num_tiles, heads * tile)
+    queries = (plan.tile_tokens.unsqueeze(1) * heads + head).view(num_tiles, heads * tile)
     is_filled = is_filled.unsqueeze(1).expand(num_tiles, heads, tile).reshape(num_tiles, heads * tile)
     outputs = torch.where(is_filled, queries, num_tokens * heads)
 
     numbers = torch.arange(num_tiles, dtype=torch.int32, device=device).view(-1, 1)
-    is_real = (meta.pair_offset + tile > 0).view(1, -1)
-    pair_tile = meta.pair_tile.view(1, -1)
+    is_real = (plan.pair_last >= 0).view(1, -1)
+    pair_tile = plan.pair_tile.view(1, -1)
     first = ((pair_tile < numbers) & is_real).sum(dim=1, dtype=torch.int32)
     count = ((pair_tile == numbers) & is_real).sum(dim=1, dtype=torch.int32)
     token = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    is_token = meta.tile_tokens.reshape(-1)[meta.token_slots] == token
+    is_token = plan.tile_tokens.reshape(-1)[plan.token_slots] == token
     return TileOperands(
-        rows=_cache_rows(meta, window),
-        bounds=_bounds(meta, tiling),
+        rows=_cache_rows(plan),
+        bounds=_bounds(plan, tiling, window),
         queries=queries,
         outputs=outputs,
         ranges=torch.stack((first, first + count), dim=1),
@@ -75,34 +76,34 @@ def tile_operands(meta: PagedAttentionMetadata, tiling: Tiling, window: int | No
     )
 
 
-def decode_operands(meta: PagedAttentionMetadata, tiling: Tiling, window: int | None) -> DecodeOperands:
-    """For ``attend_pairs``: tile i is token i, pairs lie in any order."""
+def decode_operands(plan: PairPlan, tiling: Tiling, window: int | None) -> DecodeOperands:
+    """For ``attend_pairs``: a plan of decode rows, in which tile i is token i and pairs lie in any order."""
     heads = tiling.num_heads
-    head = torch.arange(heads, dtype=torch.int32, device=meta.pair_tile.device)
+    head = torch.arange(heads, dtype=torch.int32, device=plan.pair_tile.device)
     levels = []
-    for tree in meta.merge_tree:
+    for tree in plan.merge_tree:
         rows = (tree.unsqueeze(1) * heads + head.view(1, -1, 1)).view(-1, tree.shape[1])
         levels.append(torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % PARTITIONS)))
     return DecodeOperands(
-        rows=_cache_rows(meta, window),
-        bounds=_bounds(meta, tiling),
-        queries=meta.pair_tile.view(-1, 1) * heads + head,
+        rows=_cache_rows(plan),
+        bounds=_bounds(plan, tiling, window),
+        queries=plan.pair_tile.view(-1, 1) * heads + head,
         tree=torch.cat(levels),
         level_rows=tuple(level.shape[0] for level in levels),
     )
 
 
-def _cache_rows(meta: PagedAttentionMetadata, window: int | None) -> torch.Tensor:
-    block_size = meta.geometry.block_size
-    assert meta.pair_blocks is not None  # Whole cache lines are read by plain torch alone.
-    position = torch.arange(meta.geometry.kv_tile, dtype=torch.int32, device=meta.pair_blocks.device)
-    rows = meta.pair_blocks[:, position // block_size] * block_size + position % block_size
-    is_own = position <= meta.pair_last.view(-1, 1)
-    if window is not None:
-        is_own = is_own & (meta.pair_offset.view(-1, 1) - position < window)
+def _cache_rows(plan: PairPlan) -> torch.Tensor:
+    assert plan.pair_blocks is not None  # Whole cache lines are read by plain torch alone.
+    position = torch.arange(plan.kv_tile, dtype=torch.int32, device=plan.pair_blocks.device)
+    rows = plan.pair_blocks[:, position // plan.block_size] * plan.block_size + position % plan.block_size
+    is_own = position <= plan.pair_last.view(-1, 1)
+    first = plan.pair_first
+    if first is not None:
+        is_own = is_own & (position >= first.view(-1, 1))
     return torch.where(is_own, rows, 0)
 
 
-def _bounds(meta: PagedAttentionMetadata, tiling: Tiling) -> torch.Tensor:
-    row = torch.arange(tiling.rows, dtype=torch.int32, device=meta.pair_offset.device)
-    return (meta.pair_offset.view(-1, 1) + row % tiling.query_tile).float()
+def _bounds(plan: PairPlan, tiling: Tiling, window: int | None) -> torch.Tensor:
+    ends = [plan.last] if plan.first is None or window is not None else [plan.last, plan.first]
+    return torch.cat([end.repeat(1, tiling.heads_per_pass) for end in ends], dim=1).float()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from model_runner_base.cache_ops import write_slots
+from model_runner_base.attention.cache_ops import write_slots
 
 
 def reshape_and_cache(

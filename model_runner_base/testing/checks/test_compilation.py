@@ -56,7 +56,7 @@ def test_caches_are_written_in_place(text_engine: Callable[..., LLM]) -> None:
     runner = runner_of(llm)
 
     def addresses() -> list[int]:
-        return [runner.device_ops.buffer_address(cache) for cache in runner.kv_caches]
+        return [runner.device_ops.buffer_address(cache) for cache in runner.parts.kv_caches]
 
     before = addresses()
     assert len(set(before)) == len(before)
@@ -77,7 +77,6 @@ def test_host_does_not_wait(
         monkeypatch.setattr(runner, name, launches.launching(getattr(runner, name), name == "sample_tokens"))
     for name in ("to_host", "synchronize"):
         monkeypatch.setattr(runner.device_ops, name, launches.waiting(getattr(runner.device_ops, name), name))
-    monkeypatch.setattr(runner, "_make_output", launches.holding(runner._make_output))
     (tokens,) = tokens_of(generate(llm, [(5, 6, 7)], greedy(count)))
     assert tokens == text_model.greedy((5, 6, 7), count)
     assert not launches.waits, f"launching a step called {launches.waits}"
@@ -122,6 +121,7 @@ class Launches:
             if is_last:
                 self._launched[self._num_launched].set()
                 self._num_launched += 1
+                self._hold(result)
             return result
 
         return call
@@ -133,18 +133,14 @@ class Launches:
 
         return call
 
-    def holding(self, make_output: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            output = make_output(*arguments)
-            read = output.get_output
-            self._num_outputs += 1
-            number = self._num_outputs
+    def _hold(self, output: Any) -> None:
+        """Has the reading of a step's output wait until the next step was launched."""
+        read = output.get_output
+        self._num_outputs += 1
+        number = self._num_outputs
 
-            def get_output() -> Any:
-                assert self._launched[number].wait(30), f"step {number + 1} waits for the tokens of step {number}"
-                return read()
+        def get_output() -> Any:
+            assert self._launched[number].wait(30), f"step {number + 1} waits for the tokens of step {number}"
+            return read()
 
-            output.get_output = get_output
-            return output
-
-        return call
+        output.get_output = get_output

@@ -17,22 +17,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from model_runner_base.step.trace import StepTrace, watch_steps
 from model_runner_base.testing import reference
 from model_runner_base.testing.architectures import VOCAB_SIZE
-from model_runner_base.testing.brute_force import (
-    SeenStep,
-    check_arrays,
-    check_attention,
-    watched_steps,
-)
+from model_runner_base.testing.brute_force import check_step
 from model_runner_base.testing.engine import core_of, greedy, runner_of, sampled
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import check_tokens
-from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Request, Share
+from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Request, Sees, Share
 from model_runner_base.testing.table import refusal
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
+from model_runner_base.vllm_port.hand_made import frees_unseen_blocks
+from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 4, 32, 352
 OPTIONS = {
@@ -85,13 +82,18 @@ STEPS = st.builds(
 class Bench:
     """An engine's worker that is fed by hand, and everything about it that a step is compared with."""
 
-    def __init__(self, llm: LLM, model: TinyModel, seen: list[SeenStep]) -> None:
+    def __init__(self, llm: LLM, model: TinyModel, seen: list[StepTrace]) -> None:
         self.model = model
         self.worker = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[union-attr]
         self.runner = runner_of(llm)
         config = core_of(llm).scheduler.kv_cache_config
+        layers: Any = self.runner.vllm_config.compilation_config.static_forward_context
         self.groups = [
-            CacheGroup(group.layer_names, group.kv_cache_spec.block_size, _window(group.kv_cache_spec))
+            CacheGroup(
+                {name: _sees(layers[name]) for name in group.layer_names},
+                group.kv_cache_spec.block_size,
+                _kept_for(group.kv_cache_spec),
+            )
             for group in config.kv_cache_groups
         ]
         self.num_blocks = config.num_blocks
@@ -131,13 +133,19 @@ def _is_supported(llm: LLM, options: dict[str, Any]) -> bool:
     return True
 
 
-def _window(spec: object) -> int | None:
-    return getattr(spec, "sliding_window", None)
+def _sees(of: object) -> Sees:
+    """By a layer of vLLM's or its cache spec."""
+    return Sees(getattr(of, "sliding_window", None), getattr(of, "attention_chunk_size", None))
+
+
+def _kept_for(spec: object) -> Sees:
+    """What vLLM's scheduler keeps a group's blocks for: a spec of full attention may name a window or chunks, too."""
+    return _sees(spec) if frees_unseen_blocks(spec) else Sees()
 
 
 @contextmanager
 def bench_of(llm: LLM, model: TinyModel) -> Iterator[Bench]:
-    with watched_steps(runner_of(llm)) as seen:
+    with watch_steps(runner_of(llm)) as seen:
         yield Bench(llm, model, seen)
 
 
@@ -166,12 +174,8 @@ class Run:
             return
         assert result is None
         (seen,) = self.bench.seen
-        threshold = self.bench.runner.attention.decode_threshold
-        if threshold is not None:  # vLLM's order: decodes, other requests with tokens in the cache, fresh prompts.
-            shares = sorted(shares, key=lambda share: share.count > threshold if share.start else 2)
-        fed = check_arrays(seen, shares, MAX_NUM_SEQS)
-        check_attention(seen, shares, self.bench.runner, self.bench.groups)
-        self._note_fed_early(shares, fed)
+        check_step(seen, shares, MAX_NUM_SEQS, self.bench.groups)
+        self._note_fed_early(shares, seen)
         self._unread.append((shares, self.bench.worker.sample_tokens(None)))
         while len(self._unread) > self.is_async:
             self._read()
@@ -207,7 +211,7 @@ class Run:
         for request in self.requests:
             self.finish(request)
         self.step({})
-        assert not self.bench.runner.requests.num_reqs, "the runner keeps requests that have finished"
+        assert not self.bench.runner.parts.requests.num_reqs, "the runner keeps requests that have finished"
 
     def clean(self) -> None:
         """After a failure: takes back what was launched, whatever state the runner is in."""
@@ -232,14 +236,13 @@ class Run:
             if len(request.tokens) - len(request.prompt) == request.params.max_tokens and None not in request.tokens:
                 self.finish(request)
 
-    def _note_fed_early(self, shares: list[Share], fed: list[int]) -> None:
+    def _note_fed_early(self, shares: list[Share], seen: StepTrace) -> None:
         """Remembers tokens that were fed before the scheduler was told of them."""
-        token = 0
         for share in shares:
-            for position in range(share.start, share.start + share.count):
+            fed = seen.requests[share.request.name].token_ids
+            for position, token in enumerate(fed, start=share.start):
                 if share.tokens[position] is None:
-                    self._fed_early.append((share, position, fed[token]))
-                token += 1
+                    self._fed_early.append((share, position, token))
 
     def _check_fed_early(self) -> None:
         for share, position, fed in self._fed_early:
@@ -309,7 +312,7 @@ class Schedules(RuleBasedStateMachine):
                 self.run.clean()
 
 
-def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
+def test_repeated_step_is_interrupted(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
     """Requests that come back in other places, one token each, are not taken for those of the step before."""
     model = tiny_model("llama")
     with bench_of(engine(model.path, **OPTIONS), model) as bench:
@@ -328,7 +331,7 @@ def test_steady_decode_is_interrupted(engine: Callable[..., LLM], tiny_model: Ca
             run.end()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3", pytest.param("llama4", id="chunks")])
 def test_random_schedules(
     name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], pytestconfig: pytest.Config
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from model_runner_base.request_states import RequestInfo
+from model_runner_base.requests.states import RequestInfo
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.cases import FIRST_TOKEN
 from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of
@@ -170,7 +170,7 @@ def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconf
     assert not core.scheduler.requests
     llm.reset_prefix_cache()
     assert core.scheduler.kv_cache_manager.usage == 0, "blocks are not free"
-    assert runner.requests.num_reqs <= 1, f"{runner.requests.num_reqs} rows are taken"
+    assert runner.parts.requests.num_reqs <= 1, f"{runner.parts.requests.num_reqs} rows are taken"
     kept = list(names_kept(runner, "runner", set()))
     assert not kept, f"{len(kept)} entries are left: {kept[:3]}"
     left = count_infos() - num_infos

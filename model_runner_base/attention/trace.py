@@ -1,0 +1,91 @@
+"""An attention plan taken apart: which keys each token sees, as the metadata say it."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
+
+
+class SeenKeys(NamedTuple):
+    """The keys that one token attends to, each as often as it is counted, by position. K keys."""
+
+    positions: np.ndarray
+    """[K]"""
+    slots: np.ndarray
+    """[K] cache slot: block id times block size plus offset, in blocks of the cache tensors."""
+
+
+class LayerTrace(NamedTuple):
+    """What an attention layer was told of a step's padded tokens, T of them."""
+
+    slots: np.ndarray
+    """[T] the cache slot that each token's key and value go to."""
+    seen: list[SeenKeys]
+    """[T], or of the first of them; empty for a backend whose metadata only it can read."""
+
+
+def trace_plan(metadata: PagedAttentionMetadata, parts: int) -> LayerTrace:
+    """From metadata on the host; ``parts`` as in ``BlockTable``.
+
+    Raises ValueError where a plan contradicts itself.
+    """
+    decode, chunks, rows = metadata.decode, metadata.chunks, metadata.num_decode_tokens
+    seen = []
+    if decode is not None:
+        seen += _seen(decode, rows, parts)
+    if chunks is not None:
+        seen += _seen(chunks, len(metadata.slot_offsets) - rows, parts)
+    slots = metadata.slot_blocks.numpy().astype(np.int64) * metadata.block_size + metadata.slot_offsets.numpy()
+    return LayerTrace(slots, seen)
+
+
+def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
+    """What each of a plan's tokens sees."""
+    size = plan.block_size
+    last, pair_tile = plan.last.numpy(), plan.pair_tile.numpy()
+    starts = np.zeros_like(pair_tile) if plan.pair_start is None else plan.pair_start.numpy()
+    first = np.zeros_like(last) if plan.first is None else plan.first.numpy()
+    if plan.pair_blocks is None:
+        # A cache line is a tile and its only pair; the null line comes before the first.
+        lines = np.arange(len(pair_tile))
+        blocks = (1 + lines[:, None]) * parts + np.arange(plan.line_tiles)
+        tile_tokens, pair_tile = pair_tile[:, None], lines
+    else:
+        blocks = plan.pair_blocks.numpy()
+        tile_tokens = np.arange(num_tokens)[:, None] if plan.tile_tokens is None else plan.tile_tokens.numpy()
+    position = np.arange(blocks.shape[1] * size)
+    token_slots = np.arange(num_tokens) if plan.token_slots is None else plan.token_slots.numpy()
+    query_tile = tile_tokens.shape[1]
+    # From the leaves up: the pairs that each node of the merge tree adds up. Pairs that no query sees are neutral.
+    nodes = [[pair] if (last[pair] >= 0).any() else [] for pair in range(len(pair_tile))]
+    for tree in plan.merge_tree:
+        nodes = [[pair for child in children for pair in nodes[child]] for children in tree.tolist()]
+    if plan.tile_tokens is not None:
+        _check_sums(plan, nodes)
+    seen = []
+    for token in range(num_tokens):
+        tile, index = divmod(int(token_slots[token]), query_tile)
+        if tile_tokens[tile, index] != token:
+            seen.append(SeenKeys(np.zeros(0, np.int64), np.zeros(0, np.int64)))  # Padding.
+            continue
+        keys, slots = [position[:0]], [position[:0]]
+        for pair in nodes[tile]:
+            if pair_tile[pair] != tile:
+                raise ValueError(f"tile {tile} adds up a pair of tile {pair_tile[pair]}")
+            visible = position[(position >= first[pair, index]) & (position <= last[pair, index])]
+            keys.append(starts[pair] + visible)
+            slots.append(blocks[pair, visible // size].astype(np.int64) * size + visible % size)
+        every = np.concatenate(keys)
+        order = np.argsort(every, kind="stable")
+        seen.append(SeenKeys(every[order], np.concatenate(slots)[order]))
+    return seen
+
+
+def _check_sums(plan: PairPlan, nodes: list[list[int]]) -> None:
+    """Chunks add up what their tile's pairs hold, and take maxima by the tree: both must be of the same pairs."""
+    pair_tile, is_seen = plan.pair_tile.numpy(), (plan.last.numpy() >= 0).any(axis=1)
+    for tile, pairs in enumerate(nodes):
+        added = np.flatnonzero((pair_tile == tile) & is_seen).tolist()
+        if pairs != added:
+            raise ValueError(f"tile {tile} adds up pairs {added}, and takes the maximum of {pairs}")

@@ -1,0 +1,112 @@
+"""What the step asks of a kind of KV-cache groups: from a batch to what the attention layers read.
+
+A group's kind is chosen once, from what its layers keep and read (caches/kinds.py); ``caches/paged.py`` plans attention
+in plain torch, ``caches/lines.py`` reads whole lines of a contiguous cache, ``caches/scratch.py`` serves layers that
+keep nothing for a later step, ``caches/builders.py`` hands groups to backends with kernels and metadata builders of
+their own.
+
+Work comes in halves, since the size a step runs at may depend on its plan: ``needs`` counts on the unpadded batch; once
+a size is chosen, ``fill`` writes the padded sections on the host; ``prepare`` runs when the buffer is on the device;
+``bind`` works from it, inside the function that becomes a graph.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.v1.attention.backend import AttentionBackend
+
+from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.attention.sight import CAUSAL, Sight
+from model_runner_base.attention.trace import LayerTrace
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.builder import BatchOrder
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.repeat import RepeatPart
+from model_runner_base.step.sizes import Dim, StepSize
+
+
+@dataclass
+class AttentionGroup:
+    """Layers that share a block table, a backend and what they see, hence a plan or a metadata builder."""
+
+    layer_names: list[str]
+    block_table: BlockTable
+    kv_tile: int
+    """Positions in a KV tile of a decode row, whole blocks of the table."""
+    chunk_kv_tile: int
+    """Those of a chunk's."""
+    sight: Sight = CAUSAL
+    backend: type[AttentionBackend] = PagedAttentionBackend
+    spec: Any = None
+    """vLLM's KV-cache spec, which a metadata builder is made with; None for layers without a cache of their own."""
+
+    @property
+    def reads_lines(self) -> bool:
+        """Whether decode may read whole lines of a contiguous cache."""
+        return getattr(self.backend, "reads_lines", False) and not self.sight.is_whole
+
+
+class CacheKind(ABC):
+    """All groups of one kind."""
+
+    dims: tuple[Dim, ...] = ()
+    """What this kind adds to the size of a step."""
+    order = BatchOrder()
+
+    @abstractmethod
+    def needs(self, batch: InputBatch) -> list[StepSize]:
+        """The size of this step before padding, for each way it can be run: one, or more to choose from."""
+
+    @abstractmethod
+    def sections(self, size: StepSize) -> list[Section]:
+        """This kind's part of the packed buffer."""
+
+    @abstractmethod
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        """Writes the sections of the batch that ``needs`` was last asked about, padding included."""
+
+    @abstractmethod
+    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        """What is not zero in a step of nothing but padding."""
+
+    def chunk_start(self, size: StepSize, num_decode_tokens: int) -> int:
+        """The index of the first token of chunks, behind ``num_decode_tokens`` of decode rows and their padding."""
+        return num_decode_tokens
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        """What keeps the sections up while the step, all decode rows, is repeated; None if they cannot be."""
+        return None
+
+    def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:  # noqa: B027
+        """Called before every run, when the buffer is on the device; not part of the graph. No batch: all padding."""
+
+    @abstractmethod
+    def bind(self, call: ModelCall) -> None:
+        """Sets the call's ``positions``, and adds what the layers read to its ``metadata`` and ``slot_mapping``.
+
+        Part of the graph.
+        """
+
+    @abstractmethod
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
+        """What ``bind`` tells each layer, by name; the call is on the host, and its positions are set."""
+
+
+class DeviceStarts:
+    """A section of where rows start, while their step is repeated: the device knows."""
+
+    def __init__(self, starts: np.ndarray, rows: np.ndarray) -> None:
+        self._starts = starts
+        self._rows = rows
+
+    def begin(self, positions: np.ndarray) -> None:
+        self._starts[: len(self._rows)] = -self._rows - 1
+
+    def follow(self, positions: np.ndarray) -> bool:
+        return True

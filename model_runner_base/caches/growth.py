@@ -1,0 +1,218 @@
+"""A packed plan of decode rows, kept up while its step is repeated: what changes is where requests enter cache blocks.
+
+Nothing is planned again. A request that enters a block gets its id written, and one that enters a KV tile gets a pair
+at the end of the list, hung into the merge tree behind the pairs it has. A plan made from scratch lists the pairs in
+another order; it merges the same ones in the same order as long as nothing falls out of the row's sight.
+
+Example: blocks of 16, KV tiles of 64. A request at position 47 is repeated. At 48 it enters a block: one entry, the
+block's id in its last pair. At 64 it enters a KV tile: entries for a new pair (tile, start, block id), for the tree,
+and for the row's last pair. The steps between change nothing of the buffer.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from model_runner_base.attention.loops import FAN_IN
+from model_runner_base.attention.plan import PairCount, PairGeometry
+from model_runner_base.host_loops import compiled
+from model_runner_base.step.packing import PackedStep
+
+NO_ROOM = -1
+
+
+class GrowingPlan:
+    """One group's decode plan in the packed buffer, and what is needed to add to it. R requests, one tile each.
+
+    Args:
+        names: the group's sections: last pairs; pairs' tiles, starts and blocks; the levels of the tree.
+        count: the pairs that were packed.
+        block_table: [rows, blocks], of the group.
+        rows: [R] those of the requests in ``block_table``.
+    """
+
+    def __init__(
+        self,
+        geometry: PairGeometry,
+        names: tuple[str, str, str, str, list[str]],
+        step: PackedStep,
+        count: PairCount,
+        block_table: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
+        last_pair, pair_tile, pair_start, pair_blocks, levels = names
+        self.num_pairs = count.num_pairs
+        self._geometry = geometry
+        self._step = step
+        self._count = count
+        self._block_table = block_table
+        self._rows = rows
+        self._pairs = step.views[last_pair], step.views[pair_tile], step.views[pair_start]
+        self._places = np.array(
+            [step.offsets[name] for name in (last_pair, pair_tile, pair_start, pair_blocks, *levels)], np.int64
+        )
+        """Where in the buffer the sections begin."""
+        self._num_levels = len(levels)
+        self._steps_to_entry = 0
+        self._tree: Any = None
+
+    def begin(self, positions: np.ndarray) -> None:
+        """``positions`` [R] int64 of the step that was packed; counts the tree."""
+        self._tree = count_children(self._count.per_tile, self._num_levels, FAN_IN)
+        block_size = self._geometry.block_size
+        self._steps_to_entry = block_size - int((positions % block_size).max())
+
+    def follow(self, positions: np.ndarray) -> bool:
+        """Follows the positions, which have moved on by one token a request.
+
+        Returns False, and leaves the sections in disorder, if they have no room for the pairs that are needed.
+        """
+        self._steps_to_entry -= 1
+        if self._steps_to_entry:
+            return True
+        geometry, entries = self._geometry, self._step.entries
+        self.num_pairs, self._steps_to_entry = enter_blocks(
+            geometry.block_size,
+            geometry.kv_tile,
+            geometry.sight.window,
+            geometry.sight.chunk,
+            FAN_IN,
+            self.num_pairs,
+            positions,
+            self._rows,
+            self._block_table,
+            self._pairs,
+            self._places,
+            self._tree,
+            self._step.buffer,
+            entries.array,
+            entries.count,
+        )
+        return self.num_pairs != NO_ROOM
+
+
+@compiled
+def count_children(
+    pairs_per_tile: np.ndarray, num_levels: int, fan_in: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each level of the merge tree and request, [levels, R], the number of children and the last of them; and for
+    each level, [levels], the number of children in all.
+    """
+    counts = np.empty((num_levels, len(pairs_per_tile)), np.int64)
+    last = np.empty_like(counts)
+    totals = np.zeros(num_levels, np.int64)
+    for tile in range(len(pairs_per_tile)):
+        count = pairs_per_tile[tile]
+        for level in range(num_levels):
+            totals[level] += count
+            counts[level, tile], last[level, tile] = count, totals[level] - 1
+            count = (count + fan_in - 1) // fan_in
+    return counts, last, totals
+
+
+@compiled
+def write(buffer: np.ndarray, entries: np.ndarray, num_entries: np.ndarray, place: int, value: int) -> None:
+    """Writes one number of the packed buffer, and notes it among the entries if they have room."""
+    buffer[place] = value
+    if num_entries[0] < entries.shape[1]:
+        entries[0, num_entries[0]] = place
+        entries[1, num_entries[0]] = value
+    num_entries[0] += 1
+
+
+@compiled
+def enter_blocks(
+    block_size: int,
+    kv_tile: int,
+    window: int,
+    chunk: int,
+    fan_in: int,
+    num_pairs: int,
+    positions: np.ndarray,
+    rows: np.ndarray,
+    block_table: np.ndarray,
+    pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    places: np.ndarray,
+    tree: tuple[np.ndarray, np.ndarray, np.ndarray],
+    buffer: np.ndarray,
+    entries: np.ndarray,
+    num_entries: np.ndarray,
+) -> tuple[int, int]:
+    """Sees to the requests that have reached the first position of a block.
+
+    ``pairs`` are the sections of last pairs, pairs' tiles and starts; ``places`` where they, pairs' blocks and the
+    levels of the tree begin in ``buffer``. ``tree`` holds by level and request the number of children and the last of
+    them, and by level the number of children in all. Returns the number of pairs, or NO_ROOM, and after how many steps
+    the next request enters a block.
+    """
+    last_pair, pair_tile, pair_start = pairs
+    blocks_per_tile = kv_tile // block_size
+    steps = block_size
+    for tile in range(len(rows)):
+        position = positions[tile]
+        block = position // block_size
+        offset = position - block * block_size
+        steps = min(steps, block_size - offset)
+        if offset:
+            continue
+        if position % kv_tile == 0:
+            first = 0
+            if window:
+                first = max(0, position - window + 1)
+            elif chunk:
+                first = position // chunk * chunk
+            pair = fallen_pair(tile, first, kv_tile, num_pairs, pair_tile, pair_start)
+            if pair < 0:
+                pair = num_pairs
+                num_pairs += 1
+                if num_pairs == len(pair_tile):  # The last pair stays neutral.
+                    return NO_ROOM, 0
+                write(buffer, entries, num_entries, places[1] + pair, tile)
+                hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)
+            write(buffer, entries, num_entries, places[2] + pair, position)
+            write(buffer, entries, num_entries, places[0] + tile, pair)
+        place = places[3] + last_pair[tile] * blocks_per_tile + block % blocks_per_tile
+        write(buffer, entries, num_entries, place, block_table[rows[tile], block])
+    return num_pairs, steps
+
+
+@compiled
+def fallen_pair(
+    tile: int, first: int, kv_tile: int, num_pairs: int, pair_tile: np.ndarray, pair_start: np.ndarray
+) -> int:
+    """A pair of the tile's that lies before ``first``, the first position it sees, and gives up its place; or -1."""
+    if first:
+        for pair in range(num_pairs):
+            if pair_tile[pair] == tile and pair_start[pair] + kv_tile <= first:
+                return pair
+    return -1
+
+
+@compiled
+def hang(
+    tree: tuple[np.ndarray, np.ndarray, np.ndarray],
+    tile: int,
+    child: int,
+    fan_in: int,
+    places: np.ndarray,
+    buffer: np.ndarray,
+    entries: np.ndarray,
+    num_entries: np.ndarray,
+) -> None:
+    """Adds a child to a tile's lowest level of the tree, and the nodes above that this takes."""
+    counts, last, totals = tree
+    for level in range(len(totals)):
+        place = counts[level, tile] % fan_in
+        counts[level, tile] += 1
+        last[level, tile] = child
+        # The highest level has a node a tile, in the tiles' order.
+        if level == len(totals) - 1:
+            write(buffer, entries, num_entries, places[4 + level] + tile * fan_in + place, child)
+        else:
+            # A full node is followed by a new one, which the next level has to take in.
+            node = totals[level + 1] if place == 0 else last[level + 1, tile]
+            write(buffer, entries, num_entries, places[4 + level] + node * fan_in + place, child)
+            if place != 0:
+                return
+            totals[level + 1] += 1
+            child = node

@@ -1,0 +1,26 @@
+"""Which kind a model's KV-cache groups are: chosen once, from their specs and backends."""
+
+from vllm.config import VllmConfig
+
+from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.caches.builders import BuilderCaches
+from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.lines import LineCaches
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.scratch import ScratchCaches
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.step.sizes import StepLimits
+
+
+def make_caches(
+    groups: list[AttentionGroup], limits: StepLimits, vllm_config: VllmConfig, device_ops: DeviceOps
+) -> CacheKind:
+    """Groups are paged where the platform chose the base's attention, else their backend's builders see to them.
+
+    Layers without a cache of their own have groups that see requests whole; allocation.py lets no other backend by.
+    """
+    if any(group.sight.is_whole for group in groups):
+        return ScratchCaches(groups, limits)
+    if all(issubclass(group.backend, PagedAttentionBackend) for group in groups):
+        return (LineCaches if limits.num_lines else PagedCaches)(groups, limits)
+    return BuilderCaches(groups, limits, vllm_config, device_ops)

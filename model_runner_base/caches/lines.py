@@ -1,0 +1,144 @@
+"""Contiguous cache: decode over whole cache lines, without a gather of keys and values.
+
+With ``block_size=max_model_len`` a request has one block, whose id is its cache line. A step of decode may then read
+the front of all lines as one slice of the cache, each line as one pair with whatever token decodes there, and merge
+nothing. Lines that nobody uses are read for nothing, and short contexts at the length of the longest: where that costs
+more than the pairs of the plan, the step is packed as with a paged cache.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from model_runner_base.attention.loops import fill_starts
+from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
+from model_runner_base.caches.group import AttentionGroup, DeviceStarts
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.requests.device_rows import known_or
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep, Section, pad_into
+from model_runner_base.step.repeat import RepeatPart
+from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
+
+NO_TOKEN = -1
+
+
+def line_sizes(limits: StepLimits) -> list[StepSize]:
+    """Decode by whole lines: all requests, contexts of 4, 6, 8, 12, 16, ... KV tiles; shorter ones gain nothing."""
+    reqs = min(limits.max_num_reqs, limits.num_lines)
+    tiles = geometric(4, limits.max_kv_tiles) + geometric(6, limits.max_kv_tiles)
+    return [_line_size(limits, reqs, count) for count in sorted(set(tiles)) if limits.num_lines]
+
+
+def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:
+    """Every line is a pair of so many KV tiles."""
+    return limits.size(
+        StepKind.LINES,
+        tokens=num_rows,
+        requests=num_rows,
+        logits=num_rows,
+        decode_rows=num_rows,
+        decode_pairs=limits.num_lines * kv_tiles,
+    )
+
+
+class LineCaches(PagedCaches):
+    """Metadata of a contiguous cache: by whole lines at sizes of that kind, else as of a paged one."""
+
+    def needs(self, batch: InputBatch) -> list[StepSize]:
+        needs = super().needs(batch)
+        if batch.is_decode:
+            longest = -(-int(batch.seq_lens.max()) // self.limits.decode.keys)
+            needs.append(_line_size(self.limits, batch.num_reqs, longest))
+        return needs
+
+    def _kv_tiles(self, size: StepSize) -> int:
+        """Of each line."""
+        return self._dims(size)[1] // self.limits.num_lines
+
+    def sections(self, size: StepSize) -> list[Section]:
+        if size.kind != StepKind.LINES:
+            return super().sections(size)
+        sections = [Section("decode_starts", (size.num_tokens,))]
+        for index in range(len(self.groups)):
+            sections += [
+                Section(f"token_lines.{index}", (size.num_tokens,)),
+                Section(f"line_tokens.{index}", (self.limits.num_lines,)),
+            ]
+        return sections
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        if size.kind != StepKind.LINES:
+            return super().fill(batch, size, views)
+        fill_starts(views["token_ids"], batch.num_computed, views["decode_starts"])
+        for index, group in enumerate(self.groups):
+            lines = lines_of(group, batch.rows)
+            pad_into(views[f"token_lines.{index}"], lines, 0)
+            views[f"line_tokens.{index}"][:] = NO_TOKEN
+            views[f"line_tokens.{index}"][lines - 1] = np.arange(len(lines))
+
+    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        super().fill_padding(size, views)
+        for name, view in views.items():
+            if name.startswith("line_tokens."):
+                view[:] = NO_TOKEN
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        if step.size.kind != StepKind.LINES:
+            return super().repeat(batch, step)
+        starts = DeviceStarts(step.views["decode_starts"], batch.rows)
+        return [starts, _StandingLines(self._kv_tiles(step.size) * self.limits.decode.keys)]
+
+    def bind(self, call: ModelCall) -> None:
+        if call.size.kind != StepKind.LINES:
+            return super().bind(call)
+        positions = call.positions = known_or(call.arrays["decode_starts"], call.computed)
+        for index, planned in enumerate(self._planned):
+            group, tile = planned.group, planned.decode.kv_tile
+            lines, tokens = call.arrays[f"token_lines.{index}"], call.arrays[f"line_tokens.{index}"]
+            is_used, tokens = tokens >= 0, tokens.clamp(min=0)
+            first = group.sight.first(positions)
+            plan = PairPlan(
+                block_size=planned.decode.block_size,
+                kv_tile=tile,
+                pair_tile=tokens,
+                pair_start=None,
+                pair_blocks=None,
+                last=torch.where(is_used, positions[tokens], NEVER).unsqueeze(1),
+                first=None if first is None else first[tokens].unsqueeze(1),
+                merge_tree=[],
+                token_slots=(lines - 1).clamp(min=0),
+                line_tiles=self._kv_tiles(call.size),
+            )
+            metadata = PagedAttentionMetadata(
+                slot_blocks=lines * group.block_table.parts + positions // tile,
+                slot_offsets=positions % tile,
+                num_decode_tokens=positions.shape[0],
+                decode=plan,
+                chunks=None,
+            )
+            call.metadata.update(dict.fromkeys(group.layer_names, metadata))
+
+
+def lines_of(group: AttentionGroup, rows: np.ndarray) -> np.ndarray:
+    """The cache lines of requests, from 1 on: 0 is the null block."""
+    return group.block_table.table[rows, 0] // group.block_table.parts
+
+
+class _StandingLines:
+    """A packed step by whole lines: all of it stands while the longest context fits, since lines never change."""
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+        """Tokens that the packed size reads of every line."""
+        self._longest = 0
+
+    def begin(self, positions: np.ndarray) -> None:
+        self._longest = int(positions.max()) + 1
+
+    def follow(self, positions: np.ndarray) -> bool:
+        """Whether the packed size has room for one more token of the longest request."""
+        self._longest += 1
+        return self._longest <= self._context

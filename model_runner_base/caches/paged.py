@@ -1,0 +1,344 @@
+"""Paged groups without kernels: a block-sparse plan for plain torch, decode rows and chunk tiles each with their own.
+
+A step's tokens lie so: first the decode rows, padded to ``decode_rows``; then the tokens of chunks, padded to
+``chunk_tokens``. Rows are planned token by token, chunks in tiles of many tokens, since a tile reads each key once for
+all its queries. What of a plan follows from positions (offsets, what is seen, cache slots) the graph works out.
+
+Example: "a" in decode at position 130 (row 4), "b" with 100 tokens of its prompt, none of them computed; KV tiles of
+64 positions for rows and 128 for chunks, chunk tiles of 64 tokens; run at 2 decode rows and 128 chunk tokens. What is
+packed (docs/architecture.md has all of it):
+
+    decode_starts      [-5, 0]             row 4's position is on the device; padding
+    decode_pair_tile   [0, 0, 0, ...]      "a" meets KV tiles 0, 1, 2
+    decode_pair_start  [0, 64, 128, FAR, ...]
+    decode_last_pair   [2, P - 1]          where the key of position 130 goes; padding goes to the null block
+    chunk_tile_starts  [0, 64, 100, ...]   tokens 0 to 63 and 64 to 99 of the chunks are a tile each
+    chunk_tile_positions [0, 64, ...]
+    chunk_pair_tile    [0, 1, ...]         both tiles meet KV tile 0
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from model_runner_base.attention.loops import (
+    FAN_IN,
+    FAR,
+    fill_merge_tree,
+    fill_node_starts,
+    fill_pairs,
+    fill_starts,
+    fill_tiles,
+)
+from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
+from model_runner_base.attention.plan import PairCount, PairGeometry
+from model_runner_base.attention.trace import LayerTrace, trace_plan
+from model_runner_base.caches.chunk_tiles import ChunkTiles
+from model_runner_base.caches.group import AttentionGroup, CacheKind, DeviceStarts
+from model_runner_base.caches.growth import GrowingPlan
+from model_runner_base.requests.device_rows import known_or
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import Array, PackedStep, Section
+from model_runner_base.step.repeat import RepeatPart
+from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
+
+
+def plan_dims(decode: Tiling, chunk: Tiling) -> tuple[Dim, ...]:
+    """The dims of a step with plans. A pair costs the reading of its keys and the arithmetic of its queries.
+
+    The weights lie between what was measured with a small model on a CPU, where pairs are dearer, and the arithmetic of
+    a large model, where they are cheaper. A KV tile that is read in its line costs less than a gathered one
+    (docs/kv_cache.md).
+    """
+    row, tile = (pair.keys / 64 * (1 + pair.query / 16) * cost for pair, cost in ((decode, 0.25), (chunk, 0.16)))
+    return (
+        Dim("decode_rows", (0.0, 0.0, 0.0)),
+        Dim("decode_pairs", (row, row, 0.75 / 4)),
+        Dim("chunk_tokens", (0.0, 0.0, 0.0)),
+        Dim("chunk_tiles", (0.0, 1.0, 0.0)),
+        Dim("chunk_pairs", (0.0, tile, 0.0)),
+    )
+
+
+class _Names(NamedTuple):
+    """A group's sections of one of the two plans."""
+
+    last_pair: str
+    pair_tile: str
+    pair_start: str
+    pair_blocks: str
+    levels: list[str]
+
+    @classmethod
+    def of(cls, plan: str, index: int, geometry: PairGeometry) -> "_Names":
+        def name(part: str) -> str:
+            return f"{plan}_{part}.{index}"
+
+        levels = [f"{name('tree')}.{level}" for level in range(geometry.num_levels)]
+        return cls(name("last_pair"), name("pair_tile"), name("pair_start"), name("pair_blocks"), levels)
+
+    def levels_of(self, arrays: dict[str, Array]) -> tuple[Array, ...]:
+        return tuple([arrays[level] for level in self.levels])
+
+
+class _Planned(NamedTuple):
+    """A group with its two geometries and the names of its sections."""
+
+    group: AttentionGroup
+    decode: PairGeometry
+    chunk: PairGeometry
+    decode_names: _Names
+    chunk_names: _Names
+
+
+class PagedCaches(CacheKind):
+    """Plans and metadata for every group; all have the same decode rows and chunk tiles."""
+
+    def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
+        self.groups = groups
+        self.limits = limits
+        self.dims = plan_dims(limits.decode, limits.chunk)
+        self._planned = list(self._plan_groups())
+        self._counted: tuple[InputBatch, list[tuple[PairCount, PairCount]]]
+
+    def _plan_groups(self) -> Iterator[_Planned]:
+        limits = self.limits
+        for index, group in enumerate(self.groups):
+            decode, chunk = (
+                PairGeometry(group.block_table.block_size, query, keys, -(-limits.max_model_len // keys), group.sight)
+                for query, keys in (
+                    (limits.decode.query, group.kv_tile),
+                    (limits.chunk.query, group.chunk_kv_tile),
+                )
+            )
+            names = _Names.of("decode", index, decode), _Names.of("chunk", index, chunk)
+            yield _Planned(group, decode, chunk, *names)
+
+    # ---- On the host ----
+
+    def needs(self, batch: InputBatch) -> list[StepSize]:
+        rows, counted = batch.num_decodes, []
+        decode_len, decode_at = batch.query_len[:rows], batch.num_computed[:rows]
+        chunk_len, chunk_at = batch.query_len[rows:], batch.num_computed[rows:]
+        num_tokens = batch.num_tokens - rows
+        for planned in self._planned:
+            decode = planned.decode.count(decode_len, decode_at, rows)
+            counted.append((decode, planned.chunk.count(chunk_len, chunk_at, num_tokens)))
+        self._counted = batch, counted
+        decode_pairs = max([decode.num_pairs for decode, _ in counted], default=0)
+        if batch.is_decode:
+            return [self.limits.decode_size(rows, decode_pairs)]
+        chunk_pairs = max([chunk.num_pairs for _, chunk in counted], default=0)
+        num_tiles = max([chunk.num_tiles for _, chunk in counted], default=0)
+        num_chunks = batch.num_reqs - rows
+        return [self.limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, num_tiles)]
+
+    def _dims(self, size: StepSize) -> tuple[int, ...]:
+        """Decode rows and pairs; chunk tokens, tiles and pairs."""
+        return size.dims[3:8]
+
+    def chunk_start(self, size: StepSize, num_decode_tokens: int) -> int:
+        return num_decode_tokens if size.kind != StepKind.MIXED else self._dims(size)[0] * self.limits.decode.query
+
+    def sections(self, size: StepSize) -> list[Section]:
+        num_rows, num_pairs, num_tokens, num_tiles, num_chunk_pairs = self._dims(size)
+        sections = [Section("decode_starts", (num_rows,))]
+        # Only a plan of pure decode is ever added to: its nodes have room for children.
+        is_mixed = size.kind == StepKind.MIXED
+        for planned in self._planned:
+            sections += _pair_sections(planned.decode_names, planned.decode, num_rows, num_pairs, has_starts=is_mixed)
+        if is_mixed:
+            sections += [
+                Section("chunk_tile_starts", (num_tiles + 1,)),
+                Section("chunk_tile_positions", (num_tiles,)),
+                Section("chunk_token_slots", (num_tokens,)),
+            ]
+            for planned in self._planned:
+                sections += _pair_sections(
+                    planned.chunk_names, planned.chunk, num_tiles, num_chunk_pairs, has_starts=True
+                )
+        return sections
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        counted_batch, counted = self._counted
+        assert counted_batch is batch
+        rows, num_pairs = batch.num_decodes, self._dims(size)[1]
+        decode = batch.query_len[:rows], batch.num_computed[:rows], batch.rows[:rows]
+        fill_starts(views["token_ids"], decode[1], views["decode_starts"])
+        chunks = batch.query_len[rows:], batch.num_computed[rows:], batch.rows[rows:]
+        for planned, (decode_count, chunk_count) in zip(self._planned, counted, strict=True):
+            table = planned.group.block_table.table
+            _fill_pairs(planned.decode, *decode, table, planned.decode_names, views)
+            levels = planned.decode_names.levels_of(views)
+            if size.kind == StepKind.MIXED:
+                fill_node_starts(levels, decode_count.per_tile)
+                _fill_pairs(planned.chunk, *chunks, table, planned.chunk_names, views)
+                fill_node_starts(planned.chunk_names.levels_of(views), chunk_count.per_tile)
+            else:
+                fill_merge_tree(levels, decode_count.per_tile, num_pairs)
+        if size.kind == StepKind.MIXED:
+            fill_tiles(
+                self.limits.chunk.query,
+                *chunks[:2],
+                views["chunk_tile_starts"],
+                views["chunk_tile_positions"],
+                views["chunk_token_slots"],
+            )
+
+    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        for name, view in views.items():
+            if "_pair_start." in name:
+                view[:] = FAR
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        return [DeviceStarts(step.views["decode_starts"], batch.rows), *self._growing(batch, step)]
+
+    def _growing(self, batch: InputBatch, step: PackedStep) -> Iterator[RepeatPart]:
+        for planned, (count, _) in zip(self._planned, self._counted[1], strict=True):
+            table = planned.group.block_table.table
+            yield GrowingPlan(planned.decode, planned.decode_names, step, count, table, batch.rows)
+
+    # ---- On the device ----
+
+    def bind(self, call: ModelCall) -> None:
+        arrays = call.arrays
+        starts = arrays["decode_starts"]
+        num_rows = starts.shape[0]
+        decode_positions = known_or(starts, call.computed)
+        tiles = None
+        call.positions = decode_positions
+        if call.size.kind == StepKind.MIXED:
+            tiles = ChunkTiles.of(call, self.limits.chunk.query)
+            call.positions = torch.cat((decode_positions, tiles.positions))
+        for planned in self._planned:
+            blocks, parts = [], []
+            decode = _decode_plan(planned, call, decode_positions)
+            parts.append(decode)
+            blocks.append(_own_blocks(decode, arrays[planned.decode_names.last_pair], decode_positions, planned.decode))
+            if tiles is not None:
+                chunks = _chunk_plan(planned, call, tiles)
+                parts.append(chunks)
+                blocks.append(tiles.own_blocks(arrays[planned.chunk_names.last_pair], chunks, planned.chunk))
+            metadata = PagedAttentionMetadata(
+                slot_blocks=torch.cat(blocks) if tiles is not None else blocks[0],
+                slot_offsets=call.positions % planned.decode.block_size,
+                num_decode_tokens=num_rows,
+                decode=decode,
+                chunks=None if tiles is None else parts[1],
+            )
+            call.metadata.update(dict.fromkeys(planned.group.layer_names, metadata))
+
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
+        self.bind(call)
+        traces = {}
+        for group in self.groups:
+            metadata = call.metadata[group.layer_names[0]]
+            layer = trace_plan(metadata, group.block_table.parts)
+            traces.update(dict.fromkeys(group.layer_names, layer))
+        return traces
+
+
+def _pair_sections(
+    names: _Names, geometry: PairGeometry, num_tiles: int, num_pairs: int, has_starts: bool
+) -> list[Section]:
+    """Those of one plan; ``has_starts``: of its merge tree where the children of each node start, not each child."""
+    levels = zip(names.levels, geometry.level_sizes(num_tiles, num_pairs), strict=True)
+    return [
+        Section(names.last_pair, (num_tiles,)),
+        Section(names.pair_tile, (num_pairs,)),
+        Section(names.pair_start, (num_pairs,)),
+        Section(names.pair_blocks, (num_pairs, geometry.blocks_per_tile)),
+        *(Section(name, (nodes + 1,) if has_starts else (nodes, FAN_IN)) for name, nodes in levels),
+    ]
+
+
+def _fill_pairs(
+    geometry: PairGeometry,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    rows: np.ndarray,
+    table: np.ndarray,
+    names: _Names,
+    views: dict[str, np.ndarray],
+) -> None:
+    fill_pairs(
+        geometry.query_tile,
+        geometry.kv_tile,
+        *geometry.sight,
+        query_len,
+        num_computed,
+        rows,
+        table,
+        views[names.pair_tile],
+        views[names.pair_start],
+        views[names.pair_blocks],
+        views[names.last_pair],
+    )
+
+
+def _own_blocks(
+    plan: PairPlan, last_pair: torch.Tensor, positions: torch.Tensor, geometry: PairGeometry
+) -> torch.Tensor:
+    """[rows] the block that each row's key goes to: its last pair holds it."""
+    assert plan.pair_blocks is not None
+    return plan.pair_blocks[last_pair, positions % geometry.kv_tile // geometry.block_size]
+
+
+def _decode_plan(planned: _Planned, call: ModelCall, positions: torch.Tensor) -> PairPlan:
+    """A tile is a row; its token is the last that it sees."""
+    names, arrays = planned.decode_names, call.arrays
+    pair_tile, pair_start = arrays[names.pair_tile], arrays[names.pair_start]
+    first = planned.group.sight.first(positions)
+    return PairPlan(
+        block_size=planned.decode.block_size,
+        kv_tile=planned.decode.kv_tile,
+        pair_tile=pair_tile,
+        pair_start=pair_start,
+        pair_blocks=arrays[names.pair_blocks],
+        last=(positions[pair_tile] - pair_start).unsqueeze(1),
+        first=None if first is None else (first[pair_tile] - pair_start).unsqueeze(1),
+        merge_tree=_merge_tree(call, names),
+    )
+
+
+def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles) -> PairPlan:
+    names, arrays = planned.chunk_names, call.arrays
+    pair_tile, pair_start = arrays[names.pair_tile], arrays[names.pair_start]
+    index = torch.arange(tiles.query, dtype=torch.int32, device=pair_tile.device)
+    positions = tiles.first.unsqueeze(1) + index
+    first, last = planned.group.sight.first(positions), tiles.last_seen(planned.group.sight, positions)
+    kv_start = pair_start.unsqueeze(1)
+    if first is not None:
+        first = torch.where(tiles.is_token, first, FAR)[pair_tile] - kv_start
+    return PairPlan(
+        block_size=planned.chunk.block_size,
+        kv_tile=planned.chunk.kv_tile,
+        pair_tile=pair_tile,
+        pair_start=pair_start,
+        pair_blocks=arrays[names.pair_blocks],
+        last=torch.where(tiles.is_token, last, NEVER)[pair_tile] - kv_start,
+        first=first,
+        merge_tree=_merge_tree(call, names),
+        tile_tokens=tiles.tokens,
+        token_slots=tiles.slots,
+    )
+
+
+def _merge_tree(call: ModelCall, names: _Names) -> list[torch.Tensor]:
+    levels = names.levels_of(call.arrays)
+    if call.size.kind != StepKind.MIXED:
+        return list(levels)
+    return node_children(levels, call.arrays[names.pair_tile].shape[0])
+
+
+def node_children(levels: Sequence[torch.Tensor], num_pairs: int) -> list[torch.Tensor]:
+    """The merge tree, each level [nodes, FAN_IN], from where the children of each node start, [nodes + 1]."""
+    trees, num_below = [], num_pairs
+    for starts in levels:
+        children = starts[:-1, None] + torch.arange(FAN_IN, dtype=torch.int32, device=starts.device)
+        trees.append(torch.where(children < starts[1:, None], children, num_below - 1))
+        num_below = len(starts) - 1
+    return trees

@@ -1,0 +1,122 @@
+"""Layers without a cache of their own: keys and values lie in a scratch cache while a layer attends to them.
+
+Each token of vLLM's encoder-only attention sees the whole of its request, so a request is whole in one step, and none
+needs its keys afterwards. One scratch cache serves all such layers, since each reads nothing but what it has written
+itself. It has room for the largest step, with blocks of its own for each request, and the null block for padding. The
+plan is that of paged groups, which may stand beside: another sight, and a block table that is written anew each step.
+
+Example, with blocks of 4: "a" (row 7) has 5 tokens, "b" (row 2) has 1. Row 7 of the table begins with blocks 1 and 2,
+row 2 with block 3. Every token of "a" sees keys 0 to 4. "b" has a decode row, and sees itself.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+
+from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.attention.plan import stored_block_size
+from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.host_loops import compiled
+from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.repeat import RepeatPart
+from model_runner_base.step.sizes import StepLimits, StepSize
+from model_runner_base.vllm_port.kv_cache import cacheless_layers
+
+
+def scratch_caches(
+    vllm_config: VllmConfig, kv_tile_target: int
+) -> dict[tuple[tuple[int, ...], torch.dtype], list[str]]:
+    """Shape and dtype of each scratch cache, with the layers that share it: one, unless layers' heads differ."""
+    block_size = stored_block_size(vllm_config.cache_config.block_size, kv_tile_target)
+    scheduler = vllm_config.scheduler_config
+    num_blocks = num_scratch_blocks(block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    caches: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+    for name, layer in cacheless_layers(vllm_config).items():
+        backend = layer.get_attn_backend()
+        shape = backend.get_kv_cache_shape(num_blocks, block_size, layer.num_kv_heads, layer.head_size)
+        caches.setdefault((shape, layer.kv_cache_torch_dtype), []).append(name)
+    return caches
+
+
+def num_scratch_blocks(block_size: int, max_num_tokens: int, max_num_reqs: int) -> int:
+    """Each request may leave its last block ragged; block 0 is the null block."""
+    return -(-max_num_tokens // block_size) + max_num_reqs + 1
+
+
+def check_serves_whole_requests(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedConfigError where layers without a cache could meet a request in parts, or have no plan."""
+    layers = cacheless_layers(vllm_config)
+    refusals = {
+        "use a model that pools": vllm_config.model_config.runner_type != "pooling",
+        "set enable_chunked_prefill=False": vllm_config.scheduler_config.enable_chunked_prefill,
+        "set enable_prefix_caching=False": vllm_config.cache_config.enable_prefix_caching,
+        "use the base's own attention backend": not all(
+            issubclass(layer.get_attn_backend(), PagedAttentionBackend) for layer in layers.values()
+        ),
+    }
+    for advice, is_needed in refusals.items():
+        if layers and is_needed:
+            raise UnsupportedConfigError(f"layer {next(iter(layers))} sees each request whole, in one step: {advice}")
+
+
+class ScratchTable(BlockTable):
+    """A block table that each step's requests find written anew, one request's blocks behind another's."""
+
+    def hand_out(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Blocks for requests of ``lengths`` [R] int64, in ``rows`` [R] int64."""
+        hand_out_blocks(self.block_size, rows, lengths, self.table, self.num_blocks)
+
+
+class ScratchCaches(PagedCaches):
+    """Groups on a scratch cache, and paged ones beside them."""
+
+    def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
+        super().__init__(groups, limits)
+        tables = {id(group.block_table): group.block_table for group in groups}.values()
+        self._scratch_tables = [table for table in tables if isinstance(table, ScratchTable)]
+
+    def needs(self, batch: InputBatch) -> list[StepSize]:
+        """Raises UnsupportedConfigError for a request that is not whole in this step."""
+        is_part = (batch.num_computed > 0) | ~batch.is_sampled
+        if is_part.any():
+            index = int(is_part.argmax())
+            start, end = batch.num_computed[index], batch.seq_lens[index]
+            raise UnsupportedConfigError(
+                f"request {batch.req_ids[index]} comes in parts (tokens {start} to {end - 1} in this step), and layers "
+                "without a KV cache see it whole: set enable_chunked_prefill=False and enable_prefix_caching=False"
+            )
+        return super().needs(batch)
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        for table in self._scratch_tables:
+            table.hand_out(batch.rows, batch.query_len)
+        super().fill(batch, size, views)
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        """No request is in two steps."""
+        return None
+
+
+@compiled
+def hand_out_blocks(
+    block_size: int, rows: np.ndarray, lengths: np.ndarray, table: np.ndarray, num_blocks: np.ndarray
+) -> None:
+    """Consecutive blocks from 1 on, a request's behind another's.
+
+    What else stands in a row are blocks that an earlier step handed out: whoever reads whole KV tiles finds a block
+    there that exists.
+    """
+    block = 1
+    for request in range(len(rows)):
+        row = rows[request]
+        count = (lengths[request] + block_size - 1) // block_size
+        for index in range(count):
+            table[row, index] = block + index
+        num_blocks[row] = count
+        block += count

@@ -1,0 +1,112 @@
+"""Log probabilities of prompt tokens, chunk by chunk as the prompt is computed."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import StepFunction
+from model_runner_base.heads.sampling.logprobs import NO_LOGPROBS, DeviceLogprobs, LogprobsGatherer, resolve_count
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.packing import pad_into
+
+
+@dataclass
+class PromptChunk:
+    """What a step computed of one request's prompt."""
+
+    req_id: str
+    whole: LogprobsTensors
+    """All of the request's prompt, in host memory."""
+    pieces: list[tuple[slice, DeviceLogprobs]]
+    """Rows of ``whole``, and what belongs there."""
+    is_last: bool
+
+    def store(self, device_ops: DeviceOps) -> None:
+        """Waits for the pieces and writes them to their places."""
+        for rows, values in self.pieces:
+            _store(self.whole, rows, values, device_ops)
+
+
+def _store(whole: LogprobsTensors, rows: slice, piece: DeviceLogprobs, device_ops: DeviceOps) -> None:
+    found = piece.begin_to_host(rows.stop - rows.start, device_ops)()
+    for target, values in zip(whole[:3], found[:3], strict=True):
+        # Through NumPy: it may be an inference tensor, and this may run outside of inference mode.
+        target.numpy()[rows] = values  # type: ignore[union-attr]
+
+
+class PromptLogprobs:
+    """The requests that want them and have not got them yet.
+
+    The model's last hidden states become logits ``num_rows`` at a time, so that memory and compiled sizes do not grow
+    with the prompt.
+    """
+
+    def __init__(
+        self,
+        compute_logits: StepFunction,
+        gatherer: LogprobsGatherer,
+        num_rows: int,
+        vocab_size: int,
+        device_ops: DeviceOps,
+    ) -> None:
+        self._compute_logits = compute_logits
+        self._gatherer = gatherer
+        self._num_rows = num_rows
+        self._vocab_size = vocab_size
+        self._device_ops = device_ops
+        self._waiting: dict[str, tuple[RequestInfo, LogprobsTensors]] = {}
+
+    def admit(self, req_id: str, info: RequestInfo) -> None:
+        """A request was scheduled for the first time."""
+        count = resolve_count(info.sampling_params.prompt_logprobs, self._vocab_size)
+        if count != NO_LOGPROBS:
+            self._waiting[req_id] = info, LogprobsTensors.empty_cpu(info.num_prompt_tokens - 1, count + 1)
+
+    def release(self, req_id: str) -> None:
+        self._waiting.pop(req_id, None)
+
+    def collect(self, batch: InputBatch, hidden_states: torch.Tensor) -> list[PromptChunk]:
+        """Launches what the step computed of waiting prompts. ``hidden_states`` [padded tokens, hidden]."""
+        if not self._waiting:
+            return []
+        indices = [index for index, req_id in enumerate(batch.req_ids) if req_id in self._waiting]
+        return [self._chunk(batch, index, hidden_states) for index in indices]
+
+    def _chunk(self, batch: InputBatch, index: int, hidden_states: torch.Tensor) -> PromptChunk:
+        req_id = batch.req_ids[index]
+        info, whole = self._waiting[req_id]
+        start = int(batch.num_computed[index])
+        # The last prompt token has no successor in the prompt.
+        stop = min(int(batch.seq_lens[index]), info.num_prompt_tokens - 1)
+        pieces = []
+        for begin in range(start, stop, self._num_rows):
+            rows = slice(begin, min(begin + self._num_rows, stop))
+            offset = int(batch.query_start[index]) - start
+            piece = self._gather(info, rows, offset, whole.logprobs.shape[1] - 1, hidden_states)
+            if piece.full is None:
+                pieces.append((rows, piece))
+            else:  # A vocabulary a token: too much to keep on the device until the step is read.
+                _store(whole, rows, piece, self._device_ops)
+        is_last = bool(batch.is_sampled[index])
+        if is_last:
+            del self._waiting[req_id]
+        return PromptChunk(req_id, whole, pieces, is_last)
+
+    def _gather(
+        self, info: RequestInfo, rows: slice, offset: int, count: int, hidden_states: torch.Tensor
+    ) -> DeviceLogprobs:
+        """For the prompt's tokens at ``rows``, whose hidden states are at ``rows`` + ``offset``."""
+        indices, targets = np.zeros((2, self._num_rows), np.int32)
+        pad_into(indices, np.arange(rows.start, rows.stop) + offset, 0)
+        pad_into(targets, np.array(info.prompt_token_ids[rows.start + 1 : rows.stop + 1]), 0)
+        logits = self._compute_logits(hidden_states, self._device_ops.to_device(indices))
+        return self._gatherer.gather(count, logits, self._device_ops.to_device(targets))
+
+    def warm_up(self, hidden_states: torch.Tensor) -> None:
+        """Runs what it has on the device once; ``hidden_states`` [T, hidden] of a size that steps have."""
+        rows = self._device_ops.to_device(np.zeros(self._num_rows, np.int32))
+        self._gatherer.warm_up(self._compute_logits(hidden_states, rows), rows)

@@ -1,0 +1,20 @@
+"""What sampling leaves on the device, and the engine is told of later."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from model_runner_base.heads.prompt_logprobs import PromptChunk
+from model_runner_base.heads.sampling.logprobs import DeviceLogprobs
+
+
+@dataclass
+class SampledStep:
+    """What sampling left on the device: S padded rows of logits."""
+
+    tokens: torch.Tensor
+    """[S] int32"""
+    logprobs: DeviceLogprobs | None = None
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
+    num_nans: torch.Tensor | None = None
+    """[S] int32 NaNs among each request's logits, if they are counted."""

@@ -1,0 +1,150 @@
+"""vLLM's pluggable logits processors, those that users and plugins bring along.
+
+They are Python over tensors whose shapes they choose, so they run tensor by tensor: on the device if it can do that,
+else on the host, to which the logits are copied. vLLM's built-in ones are stages or parts of the sampler instead.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    LogitsProcessor,
+    MinPLogitsProcessor,
+    MoveDirectionality,
+    build_logitsprocs,
+)
+from vllm.v1.sample.logits_processor.interface import AddedRequest, MovedRequest
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.heads.sampling.history import OutputHistory
+from model_runner_base.heads.sampling.params import GREEDY_TEMPERATURE
+from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.requests.states import RequestInfo, RequestStates
+
+
+def load_processors(vllm_config: VllmConfig, device: torch.device) -> list[LogitsProcessor]:
+    """Those of ``logits_processors`` and of installed plugins; raises what vLLM raises if one cannot be loaded.
+
+    Where one of them acts between temperature and top-k, vLLM's min-p, which comes before it, is among them too.
+    """
+    custom = vllm_config.model_config.logits_processors or ()
+    every = list(build_logitsprocs(vllm_config, device, False, False, custom).all)
+    own = [processor for processor in every if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
+    if any(processor.is_argmax_invariant() for processor in own):
+        own = [*(processor for processor in every if isinstance(processor, MinPLogitsProcessor)), *own]
+    return own
+
+
+class LogitsProcessors(LogitsStage):
+    """Those that may change which token is likeliest.
+
+    Every request asks for the stage: only they know whom they serve.
+    """
+
+    def __init__(
+        self,
+        processors: list[LogitsProcessor],
+        requests: RequestStates,
+        history: OutputHistory,
+        device_ops: DeviceOps,
+    ) -> None:
+        self._processors = processors
+        self._requests = requests
+        self._history = history
+        self._device_ops = device_ops
+        # vLLM's adapters and min-p read no output before they are applied.
+        self._update_looks_back = not all(
+            isinstance(p, AdapterLogitsProcessor | MinPLogitsProcessor) for p in processors
+        )
+        self._batch: list[RequestInfo] = []
+        """The requests as the processors know them, by index in the batch."""
+
+    def asked_by(self, params: SamplingParams) -> bool:
+        return True
+
+    def looks_back(self, params: SamplingParams) -> bool:
+        return True
+
+    def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+        if self._update_looks_back:
+            self._history.catch_up()
+        infos = self._requests.infos_of(inputs.batch.rows)
+        update = batch_update(self._batch, infos)
+        self._batch = infos
+        for processor in self._processors:
+            processor.update_state(update)
+        serving = [processor for processor in self._processors if _serves(processor)]
+        if not serving:
+            return logits
+        self._history.catch_up()
+        padded = np.zeros(tuple(logits.shape), np.float32)
+        batch_logits = logits.to(self._device_ops.eager_device, copy=True)[: len(infos)]
+        padded[: len(infos)] = self._run(serving, batch_logits, infos).cpu().numpy()
+        return self._device_ops.to_device(padded)
+
+    def _run(self, serving: list[LogitsProcessor], logits: torch.Tensor, infos: list[RequestInfo]) -> torch.Tensor:
+        for processor in serving:
+            logits = processor.apply(logits)
+        return logits
+
+
+class InvariantLogitsProcessors(LogitsProcessors):
+    """Those that keep the likeliest token.
+
+    They act on logits divided by the temperature, and not on greedy requests; the sampler divides again, so what they
+    return is multiplied back.
+    """
+
+    def _run(self, serving: list[LogitsProcessor], logits: torch.Tensor, infos: list[RequestInfo]) -> torch.Tensor:
+        temperatures = torch.tensor([[info.sampling_params.temperature] for info in infos], device=logits.device)
+        is_greedy = temperatures < GREEDY_TEMPERATURE
+        temperatures = torch.where(is_greedy, 1.0, temperatures)
+        return torch.where(is_greedy, logits, super()._run(serving, logits / temperatures, infos) * temperatures)
+
+
+def _serves(processor: LogitsProcessor) -> bool:
+    """Whether a processor may change anything in this batch; without any that does, the logits need not move."""
+    if isinstance(processor, AdapterLogitsProcessor):
+        return bool(processor.req_info)
+    return not isinstance(processor, MinPLogitsProcessor) or processor.min_p_count > 0
+
+
+def batch_update(before: list[RequestInfo], after: list[RequestInfo]) -> BatchUpdate | None:
+    """How a batch became another in vLLM's terms, or None if it did not change.
+
+    Requests are told apart by identity. Newcomers take the places of those that left, first to last, and only a place
+    left over counts as removed; what stands behind the new end moves into such places; swaps bring all into order.
+    """
+    if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
+        return None
+    wanted = {id(info): index for index, info in enumerate(after)}
+    places: dict[int, RequestInfo] = {i: info for i, info in enumerate(before) if id(info) in wanted}
+    stayed = {id(info) for info in places.values()}
+    free = (index for index in range(len(before) + len(after)) if index not in places)
+    added: list[AddedRequest] = []
+    newcomers: dict[int, RequestInfo] = {}
+    for info, index in zip((info for info in after if id(info) not in stayed), free, strict=False):
+        added.append((index, info.sampling_params, info.prompt_token_ids, info.output_token_ids))
+        newcomers[index] = info
+    places |= newcomers
+    removed = [index for index in range(len(before)) if index not in places]
+    moved = list(_moves(places, wanted, len(after)))
+    return BatchUpdate(batch_size=len(after), removed=removed, added=added, moved=moved)
+
+
+def _moves(places: dict[int, RequestInfo], wanted: dict[int, int], size: int) -> Iterator[MovedRequest]:
+    """The moves that bring every request to the index it is wanted at; changes ``places``."""
+    holes = [index for index in range(size) if index not in places]
+    for hole, last in zip(holes, sorted((i for i in places if i >= size), reverse=True), strict=True):
+        places[hole] = places.pop(last)
+        yield last, hole, MoveDirectionality.UNIDIRECTIONAL
+    for index in range(size):
+        while (target := wanted[id(places[index])]) != index:
+            places[index], places[target] = places[target], places[index]
+            yield index, target, MoveDirectionality.SWAP

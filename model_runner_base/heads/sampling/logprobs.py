@@ -1,0 +1,112 @@
+"""Log probabilities of sampled and prompt tokens, and of the likeliest tokens beside them.
+
+A static number of likeliest tokens is found on the device; whoever asks for more (up to the whole vocabulary) gets all
+values copied to the host and sorted there. Format and rank as in vLLM: the chosen token first, then the likeliest in
+order; the rank counts the tokens at least as likely as the chosen one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from vllm.config.model import LogprobsMode
+from vllm.v1.outputs import LogprobsLists
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.heads.sampling.likeliest import likeliest
+
+NUM_ON_DEVICE = 20
+"""As many as the OpenAI API allows."""
+
+NO_LOGPROBS = -2
+"""In a table of counts; vLLM's -1 means the whole vocabulary."""
+
+
+def resolve_count(count: int | None, vocab_size: int) -> int:
+    """How many likeliest tokens ``logprobs`` or ``prompt_logprobs`` asks for, or NO_LOGPROBS."""
+    if count is None:
+        return NO_LOGPROBS
+    return vocab_size if count == -1 else count
+
+
+def _values(takes_logits: bool, logits: torch.Tensor) -> torch.Tensor:
+    # A copy: a graph that computes nothing cannot be compiled.
+    return logits.clone() if takes_logits else logits.log_softmax(dim=-1)
+
+
+def _top(
+    takes_logits: bool, max_width: int | None, logits: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids and values [S, 1 + NUM_ON_DEVICE], ranks [S], of logits [S, V] and chosen tokens [S]."""
+    values = _values(takes_logits, logits)
+    chosen = tokens.view(-1, 1)
+    chosen_value = values.gather(-1, chosen.long())
+    top_values, top_tokens = likeliest(values, min(NUM_ON_DEVICE, values.shape[-1]), max_width)
+    ranks = (values >= chosen_value).sum(dim=-1).to(torch.int32)
+    return torch.cat((chosen, top_tokens), 1), torch.cat((chosen_value, top_values), 1), ranks
+
+
+@dataclass
+class DeviceLogprobs:
+    """Results on the device, from ``_top`` or, if more were asked for, the values of the whole vocabulary."""
+
+    count: int
+    """Likeliest tokens asked for."""
+    tokens: torch.Tensor
+    top: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    full: torch.Tensor | None
+
+    def begin_to_host(self, num_rows: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
+        """Starts copying; what it returns waits for the first ``num_rows`` rows."""
+        if self.top is not None:
+            waits = [device_ops.begin_to_host(tensor) for tensor in self.top]
+            return lambda: self._likeliest(*(wait()[:num_rows] for wait in waits))
+        assert self.full is not None
+        every, chosen = device_ops.begin_to_host(self.full), device_ops.begin_to_host(self.tokens)
+        return lambda: self._sorted(every()[:num_rows], chosen()[:num_rows, None])
+
+    def _likeliest(self, ids: np.ndarray, values: np.ndarray, ranks: np.ndarray) -> LogprobsLists:
+        return LogprobsLists(ids[:, : self.count + 1], values[:, : self.count + 1], ranks)
+
+    def _sorted(self, every: np.ndarray, chosen: np.ndarray) -> LogprobsLists:
+        order = np.argsort(-every, axis=-1, kind="stable")[:, : self.count]
+        chosen_value = np.take_along_axis(every, chosen, axis=-1)
+        return LogprobsLists(
+            np.concatenate((chosen, order), axis=1).astype(np.int32),
+            np.concatenate((chosen_value, np.take_along_axis(every, order, axis=-1)), axis=1),
+            (every >= chosen_value).sum(axis=-1).astype(np.int32),
+        )
+
+
+class LogprobsGatherer:
+    """Makes ``DeviceLogprobs``, in log probabilities or, if ``takes_logits``, in plain logits.
+
+    ``max_width`` is that of ``SortLimits``.
+    """
+
+    def __init__(self, takes_logits: bool, max_width: int | None, wrap: WrapFunction) -> None:
+        self._top = wrap(partial(_top, takes_logits, max_width), [])
+        self._full = wrap(partial(_values, takes_logits), [])
+
+    def gather(self, count: int, logits: torch.Tensor, tokens: torch.Tensor) -> DeviceLogprobs:
+        """For logits [S, V] float32 and chosen tokens [S] int32: the ``count`` likeliest a row."""
+        if count <= NUM_ON_DEVICE:
+            return DeviceLogprobs(count, tokens, self._top(logits, tokens), None)
+        return DeviceLogprobs(count, tokens, None, self._full(logits))
+
+    def warm_up(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        for count in (0, NUM_ON_DEVICE + 1):
+            self.gather(count, logits, tokens)
+
+
+def reads_processed(mode: LogprobsMode) -> bool:
+    """Whether log probabilities are those after the sampling parameters, or the model's own."""
+    return mode in ("processed_logprobs", "processed_logits")
+
+
+def reads_logits(mode: LogprobsMode) -> bool:
+    """Whether plain logits are returned in place of log probabilities."""
+    return mode in ("raw_logits", "processed_logits")

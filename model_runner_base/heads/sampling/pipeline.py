@@ -1,0 +1,242 @@
+"""Sampling of a step: grammar, the stages that the batch asks for, the sampler, log probabilities.
+
+The order is vLLM's (``vllm/v1/sample/sampler.py``): a grammar masks the model's logits; these are the raw ones; allowed
+tokens, bad words, minimum length, bias, custom processors and penalties change them; custom processors that keep the
+likeliest token come last; the sampler applies temperature, min-p, top-k and top-p and draws from the processed logits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import vllm.envs
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import LogitsProcessor, MinPLogitsProcessor
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import SortLimits, StepFunction, WrapFunction
+from model_runner_base.heads.prompt_logprobs import PromptLogprobs
+from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.sampling.history import OutputHistory
+from model_runner_base.heads.sampling.logits_processors import InvariantLogitsProcessors, LogitsProcessors
+from model_runner_base.heads.sampling.logprobs import (
+    NO_LOGPROBS,
+    LogprobsGatherer,
+    reads_logits,
+    reads_processed,
+    resolve_count,
+)
+from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
+from model_runner_base.heads.sampling.penalties import Penalties
+from model_runner_base.heads.sampling.sampler import sample
+from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.heads.sampling.token_edits import TokenEdits
+from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
+from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.host_loops import compiled
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.schedule import Grammar
+
+
+@compiled
+def most_asked(
+    rows: np.ndarray, is_sampled: np.ndarray, asked: np.ndarray, modes: np.ndarray, counts: np.ndarray, least: int
+) -> tuple[int, int, int]:
+    """All bits of ``asked``, the highest of ``modes`` and of ``counts`` among ``rows`` that yield a token; ``least`` is
+    the count of nobody."""
+    bits, mode, count = 0, 0, least
+    for index in range(len(rows)):
+        if is_sampled[index]:
+            row = rows[index]
+            bits |= asked[row]
+            mode = max(mode, modes[row])
+            count = max(count, counts[row])
+    return bits, mode, count
+
+
+@dataclass
+class SamplingPlan:
+    """What the requests of a batch ask of its sampling."""
+
+    mode: SamplingMode
+    stages: list[tuple[LogitsStage, np.ndarray]]
+    """Each with the indices of the requests that ask for it."""
+    looking_back: np.ndarray
+    """Indices of the requests whose output tokens are needed on the host."""
+    num_logprobs: int
+    """The most that a request wants, or NO_LOGPROBS."""
+    sample_parts: StepFunction | None = None
+    """The sampler of parts of rows (``vocabulary.py``), if nothing but a grammar may ask for whole ones."""
+
+
+_NOBODY = np.zeros(0, np.int64)
+
+
+class SamplingPipeline:
+    """The samplers record each row's token in ``device_rows``."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        processors: list[LogitsProcessor],
+        requests: RequestStates,
+        samplers: Mapping[SamplingMode, StepFunction],
+        compute_logits: StepFunction,
+        device_rows: DeviceRows,
+        wrap: WrapFunction,
+        sort_limits: SortLimits,
+        vocabulary: Vocabulary,
+        device_ops: DeviceOps,
+    ) -> None:
+        model_config = vllm_config.model_config
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._vocab_size = vocab_size = model_config.get_vocab_size()
+        self._requests = requests
+        self._samplers = samplers
+        self._part_samplers = {
+            mode: wrap(partial(sample, mode, False, sort_limits, vocabulary=vocabulary), device_rows.tensors)
+            for mode in vocabulary.modes(sort_limits)
+            if not vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        }
+        self._whole = vocabulary.gatherer(wrap)
+        self._device_rows = device_rows
+        self._history = history = OutputHistory(device_ops)
+        self._masks = TokenMasks(vocab_size, wrap, device_ops)
+        invariant = [processor for processor in processors if processor.is_argmax_invariant()]
+        applies_min_p = not any(isinstance(processor, MinPLogitsProcessor) for processor in invariant)
+        others = [processor for processor in processors if not processor.is_argmax_invariant()]
+        self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, applies_min_p)
+        stages: list[LogitsStage | None] = [
+            AllowedTokens(self._masks),
+            TokenEdits(requests, history, vocab_size, wrap, device_ops),
+            LogitsProcessors(others, requests, history, device_ops) if others else None,
+            Penalties(max_num_reqs, vocab_size, device_rows, wrap, device_ops),
+            InvariantLogitsProcessors(invariant, requests, history, device_ops) if invariant else None,
+        ]
+        self._stages = [stage for stage in stages if stage is not None]
+        mode = model_config.logprobs_mode
+        self._reads_processed = reads_processed(mode)
+        self._logprobs = LogprobsGatherer(reads_logits(mode), sort_limits.max_width, wrap)
+        # Prompts have no processed logits; vLLM always answers with log probabilities there.
+        prompt_gatherer = self._logprobs
+        if reads_logits(mode):
+            prompt_gatherer = LogprobsGatherer(False, sort_limits.max_width, wrap)
+        self.prompt_logprobs = PromptLogprobs(compute_logits, prompt_gatherer, max_num_reqs, vocab_size, device_ops)
+        self._count_nans = wrap(_count_nans, []) if vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS else _count_nothing
+
+        self._asked = np.zeros(max_num_reqs, np.int32)
+        """[rows] bit i: the request asks for stage i; the next bit: a rule looks back on its output."""
+        self._num_logprobs = np.zeros(max_num_reqs, np.int32)
+        self._plan: SamplingPlan | None = None
+
+    # ---- Requests ----
+
+    def draw_seed(self) -> int:
+        """For a request that brings none."""
+        return self._states.draw_seed()
+
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
+        """A request took a row; ``token_ids`` are its prompt and its output so far."""
+        params = info.sampling_params
+        self._states.admit(row, params, info.seed)
+        self._num_logprobs[row] = resolve_count(params.logprobs, self._vocab_size)
+        asked = 0
+        for bit, stage in enumerate(self._stages):
+            if stage.asked_by(params):
+                asked |= 1 << bit
+                if stage.looks_back(params):
+                    asked |= 1 << len(self._stages)
+        self._asked[row] = asked
+        if asked >> len(self._stages):
+            self._history.admit(info, token_ids)
+        for bit, stage in enumerate(self._stages):
+            if asked >> bit & 1:
+                stage.admit(row, info, token_ids)
+
+    # ---- A step ----
+
+    def prepare(self, batch: InputBatch) -> SamplingPlan:
+        """What the batch asks for; a repeated one asks for what the last one did."""
+        if self._plan is None or not batch.is_repeat:
+            self._plan = self._make_plan(batch)
+        return self._plan
+
+    def _make_plan(self, batch: InputBatch) -> SamplingPlan:
+        every, highest_mode, num_logprobs = most_asked(
+            batch.rows, batch.is_sampled, self._asked, self._states.modes, self._num_logprobs, NO_LOGPROBS
+        )
+        mode = SamplingMode(highest_mode)
+        if not every:
+            sample_parts = self._part_samplers.get(mode) if num_logprobs == NO_LOGPROBS else None
+            return SamplingPlan(mode, [], _NOBODY, num_logprobs, sample_parts)
+        asked = np.where(batch.is_sampled, self._asked[batch.rows], 0)
+        return SamplingPlan(
+            mode=mode,
+            stages=[
+                (stage, np.flatnonzero(asked >> bit & 1)) for bit, stage in enumerate(self._stages) if every >> bit & 1
+            ],
+            looking_back=np.flatnonzero(asked >> len(self._stages) & 1),
+            num_logprobs=num_logprobs,
+        )
+
+    def run(self, plan: SamplingPlan, inputs: SampleInputs, grammar: Grammar | None) -> SampledStep:
+        """Launches everything; waits for nothing, unless a rule looks back on the last step's tokens."""
+        if plan.sample_parts is not None and grammar is None:
+            sampled = SampledStep(self._call(plan.sample_parts, inputs.logits, inputs.sample_slots))
+        else:
+            sampled = self._sample_rows(plan, inputs, self._whole(inputs.logits), grammar)
+        sampled.prompt_chunks = self.prompt_logprobs.collect(inputs.batch, inputs.hidden_states)
+        return sampled
+
+    def _sample_rows(
+        self, plan: SamplingPlan, inputs: SampleInputs, whole: torch.Tensor, grammar: Grammar | None
+    ) -> SampledStep:
+        """All but the prompts, from the model's logits [S, V]."""
+        logits = raw = self._masks.apply_grammar(whole, inputs.batch, grammar)
+        for stage, asking in plan.stages:
+            logits = stage.apply(inputs, asking, logits)
+        tokens, processed = self._draw(plan.mode, logits, inputs.sample_slots)
+        if len(plan.looking_back):
+            infos = self._requests.infos_of(inputs.batch.rows[plan.looking_back])
+            self._history.record(plan.looking_back, infos, tokens)
+        sampled = SampledStep(tokens, num_nans=self._count_nans(whole))
+        if plan.num_logprobs != NO_LOGPROBS:
+            values = processed if self._reads_processed else raw
+            sampled.logprobs = self._logprobs.gather(plan.num_logprobs, values, tokens)
+        return sampled
+
+    def _draw(
+        self, mode: SamplingMode, logits: torch.Tensor, sample_slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [S], and the logits [S, V] that they were drawn from if log probabilities are taken from those."""
+        results = self._call(self._samplers[mode], logits, sample_slots)
+        return results if self._reads_processed else (results, logits)
+
+    def _call(self, sampler: StepFunction, logits: torch.Tensor, sample_slots: torch.Tensor) -> Any:
+        return sampler(logits, sample_slots, *self._states.tables(), *self._device_rows.tensors)
+
+    def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
+        """Runs every stage and sampler once on rows of padding: logits as a step leaves them, slots [2, S]."""
+        for sampler in self._part_samplers.values():
+            self._call(sampler, logits, sample_slots)
+        logits = self._whole(logits)
+        self._masks.apply(logits, {})
+        for stage in self._stages:
+            stage.warm_up(logits, sample_slots)
+        self._count_nans(logits)
+        for mode in SamplingMode:
+            tokens, _ = self._draw(mode, logits, sample_slots)
+        self._logprobs.warm_up(logits, tokens)
+
+
+def _count_nans(logits: torch.Tensor) -> torch.Tensor:
+    return logits.isnan().sum(dim=-1).to(torch.int32)
+
+
+def _count_nothing(logits: torch.Tensor) -> None:
+    return None

@@ -1,0 +1,89 @@
+"""Changes to single logits: ``bad_words``, ``min_tokens`` and ``logit_bias``.
+
+The rules run on the host, over the requests that have them, and yield a list of (row, token, value) to add; -inf
+forbids a token. The list goes to the device in pieces of a static length: its length compiles nothing and has no limit.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.heads.sampling.history import OutputHistory
+from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.packing import pad_into
+
+PIECE = 512
+"""Edits applied at a time."""
+
+FORBIDDEN = float("-inf")
+
+
+def _add(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Logits [S, V] with ``values`` [PIECE] added at ``places`` [2, PIECE] (row, token); places may repeat."""
+    return logits.index_put((places[0], places[1]), values, accumulate=True)
+
+
+class TokenEdits(LogitsStage):
+    def __init__(
+        self,
+        requests: RequestStates,
+        history: OutputHistory,
+        vocab_size: int,
+        wrap: WrapFunction,
+        device_ops: DeviceOps,
+    ) -> None:
+        self._requests = requests
+        self._history = history
+        self._vocab_size = vocab_size
+        self._function = wrap(_add, [])
+        self._device_ops = device_ops
+
+    def asked_by(self, params: SamplingParams) -> bool:
+        return bool(params.min_tokens or params.logit_bias or params.bad_words_token_ids)
+
+    def looks_back(self, params: SamplingParams) -> bool:
+        return bool(params.bad_words_token_ids)
+
+    def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+        batch = inputs.batch
+        infos = self._requests.infos_of(batch.rows[asking])
+        if any(info.sampling_params.bad_words_token_ids for info in infos):
+            self._history.catch_up()
+        edits: list[tuple[int, int, float]] = []
+        for index, info in zip(asking.tolist(), infos, strict=True):
+            num_outputs = int(batch.seq_lens[index]) - info.num_prompt_tokens
+            # A stop token that no logit belongs to needs no forbidding.
+            known = ((token, value) for token, value in _edits(info, num_outputs) if 0 <= token < self._vocab_size)
+            edits.extend((index, token, value) for token, value in known)
+        for start in range(0, len(edits), PIECE):
+            logits = self._add_all(logits, edits[start : start + PIECE])
+        return logits
+
+    def _add_all(self, logits: torch.Tensor, edits: list[tuple[int, int, float]]) -> torch.Tensor:
+        rows, tokens, amounts = zip(*edits, strict=True) if edits else ((), (), ())
+        places, values = np.zeros((2, PIECE), np.int32), np.zeros(PIECE, np.float32)
+        pad_into(places[0], np.array(rows), 0)
+        pad_into(places[1], np.array(tokens), 0)
+        pad_into(values, np.array(amounts), 0)
+        return self._function(logits, self._device_ops.to_device(places), self._device_ops.to_device(values))
+
+    def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
+        self._add_all(logits, [])
+
+
+def _edits(info: RequestInfo, num_outputs: int) -> Iterator[tuple[int, float]]:
+    """What is to be added to which token's logit, for a request's token after ``num_outputs`` others."""
+    params = info.sampling_params
+    for word in params.bad_words_token_ids or ():
+        prefix = len(word) - 1
+        if prefix <= num_outputs and info.output_token_ids[num_outputs - prefix : num_outputs] == word[:-1]:
+            yield word[-1], FORBIDDEN
+    if num_outputs < params.min_tokens:
+        for token in params.all_stop_token_ids:
+            yield token, FORBIDDEN
+    yield from (params.logit_bias or {}).items()

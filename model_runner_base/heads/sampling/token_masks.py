@@ -1,0 +1,72 @@
+"""Sets of tokens that a row may draw from, as bitmasks: ``allowed_token_ids`` and grammars of structured output.
+
+Masks have xgrammar's format, which vLLM's scheduler sends: int32 words, token t at bit t % 32 of word t // 32.
+"""
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.schedule import Grammar
+
+ALL = -1
+"""The word that allows its 32 tokens."""
+
+# Not by shifting: some devices shift negative numbers by dividing them, which rounds towards zero.
+_BITS = np.array([1 << bit for bit in range(31)] + [-(1 << 31)], np.int32)
+
+
+def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Logits [S, V] with -inf wherever the bit, one of ``bits``, in ``words`` [S, ceil(V / 32)] is not set."""
+    allowed = (words.unsqueeze(-1) & bits).view(words.shape[0], -1)[:, : logits.shape[1]]
+    return torch.where(allowed != 0, logits, float("-inf"))
+
+
+class TokenMasks:
+    """Applies bitmasks on the device."""
+
+    def __init__(self, vocab_size: int, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+        self.num_words = -(-vocab_size // 32)
+        self._function = wrap(_mask, [])
+        self._device_ops = device_ops
+        self._bits = device_ops.to_device(_BITS)
+
+    def apply(self, logits: torch.Tensor, masks: dict[int, np.ndarray]) -> torch.Tensor:
+        """``masks``: words by row of the logits; all other rows may draw from everything."""
+        words = np.full((logits.shape[0], self.num_words), ALL, np.int32)
+        for index, mask in masks.items():
+            words[index] = mask[: self.num_words]
+        return self._function(logits, self._device_ops.to_device(words), self._bits)
+
+    def apply_grammar(self, logits: torch.Tensor, batch: InputBatch, grammar: Grammar | None) -> torch.Tensor:
+        """Masks the requests with structured output; the others in the batch are free."""
+        if grammar is None:
+            return logits
+        index_of = {req_id: index for index, req_id in enumerate(batch.req_ids)}
+        masks = zip(grammar.req_ids, grammar.bitmask, strict=True)
+        return self.apply(logits, {index_of[req_id]: mask for req_id, mask in masks if req_id in index_of})
+
+
+class AllowedTokens(LogitsStage):
+    """``allowed_token_ids``."""
+
+    def __init__(self, masks: TokenMasks) -> None:
+        self._masks = masks
+        self._words: dict[int, np.ndarray] = {}
+
+    def asked_by(self, params: SamplingParams) -> bool:
+        return bool(params.allowed_token_ids)
+
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
+        bits = np.zeros(32 * self._masks.num_words, np.uint8)
+        bits[info.sampling_params.allowed_token_ids] = 1
+        self._words[row] = np.packbits(bits, bitorder="little").view("<i4")
+
+    def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+        rows = inputs.batch.rows[asking].tolist()
+        return self._masks.apply(logits, {index: self._words[row] for index, row in zip(asking, rows, strict=True)})

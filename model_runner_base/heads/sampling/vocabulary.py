@@ -1,0 +1,100 @@
+"""Rows of logits as a rank has them: whole, or cut over the ranks that share the vocabulary.
+
+Noise is a hash of seed, position and token, so a rank draws for its own tokens what it would draw for them in a whole
+row. Where nothing else asks for whole rows, only each rank's best token travels, with what the cut-offs need to know of
+all rows: a few numbers a row in place of the vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from model_runner_base.graph_policy import SortLimits, StepFunction, WrapFunction
+from model_runner_base.heads.sampling.likeliest import likeliest
+from model_runner_base.heads.sampling.params import SamplingMode
+
+_LOW_BITS = 12
+
+
+class Vocabulary:
+    """All of it: a step leaves whole rows on every rank."""
+
+    start = 0
+    """The token that the first number of a row is for."""
+
+    def modes(self, sort_limits: SortLimits) -> tuple[SamplingMode, ...]:
+        """The ways to sample from parts of rows."""
+        return ()
+
+    def gatherer(self, wrap: WrapFunction) -> StepFunction:
+        """``whole``, to be called between graphs."""
+        return self.whole
+
+    def own(self, logits: torch.Tensor) -> torch.Tensor:
+        """What a step leaves on this rank of the logits that its model computed; float32, as all numbers here."""
+        return logits
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Rows [S, V], the same on every rank."""
+        return own
+
+    # ---- Of rows that ``own`` made, or numbers like them ----
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest number of each row, [S, 1]."""
+        return values.amax(dim=-1, keepdim=True)
+
+    def largest(self, values: torch.Tensor, count: int, max_width: int | None) -> torch.Tensor:
+        """The ``count`` largest numbers of each row, or all if it has fewer, largest first; as ``likeliest`` has it."""
+        return likeliest(values, min(count, values.shape[-1]), max_width)[0]
+
+    def argmax(self, values: torch.Tensor) -> torch.Tensor:
+        """The token of the largest number of each row, the first where several are, [S] int32."""
+        return values.argmax(dim=-1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class CutVocabulary(Vocabulary):
+    """A rank's ``width`` tokens from ``start`` on, of ``size``; the last ranks' parts may end in padding."""
+
+    start: int = field()
+    width: int
+    num_ranks: int
+    size: int
+    all_gather: Callable[[torch.Tensor], torch.Tensor]
+    """[S, n] to [S, num_ranks * n]: the ranks' numbers side by side, in the order of their tokens."""
+
+    def modes(self, sort_limits: SortLimits) -> tuple[SamplingMode, ...]:
+        """All, where candidates are capped: a rank's candidates are few. A sort of everything takes whole rows."""
+        return tuple(mode for mode in SamplingMode if mode != SamplingMode.SORTED or sort_limits.max_candidates)
+
+    def gatherer(self, wrap: WrapFunction) -> StepFunction:
+        return wrap(self.whole, [])
+
+    def own(self, logits: torch.Tensor) -> torch.Tensor:
+        tokens = torch.arange(self.width, dtype=torch.int32, device=logits.device) + self.start
+        return torch.where(tokens < self.size, logits, float("-inf"))
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        return self.all_gather(own)[:, : self.size]
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        return super().maximum(self.all_gather(super().maximum(values)))
+
+    def largest(self, values: torch.Tensor, count: int, max_width: int | None) -> torch.Tensor:
+        found = self.all_gather(super().largest(values, count, max_width))
+        return super().largest(found, min(count, self.size), max_width)
+
+    def argmax(self, values: torch.Tensor) -> torch.Tensor:
+        # Tokens travel in two halves: each is exact in float32, in vocabularies of any size.
+        tokens = super().argmax(values) + self.start
+        halves = tokens >> _LOW_BITS, tokens & ((1 << _LOW_BITS) - 1)
+        best = torch.stack((values.amax(dim=-1), *(half.to(torch.float32) for half in halves)), dim=-1)
+        every = self.all_gather(best).view(-1, self.num_ranks, 3)
+        winner = every[..., 0].argmax(dim=-1, keepdim=True)
+        high, low = (every[..., part].gather(-1, winner).squeeze(-1).to(torch.int32) for part in (1, 2))
+        return high * (1 << _LOW_BITS) + low
+
+
+WHOLE = Vocabulary()

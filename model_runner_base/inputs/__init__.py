@@ -1,0 +1,1 @@
+"""What the model is called with for its tokens."""

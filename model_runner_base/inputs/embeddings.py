@@ -1,0 +1,147 @@
+"""Prompts given as embeddings: a pool of them on the device, which the graph reads in place of the model's own table.
+
+A token's ``embed_source`` is its row of the pool, or -1: then its embedding is looked up by its id. So a step without
+any embeddings sends none; one that has some uploads those of its own tokens, a piece of static length at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import ModelConfig
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep, Section, pad_into
+from model_runner_base.step.repeat import RepeatPart
+from model_runner_base.step.sizes import StepSize
+
+SECTION = "embed_source"
+LOOKED_UP = -1
+PIECE = 64
+"""Rows that are uploaded at a time."""
+
+
+def _write(pool: torch.Tensor, rows: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    """Writes ``embeds`` [PIECE, H] to ``rows`` [PIECE] of the pool, in place; returns the rows."""
+    pool.index_put_((rows,), embeds)
+    return rows.clone()
+
+
+class EmbeddingInputs(TokenInputs):
+    """``pool`` [max_num_tokens + 1, H] float32, whose last row takes what pieces are padded with."""
+
+    def __init__(
+        self, requests: RequestStates, max_num_tokens: int, hidden_size: int, wrap: WrapFunction, device_ops: DeviceOps
+    ) -> None:
+        super().__init__(requests)
+        self._device_ops = device_ops
+        self._pool = [device_ops.zeros((max_num_tokens + 1, hidden_size), torch.float32)]
+        self._write = wrap(_write, self._pool)
+        self._num_embeds = np.zeros(requests.max_num_reqs, np.int64)
+
+    def admit(self, row: int, info: RequestInfo) -> None:
+        self._num_embeds[row] = 0 if info.prompt_embeds is None else len(info.prompt_embeds)
+
+    def sections(self, size: StepSize) -> list[Section]:
+        return [*super().sections(size), Section(SECTION, (size.num_tokens,))]
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        super().fill(batch, size, views)
+        source, row = views[SECTION], 0
+        source[:] = LOOKED_UP
+        for start, chunk in self._chunks(batch):
+            source[start : start + len(chunk)] = np.arange(row, row + len(chunk))
+            row += len(chunk)
+
+    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        super().fill_padding(size, views)
+        views[SECTION][:] = LOOKED_UP
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+        return [*super().repeat(batch, step), _LookedUp(step.views[SECTION])]
+
+    def prepare(self, batch: InputBatch) -> None:
+        """Uploads the embeddings of the step's tokens."""
+        chunks = [chunk for _, chunk in self._chunks(batch)] if not batch.is_repeat else []
+        if chunks:
+            every = np.concatenate(chunks)
+            for start in range(0, len(every), PIECE):
+                self._upload(start, every[start : start + PIECE])
+
+    def _upload(self, row: int, embeds: np.ndarray) -> None:
+        rows, piece = np.zeros(PIECE, np.int32), np.zeros((PIECE, embeds.shape[1]), np.float32)
+        pad_into(rows, np.arange(row, row + len(embeds)), self._pool[0].shape[0] - 1)
+        piece[: len(embeds)] = embeds
+        self._write(self._pool[0], self._device_ops.to_device(rows), self._device_ops.to_device(piece))
+
+    def warm_up(self) -> None:
+        self._upload(0, np.zeros((0, self._pool[0].shape[1]), np.float32))
+
+    def _chunks(self, batch: InputBatch) -> Iterator[tuple[int, np.ndarray]]:
+        """The scheduled parts of prompts of embeddings, and where in the step each begins."""
+        # Behind a prompt come output tokens, which have ids.
+        indices = np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed)
+        for index, info in zip(indices, self._requests.infos_of(batch.rows[indices]), strict=True):
+            assert info.prompt_embeds is not None
+            begin = batch.num_computed[index]
+            chunk = info.prompt_embeds[begin : begin + batch.query_len[index]].float().numpy()
+            yield int(batch.query_start[index]), chunk
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return tuple(self._pool)
+
+    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
+        (pool,), source = tensors, call.arrays[SECTION]
+        looked_up = model.embed_input_ids(call.token_ids)
+        given = pool[source.clamp(min=0)].to(looked_up.dtype)
+        call.kwargs["input_ids"] = None
+        call.kwargs["inputs_embeds"] = torch.where((source >= 0).unsqueeze(1), given, looked_up)
+
+
+class _LookedUp:
+    """While a step is repeated all its tokens are output, which has ids."""
+
+    def __init__(self, source: np.ndarray) -> None:
+        self._source = source
+
+    def begin(self, positions: np.ndarray) -> None:
+        self._source[:] = LOOKED_UP
+
+    def follow(self, positions: np.ndarray) -> bool:
+        return True
+
+
+def make_inputs(
+    model_config: ModelConfig, requests: RequestStates, max_num_tokens: int, wrap: WrapFunction, device_ops: DeviceOps
+) -> TokenInputs:
+    """What ``enable_prompt_embeds`` asks for; by default token ids alone."""
+    if not model_config.enable_prompt_embeds:
+        return TokenInputs(requests)
+    hidden_size = model_config.get_inputs_embeds_size()
+    return EmbeddingInputs(requests, max_num_tokens, hidden_size, wrap, device_ops)
+
+
+def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """What a model is called with for its tokens before there are requests: the same arguments as in every step."""
+    if model_config.enable_prompt_embeds:
+        return {"input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
+    return {"input_ids": token_ids, "inputs_embeds": None}
+
+
+def check_embeds(embeds: torch.Tensor, hidden_size: int, wants_prompt_logprobs: bool) -> None:
+    """Raises ValueError for embeddings [P, H] that the model cannot take; [1, P, H] was made [P, H] by vLLM."""
+    if not embeds.is_floating_point():
+        raise ValueError(f"prompt_embeds must be floating-point numbers, got {embeds.dtype}")
+    if not len(embeds) or embeds.shape[1] != hidden_size:
+        raise ValueError(f"prompt_embeds must be [tokens, {hidden_size}] with a token at least, got {[*embeds.shape]}")
+    if not embeds.isfinite().all():
+        raise ValueError("prompt_embeds must be finite")
+    if wants_prompt_logprobs:
+        raise ValueError("prompt_logprobs need token ids, which prompt_embeds do not have: leave one of them out")

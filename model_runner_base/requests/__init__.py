@@ -1,0 +1,1 @@
+"""What is known of every request that holds a row: tokens, progress, cache blocks."""

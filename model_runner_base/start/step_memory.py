@@ -1,0 +1,66 @@
+"""What the largest step needs beside weights and KV cache, from its shapes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.config import ModelConfig
+
+from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
+from model_runner_base.step.sizes import StepLimits, StepSize
+from model_runner_base.vllm_port.kv_cache import layer_caches
+
+
+def estimate_step_memory(
+    sizes: Sequence[StepSize],
+    limits: StepLimits,
+    specs: Mapping[str, Any],
+    model_config: ModelConfig,
+    gathers_cache: bool = True,
+) -> int:
+    """An upper estimate in bytes of one layer's temporaries and the logits, over all sizes; 0 if there are none.
+
+    ``specs`` are what ``get_kv_cache_spec`` returns, ``limits`` those that the sizes were made with.
+
+    Counted in float32: the gathered KV tiles and a transposed copy of them, attention scores and their exponentials,
+    the pairs' partial outputs, a few hidden states and an MLP's two inner activations, what experts gather and compute;
+    logits, eight more arrays of their shape that a sampler with top-p makes, and the token counts that penalties keep.
+    ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
+    """
+    hidden = model_config.get_hidden_size()
+    inner = _largest(model_config, "intermediate_size") or 4 * hidden
+    heads = model_config.model_arch_config.total_num_attention_heads
+    vocabulary = model_config.get_vocab_size()
+    worst = 0
+    for size in sizes:
+        step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * vocabulary
+        step += _experts(model_config, size.num_tokens)
+        pairs = limits.named(size)
+        for layer in layer_caches(specs).values():
+            attention = 0
+            for tiling, count in ((limits.decode, pairs["decode_pairs"]), (limits.chunk, pairs["chunk_pairs"])):
+                gathered = 2 * tiling.keys * 2 * layer.num_kv_heads * layer.head_size
+                scores = 2 * tiling.query * heads * tiling.keys
+                partial = 2 * tiling.query * heads * layer.head_size
+                attention += count * (partial + (gathered + scores if gathers_cache else tiling.keys))
+            worst = max(worst, 4 * (step + attention))
+    return worst
+
+
+def _experts(model_config: ModelConfig, num_tokens: int) -> int:
+    """Numbers that a mixture-of-experts layer holds at a time, the dearer of its ways (layers/fused_moe.py)."""
+    num_experts = model_config.get_num_experts()
+    if not num_experts:
+        return 0
+    hidden = model_config.get_hidden_size()
+    inner = _largest(model_config, "moe_intermediate_size") or _largest(model_config, "intermediate_size") or 4 * hidden
+    row = 2 * hidden + 3 * inner
+    if num_tokens <= MAX_DENSE_TOKENS:
+        return max(num_experts * num_tokens * row, num_experts // GATHER_COST * 3 * hidden * inner)
+    top_k = _largest(model_config, "num_experts_per_tok") or num_experts
+    return 2 * num_experts * 3 * hidden * inner + 2 * num_tokens * top_k * row
+
+
+def _largest(model_config: ModelConfig, name: str) -> int:
+    """A size in the model's own config, the largest where it has one a layer; 0 if it has none."""
+    value = getattr(model_config.hf_text_config, name, None) or 0
+    return max(value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,113 @@
+"""What runs before the first request: the step that is measured, every size once, the host's loops."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+from vllm.config import ModelConfig, VllmConfig
+from vllm.forward_context import create_forward_context, override_forward_context
+from vllm.sampling_params import SamplingParams
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import GraphPolicy, StepFunction
+from model_runner_base.heads.generate import LogitsOf
+from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.inputs.embeddings import profile_inputs
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.start.wiring import StepParts
+from model_runner_base.step.schedule import Schedule
+from model_runner_base.step.sizes import StepSize
+
+
+class Starting(Protocol):
+    """What a runner is before its first step."""
+
+    vllm_config: VllmConfig
+    model_config: ModelConfig
+    max_model_len: int
+
+    @property
+    def device_ops(self) -> DeviceOps: ...
+
+    @property
+    def graph_policy(self) -> GraphPolicy: ...
+
+    vocabulary: Vocabulary
+    use_piecewise_graph: bool
+    model: Any
+    parts: StepParts
+
+    def _make_sampler(self, mode: SamplingMode) -> StepFunction: ...
+
+    def _dummy_run(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def _pack(self, batch: Any) -> Any: ...
+
+    def _prepare_sampling(self, batch: Any) -> Any: ...
+
+
+def profile_step(runner: Starting) -> None:
+    """The largest step without KV caches, attention left out, and the sampling that takes most memory."""
+    scheduler = runner.vllm_config.scheduler_config
+    num_tokens = scheduler.max_num_batched_tokens
+    num_reqs = min(scheduler.max_num_seqs, num_tokens)
+    zeros = runner.device_ops.zeros
+    token_ids = zeros((num_tokens,), torch.int32)
+    with override_forward_context(create_forward_context(None, runner.vllm_config)):
+        inputs = profile_inputs(runner.model_config, runner.model, token_ids)
+        hidden_states = runner.model(positions=token_ids, intermediate_tensors=None, **inputs)
+        logits = LogitsOf(runner.model, runner.vocabulary).whole(hidden_states, token_ids[:num_reqs])
+    tables = (zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
+    rows = zeros((num_tokens, 1), torch.int32), token_ids
+    runner._make_sampler(SamplingMode.SORTED)(logits, zeros((2, num_reqs), torch.int32), *tables, *rows)
+
+
+def warm_up(runner: Starting, sizes: Iterable[StepSize]) -> None:
+    """Every size, and all that sampling may need after it, largest first, under a progress bar."""
+    compile_host_loops(runner)
+    largest_first = sorted(sizes, reverse=True)
+    runner.graph_policy.compile_ahead(lambda: _run_each(runner, largest_first))
+    what = {"desc": "Capturing graphs", "unit": "graph"} if runner.use_piecewise_graph else {"desc": "Warming up"}
+    _run_each(runner, tqdm(largest_first, **what))
+    runner.device_ops.synchronize()
+
+
+def _run_each(runner: Starting, sizes: Iterable[StepSize]) -> None:
+    """Runs each size on padding; the parts of sampling once a number of tokens or rows of logits."""
+    num_logits_seen: set[int] = set()
+    num_tokens_seen: set[int] = set()
+    head = runner.parts.head
+    runner.parts.inputs.warm_up()
+    for size in sizes:
+        logits, sample_slots, hidden_states = runner._dummy_run(size)
+        if size.num_tokens not in num_tokens_seen:
+            num_tokens_seen.add(size.num_tokens)
+            head.warm_up_tokens(hidden_states)
+        if size.num_logits not in num_logits_seen:
+            num_logits_seen.add(size.num_logits)
+            head.warm_up_logits(logits, sample_slots)
+
+
+def compile_host_loops(runner: Starting) -> None:
+    """A request of padding decodes into its second block, then has two tokens.
+
+    As far as the limits allow: what they rule out, no step will call.
+    """
+    parts, req_id = runner.parts, "warm-up"
+    info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0])
+    most_tokens = min(2, runner.max_model_len, runner.vllm_config.scheduler_config.max_num_batched_tokens)
+    for num_tokens in range(1, 1 + most_tokens):
+        row = parts.requests.admit(req_id, info, [0], 0)
+        for table in parts.block_tables:
+            table.append([row], [[]])
+        step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens)
+        batch, _ = runner._pack(parts.batches.build(step))
+        runner._prepare_sampling(batch)
+        block_size = max((table.block_size for table in parts.block_tables), default=0)
+        for _ in range(min(block_size, runner.max_model_len - 1)):
+            if parts.repeat.follow(step) is None:
+                break
+    parts.requests.forget(req_id)
+    parts.repeat.stop()

@@ -1,0 +1,148 @@
+"""The step, put together from its parts in the order of start-up: the one place where a reader sees who gets what."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import ForwardContext, create_forward_context
+
+from model_runner_base.attention.layout import CacheLayout
+from model_runner_base.caches.allocation import attention_groups, bind, num_lines
+from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import GraphPolicy, StepFunction
+from model_runner_base.heads.generate import GenerateHead, LogitsOf
+from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.pipeline import SamplingPipeline
+from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.inputs.embeddings import make_inputs
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.builder import BatchBuilder
+from model_runner_base.step.packing import Packer, Section
+from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.sizes import StepLimits, StepSize
+from model_runner_base.step.state import GraphState, HeldTensors
+
+
+class Unwired(Protocol):
+    """What a runner has before its KV cache exists."""
+
+    vllm_config: VllmConfig
+
+    @property
+    def device_ops(self) -> DeviceOps: ...
+
+    @property
+    def graph_policy(self) -> GraphPolicy: ...
+
+    vocabulary: Vocabulary
+    model: Any
+    logits_processors: Any
+    max_model_len: int
+    KV_TILE: int
+    CHUNK_KV_TILE: int
+
+    def _step_limits(self, num_lines: int = 0) -> StepLimits: ...
+
+    def _make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]: ...
+
+    def _make_caches(self, groups: list[AttentionGroup], limits: StepLimits) -> CacheKind: ...
+
+    def _make_sampler(self, mode: SamplingMode) -> StepFunction: ...
+
+    @property
+    def _run_model(self) -> Callable[..., Any]: ...
+
+
+@dataclass
+class StepParts:
+    """The nouns of a step."""
+
+    requests: RequestStates
+    block_tables: list[BlockTable]
+    rows: DeviceRows
+    kv_caches: HeldTensors
+    bind_kv_caches: Callable[[], None]
+    """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
+    caches: CacheKind
+    inputs: TokenInputs
+    batches: BatchBuilder
+    repeat: Repeat
+    packer: Packer
+    sections: Callable[[StepSize], list[Section]]
+    forward_context: ForwardContext
+    """One for all steps: a step's attention metadata is put into it while the model runs."""
+    forward: StepFunction
+    """``_run_model`` as the device runs it."""
+    head: GenerateHead
+
+
+def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
+    """Every part of the step of ``runner``, whose model is loaded."""
+    config, device_ops, policy = runner.vllm_config, runner.device_ops, runner.graph_policy
+    max_num_reqs, max_model_len = config.scheduler_config.max_num_seqs, runner.max_model_len
+
+    # Requests: rows on the host, rows on the device, cache blocks.
+    requests = RequestStates(max_num_reqs, max_model_len)
+    rows = DeviceRows(max_num_reqs, device_ops)
+    tiles = runner.KV_TILE, runner.CHUNK_KV_TILE
+    block_tables, groups = attention_groups(layout, config, max_num_reqs, max_model_len, tiles)
+
+    # What graphs update.
+    state = GraphState()
+    tensors, index_of = runner._make_kv_caches(layout)
+    kv_caches = state.hold(tensors)
+
+    def bind_kv_caches() -> None:
+        bind(kv_caches, index_of, config)
+
+    bind_kv_caches()
+
+    # What a step sends: sizes, caches, inputs.
+    reads_lines = all(group.reads_lines for group in groups)
+    limits = runner._step_limits(num_lines(layout, config) if reads_lines else 0)
+    policy.configure(limits)
+    caches = runner._make_caches(groups, limits)
+    max_num_tokens = config.scheduler_config.max_num_batched_tokens
+    inputs = make_inputs(config.model_config, requests, max_num_tokens, policy.wrap, device_ops)
+
+    def sections(size: StepSize) -> list[Section]:
+        return [*inputs.sections(size), *caches.sections(size)]
+
+    # What runs on the device: the model, then its head.
+    forward = policy.wrap(runner._run_model, state.tensors)
+    logits = LogitsOf(runner.model, runner.vocabulary)
+    samplers = {mode: policy.wrap(runner._make_sampler(mode), rows.tensors) for mode in SamplingMode}
+    sampling = SamplingPipeline(
+        config,
+        runner.logits_processors,
+        requests,
+        samplers,
+        policy.wrap(logits.whole, []),
+        rows,
+        policy.wrap,
+        policy.sort_limits,
+        runner.vocabulary,
+        device_ops,
+    )
+    return StepParts(
+        requests=requests,
+        block_tables=block_tables,
+        rows=rows,
+        kv_caches=kv_caches,
+        bind_kv_caches=bind_kv_caches,
+        caches=caches,
+        inputs=inputs,
+        batches=BatchBuilder(requests, caches.order),
+        repeat=Repeat(requests),
+        packer=Packer(sections, device_ops),
+        sections=sections,
+        forward_context=create_forward_context(None, config),
+        forward=forward,
+        head=GenerateHead(logits, sampling),
+    )

@@ -1,0 +1,58 @@
+"""What the scheduler asks of one step, in the house's own words.
+
+Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with a prompt of 5 tokens:
+
+    Schedule(finished=set(), preempted=(),
+             arrivals=[Arrival("c", [5 token ids], num_computed=0, block_ids=([7],), request=NewRequest(...))],
+             continued=["a", "b"], new_blocks=[([12],), None],
+             num_tokens={"a": 1, "b": 1, "c": 5}, total_num_tokens=7)
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from model_runner_base.requests.states import NewRequest
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request that needs a row: a new one, or one that resumes after a preemption."""
+
+    req_id: str
+    token_ids: list[int]
+    """All that the scheduler knows: the prompt, and of one that resumes its output too."""
+    num_computed: int
+    """Tokens that lie in the cache already."""
+    block_ids: tuple[list[int], ...]
+    """All its blocks, a list a KV-cache group."""
+    request: NewRequest | None
+    """None for one that resumes."""
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step as the scheduler wants it. The lists are the scheduler's own: nobody changes them."""
+
+    finished: Collection[str]
+    preempted: Collection[str]
+    arrivals: list[Arrival]
+    continued: Sequence[str]
+    """Requests that were scheduled before, in the scheduler's order; those that resume among them."""
+    new_blocks: Sequence[tuple[list[int], ...] | None]
+    """For each of ``continued``: blocks to append, a list a group; None for one that resumes."""
+    num_tokens: Mapping[str, int]
+    """Tokens to run of every request of this step, in the scheduler's order."""
+    total_num_tokens: int
+    encoder_inputs: Mapping[str, Any] = field(default_factory=dict)
+    """Multimodal items to encode, by request."""
+
+
+class Grammar(NamedTuple):
+    """The tokens that structured output allows next."""
+
+    req_ids: Sequence[str]
+    bitmask: np.ndarray
+    """[rows, ceil(V / 32)] int32: token t at bit t % 32 of word t // 32; a row a request."""

@@ -1,0 +1,213 @@
+"""How large a step is: its kind, and one number for everything that a device has to know ahead.
+
+A size has a dim for each number: tokens, requests and rows of logits, which every step has, and those that the kinds of
+KV-cache groups contribute (``Dim``), such as the attention pairs of a plan. Captured device graphs and compiled buckets
+are sizes; a step is padded to one that holds it.
+
+Example, with dims (tokens, requests, logits, decode_rows, decode_pairs, chunk_tokens, chunk_tiles, chunk_pairs): three
+requests in decode beside a prompt of 100 tokens need ``StepSize(MIXED, (103, 4, 4, 3, 8, 100, 2, 4))``; they may run at
+``StepSize(MIXED, (136, 16, 16, 8, 33, 128, 4, 9))``.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from model_runner_base.host_loops import compiled
+
+
+class StepKind(IntEnum):
+    """What tells apart graphs that no padding makes alike."""
+
+    DECODE = 0
+    """Every request has a decode row."""
+    MIXED = 1
+    """Decode rows beside chunks of prompts."""
+    LINES = 2
+    """Decode that reads a contiguous cache line by line, whether a line is in use or not (caches/lines.py)."""
+
+    __hash__ = int.__hash__  # An enum's own is a Python function; sizes are looked up in every step.
+
+    def __str__(self) -> str:
+        return ("decode", "mixed", "decode by cache lines")[self]
+
+
+class Dim(NamedTuple):
+    """One number of a size."""
+
+    name: str
+    costs: tuple[float, float, float]
+    """What one of it costs in each kind of step, in units of one token; only to compare sizes."""
+
+
+COMMON_DIMS = (
+    Dim("tokens", (1.0, 1.0, 1.0)),
+    Dim("requests", (0.2, 0.2, 0.2)),
+    Dim("logits", (0.0, 0.0, 0.0)),
+)
+"""Those of every step. ``logits`` are rows of logits: one a request, more where drafts are verified."""
+
+
+class StepSize(NamedTuple):
+    """The static sizes of one step; ``dims`` in the order of ``StepLimits.dims``: tokens, requests, logits first."""
+
+    kind: StepKind
+    dims: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.dims[0]
+
+    @property
+    def num_reqs(self) -> int:
+        return self.dims[1]
+
+    @property
+    def num_logits(self) -> int:
+        return self.dims[2]
+
+    def holds(self, need: "StepSize") -> bool:
+        """Whether a step of size ``need`` can be padded to this size."""
+        return self.kind == need.kind and all(a >= b for a, b in zip(self.dims, need.dims, strict=True))
+
+    def as_row(self) -> tuple[int, ...]:
+        """The kind and the dims as numbers, for tables of sizes."""
+        return int(self.kind), *self.dims
+
+    def __str__(self) -> str:
+        others = f", {' + '.join(map(str, self.dims[3:]))}" if self.dims[3:] else ""
+        return f"{self.kind} {self.num_tokens} tokens, {self.num_reqs} requests{others}"
+
+
+class Tiling(NamedTuple):
+    """How attention is cut: a tile of queries meets tiles of keys."""
+
+    query: int
+    """Query tokens in a tile."""
+    keys: int
+    """Cache positions in a KV tile."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What the scheduler may ask of one step, and the tilings that attention plans will use."""
+
+    max_num_tokens: int
+    max_num_reqs: int
+    max_model_len: int
+    decode: Tiling
+    """Of decode rows: ``query`` is the most tokens that a row of decode has."""
+    chunk: Tiling
+    """Of chunks of prompts."""
+    dims: tuple[Dim, ...] = COMMON_DIMS
+    num_lines: int = 0
+    """Lines of a contiguous cache, if decode may read all of them; else 0."""
+
+    @property
+    def max_kv_tiles(self) -> int:
+        """Of a decode row."""
+        return -(-self.max_model_len // self.decode.keys)
+
+    @property
+    def max_chunk_kv_tiles(self) -> int:
+        return -(-self.max_model_len // self.chunk.keys)
+
+    def size(self, kind: StepKind, **dims: int) -> StepSize:
+        """By the names of dims; those that are left out are 0, names that are none of these limits' are ignored."""
+        return StepSize(kind, tuple([dims.get(name, 0) for name in self._names]))
+
+    def but(self, size: StepSize, **dims: int) -> StepSize:
+        """A size with some dims changed, by name."""
+        return self.size(size.kind, **(self.named(size) | dims))
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [dim.name for dim in self.dims]
+
+    def named(self, size: StepSize) -> dict[str, int]:
+        """The dims of a size by name; 0 for names that are none of these limits'."""
+        return defaultdict(int, zip(self._names, size.dims, strict=True))
+
+    def decode_size(self, num_rows: int, num_pairs: int) -> StepSize:
+        """Of rows of decode, and a neutral pair beside ``num_pairs``."""
+        tokens = num_rows * self.decode.query
+        return self.size(
+            StepKind.DECODE,
+            tokens=tokens,
+            requests=num_rows,
+            logits=tokens,
+            decode_rows=num_rows,
+            decode_pairs=num_pairs + 1,
+        )
+
+    def mixed_size(
+        self, num_rows: int, num_pairs: int, chunk_tokens: int, num_chunks: int, chunk_pairs: int, num_tiles: int = 0
+    ) -> StepSize:
+        """Of rows of decode beside chunks, with a neutral pair each; of ``num_tiles``, or as many as they may take.
+
+        There is a row of padding at least, so that no array of a graph is empty.
+        """
+        num_rows = max(1, num_rows)
+        tokens = num_rows * self.decode.query
+        return self.size(
+            StepKind.MIXED,
+            tokens=tokens + chunk_tokens,
+            requests=min(num_rows + num_chunks, self.max_num_reqs),
+            logits=min(tokens + num_chunks, self.max_num_reqs * self.decode.query),
+            decode_rows=num_rows,
+            decode_pairs=num_pairs + 1,
+            chunk_tokens=chunk_tokens,
+            chunk_tiles=num_tiles or self.num_tiles(chunk_tokens, num_chunks),
+            chunk_pairs=chunk_pairs + 1,
+        )
+
+    def num_tiles(self, num_tokens: int, num_chunks: int) -> int:
+        """The most query tiles that chunks of so many tokens in all can make: each may leave one ragged."""
+        return num_tokens // self.chunk.query + min(num_chunks, num_tokens)
+
+    @property
+    def largest_sizes(self) -> tuple[StepSize, StepSize]:
+        """The largest step of pure decode and the largest mixed step: no step needs more memory.
+
+        Any request of a mixed step may have a decode row, any a chunk, and any token may be a chunk's.
+        """
+        rows, tokens = self.max_num_reqs, self.max_num_tokens
+        pairs, tiles = rows * self.max_kv_tiles, self.num_tiles(tokens, rows)
+        chunk_pairs = tiles * self.max_chunk_kv_tiles
+        return self.decode_size(rows, pairs), self.mixed_size(rows, pairs, tokens, rows, chunk_pairs)
+
+
+@compiled
+def first_that_holds(sizes: np.ndarray, kind: int, dims: tuple[int, ...]) -> int:
+    """The first row of ``sizes`` [N, 1 + dims] int32 that ``StepSize.holds`` a need of this kind and dims, or -1."""
+    for index in range(len(sizes)):
+        if sizes[index, 0] == kind:
+            holds = True
+            for dim in range(len(dims) - 1, -1, -1):
+                if sizes[index, 1 + dim] < dims[dim]:
+                    holds = False
+                    break
+            if holds:
+                return index
+    return -1
+
+
+def cost_of(sizes: np.ndarray, dims: Iterable[Dim]) -> np.ndarray:
+    """What steps of these sizes, rows [..., 1 + dims], cost in units of one token; only to compare them."""
+    weights = np.array([dim.costs for dim in dims]).T
+    return (sizes[..., 1:] * weights[sizes[..., 0]]).sum(axis=-1)
+
+
+def geometric(start: int, stop: int, factor: int = 2) -> list[int]:
+    """``start``, ``start * factor``, ... below ``stop``, then ``stop`` itself."""
+    values = []
+    value = min(start, stop)
+    while value < stop:
+        values.append(value)
+        value *= factor
+    return [*values, stop]

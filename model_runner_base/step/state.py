@@ -1,0 +1,41 @@
+"""The tensors that a graph updates in place: every room appends its own before the graph is made.
+
+A policy that compiles a function may replace the tensors by new ones (``GraphPolicy.wrap``), so rooms read theirs
+through what ``hold`` returned.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+class GraphState:
+    """One list of tensors, of which each room holds a part."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> "HeldTensors":
+        """Appends tensors; returns them as they stand at any later time."""
+        start = len(self.tensors)
+        self.tensors += tensors
+        return HeldTensors(self.tensors, start, len(self.tensors))
+
+
+class HeldTensors(Sequence[torch.Tensor]):
+    """A part of a graph's state."""
+
+    def __init__(self, tensors: list[torch.Tensor], start: int, stop: int) -> None:
+        self._tensors = tensors
+        self._range = range(start, stop)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self._tensors[place] for place in self._range[index]]
+        return self._tensors[self._range[index]]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._tensors[self._range.start : self._range.stop])

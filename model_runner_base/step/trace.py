@@ -1,0 +1,127 @@
+"""What a step hands to the model, told by request: the one joint by which anybody looks into a step.
+
+The conformance kit, the benchmarks and the tests compare ``StepTrace``s with what they expect, so they need to know
+nothing of buffers, sections or attention metadata. A step that nobody watches pays nothing for it.
+
+Example: request "a" is in decode at position 7, "b" has the first 3 tokens of its prompt. With blocks of 4 tokens, of
+which "a" has blocks 5 and 2 and "b" block 9, a layer without a window is handed
+
+    requests["a"]: token_ids [17], positions [7], slots[layer] [2 * 4 + 3]
+                   seen[layer][0].positions 0..7, in the slots of blocks 5 and 2
+    requests["b"]: token_ids [3, 1, 4], positions [0, 1, 2], slots[layer] [36, 37, 38]
+                   seen[layer][2].positions 0..2
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from model_runner_base.attention.trace import SeenKeys
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.sizes import StepSize
+
+
+class SampledPlace(NamedTuple):
+    """Where a request is sampled."""
+
+    token: int
+    """Index among the request's tokens in this step."""
+    row: int
+    """The row that the sampled token is recorded in; of padding, where nobody looks, if the request yields none."""
+    position: int
+    """The one that the sampled token will have."""
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """One request's Q tokens of a step."""
+
+    token_ids: list[int]
+    positions: list[int]
+    sampled: SampledPlace
+    slots: dict[str, np.ndarray]
+    """[Q] by layer name, as ``LayerTrace.slots``."""
+    seen: dict[str, list[SeenKeys]]
+    """[Q] by layer name, as ``LayerTrace.seen``."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step."""
+
+    size: StepSize
+    """That it runs at, padding included."""
+    requests: dict[str, RequestTrace]
+    """By request id, in the order of the batch."""
+    padding_slots: dict[str, np.ndarray]
+    """By layer name: where the keys and values of padding tokens go."""
+    padding_rows: np.ndarray
+    """The rows that what is sampled for padding is recorded in."""
+    num_sent: int
+    """Numbers of the packed buffer that were sent: all of it, or where a step repeats the last one, what changed."""
+
+
+@contextmanager
+def watch_steps(runner: Any) -> Iterator[list[StepTrace]]:
+    """The steps that ``runner``, a ``ModelRunnerBase``, prepares inside the block, in a list that grows.
+
+    A trace is worked out on the host from what lies on the device: what the device's own arithmetic makes of that shows
+    in its tokens.
+    """
+    prepare = runner._prepare_inputs
+    steps: list[StepTrace] = []
+
+    def watched(*args: Any) -> Any:
+        prepared = prepare(*args)
+        runner.parts.caches.prepare(*prepared, runner.parts.rows)
+        steps.append(_trace(runner, *prepared))
+        return prepared
+
+    runner._prepare_inputs = watched
+    try:
+        yield steps
+    finally:
+        del runner._prepare_inputs
+
+
+def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:
+    parts = runner.parts
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(runner.device_ops.to_host(tensor).copy())
+
+    packed, entries = on_host(step.on_device), on_host(step.entries_on_device)
+    packed[entries[0].long()] = entries[1]
+    call = ModelCall.unpack(step.size, packed, step.sections, *map(on_host, parts.rows.tensors))
+    layers = parts.caches.trace(call, batch)
+    token_ids, positions = call.token_ids.numpy(), call.positions.numpy()
+    indices = call.arrays["logits_indices"].tolist()
+    rows, sample_positions = call.sample_slots.tolist()
+    requests = {}
+    is_padding = np.ones(len(token_ids), np.bool_)
+    for index, req_id in enumerate(batch.req_ids):
+        start = int(batch.query_start[index])
+        tokens = slice(start, start + int(batch.query_len[index]))
+        is_padding[tokens] = False
+        # Layers that are told the same share the arrays.
+        shares = {id(layer): (layer.slots[tokens], layer.seen[tokens]) for layer in layers.values()}
+        requests[req_id] = RequestTrace(
+            token_ids=token_ids[tokens].tolist(),
+            positions=positions[tokens].tolist(),
+            sampled=SampledPlace(indices[index] - start, rows[index], sample_positions[index]),
+            slots={name: shares[id(layer)][0] for name, layer in layers.items()},
+            seen={name: shares[id(layer)][1] for name, layer in layers.items() if layer.seen},
+        )
+    return StepTrace(
+        size=step.size,
+        requests=requests,
+        padding_slots={name: layer.slots[is_padding] for name, layer in layers.items()},
+        padding_rows=np.array(rows[batch.num_reqs :], np.int64),
+        num_sent=packed.numel() if step.is_whole else int(step.entries.count[0]),
+    )

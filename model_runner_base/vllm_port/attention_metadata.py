@@ -1,0 +1,47 @@
+"""What a step tells vLLM's metadata builders: ``CommonAttentionMetadata``, which changes from release to release."""
+
+from typing import NamedTuple
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+class StepOnDevice(NamedTuple):
+    """A step's requests as kernels read them, R of them padded, T tokens, at addresses that stay."""
+
+    query_start_loc: torch.Tensor
+    """[R + 1] int32"""
+    seq_lens: torch.Tensor
+    """[R] int32"""
+    block_table: torch.Tensor
+    """[R, blocks] int32"""
+    slot_mapping: torch.Tensor
+    """[T] int64"""
+
+
+class StepBounds(NamedTuple):
+    """The same on the host, where numbers of tokens may be bounds."""
+
+    query_start_loc: torch.Tensor
+    """[R + 1] int32"""
+    seq_lens: torch.Tensor
+    """[R] int32"""
+    max_query_len: int
+    max_seq_len: int
+
+
+def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMetadata:
+    """For one KV-cache group."""
+    return CommonAttentionMetadata(
+        query_start_loc=step.query_start_loc,
+        query_start_loc_cpu=bounds.query_start_loc,
+        seq_lens=step.seq_lens,
+        num_reqs=len(step.seq_lens),
+        num_actual_tokens=len(step.slot_mapping),
+        max_query_len=bounds.max_query_len,
+        max_seq_len=bounds.max_seq_len,
+        block_table_tensor=step.block_table,
+        slot_mapping=step.slot_mapping,
+        _seq_lens_cpu=bounds.seq_lens,
+        _num_computed_tokens_cpu=bounds.seq_lens - bounds.query_start_loc.diff(),
+    )

@@ -1,0 +1,108 @@
+"""vLLM's KV-cache specs and ``KVCacheConfig`` as a ``CacheLayout``, and the layers that they are about."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+
+from model_runner_base.attention.layout import CacheLayout, GroupLayout, LayerCache, TensorLayout
+from model_runner_base.limits import UnsupportedConfigError
+
+__all__ = [
+    "KVCacheConfig",
+    "KVCacheSpec",
+    "attention_layers",
+    "cacheless_layers",
+    "collect_specs",
+    "layer_caches",
+    "read_layout",
+    "shared_caches",
+    "useful_bytes",
+]
+
+
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Every layer that may keep a cache, by name."""
+    return get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+
+
+def shared_caches(vllm_config: VllmConfig) -> dict[str, str]:
+    """Layers that read another layer's cache instead of keeping one, with that layer's name."""
+    targets = {
+        name: getattr(layer, "kv_sharing_target_layer_name", None)
+        for name, layer in attention_layers(vllm_config).items()
+    }
+    return {name: target for name, target in targets.items() if target is not None}
+
+
+def cacheless_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Attention layers that keep nothing for a later step, in a cache of their own or another's, by name."""
+    sharing = shared_caches(vllm_config)
+    layers = attention_layers(vllm_config).items()
+    return {
+        name: layer for name, layer in layers if name not in sharing and layer.get_kv_cache_spec(vllm_config) is None
+    }
+
+
+def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """The KV-cache spec of every layer that keeps a cache, by layer name.
+
+    Raises UnsupportedConfigError for a layer whose cache is no attention's.
+    """
+    specs: dict[str, KVCacheSpec] = {}
+    sharing = shared_caches(vllm_config)
+    for name, layer in attention_layers(vllm_config).items():
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is None or name in sharing:
+            continue
+        if not isinstance(spec, AttentionSpec):
+            raise UnsupportedConfigError(
+                f"layer {name} keeps a {type(spec).__name__}; such layers are not supported yet"
+            )
+        specs[name] = spec
+    return specs
+
+
+def layer_caches(specs: Mapping[str, KVCacheSpec]) -> dict[str, LayerCache]:
+    """What each layer keeps, by name; layers that keep anything else than attention does are left out."""
+    return {
+        name: LayerCache(spec.num_kv_heads, spec.head_size, spec.dtype, spec)
+        for name, spec in specs.items()
+        if isinstance(spec, AttentionSpec)
+    }
+
+
+def read_layout(config: KVCacheConfig) -> CacheLayout:
+    """The layout that vLLM chose for the memory there is."""
+    groups, page_bytes = [], {}
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        specs = dict.fromkeys(group.layer_names, spec)
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            specs = spec.kv_cache_specs
+        page_bytes.update({name: each.page_size_bytes for name, each in specs.items()})
+        groups.append(GroupLayout(layer_caches(specs), spec.block_size))
+    tensors = [
+        TensorLayout(tensor.size // page_bytes[tensor.shared_by[0]], list(tensor.shared_by))
+        for tensor in config.kv_cache_tensors
+    ]
+    return CacheLayout(config.num_blocks, groups, tensors)
+
+
+def useful_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_lines: int | None) -> float:
+    """Bytes of KV cache that may come to use, where a request needs one of ``num_lines`` lines a group.
+
+    A paged cache (None) can use any amount, at least to remember prefixes. Where layers are in several groups, a
+    request has a line in each, and groups of fewer layers leave part of theirs idle.
+    """
+    if not specs or num_lines is None:
+        return math.inf
+    groups = get_kv_cache_groups(vllm_config, dict(specs))
+    if isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs):
+        return (num_lines + 1) * groups[0].kv_cache_spec.page_size_bytes
+    largest = max(len(group.layer_names) for group in groups)
+    return (num_lines * len(groups) + 1) * largest * groups[0].kv_cache_spec.page_size_bytes

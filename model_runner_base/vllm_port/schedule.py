@@ -1,0 +1,57 @@
+"""vLLM's ``SchedulerOutput`` as a ``Schedule``, its ``GrammarOutput`` as a ``Grammar``."""
+
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+
+from model_runner_base.requests.states import NewRequest
+from model_runner_base.step.schedule import Arrival, Grammar, Schedule
+
+__all__ = ["GrammarOutput", "SchedulerOutput", "read_grammar", "read_schedule"]
+
+
+def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
+    """A step; its lists are shared, so reading takes no time that grows with the requests."""
+    cached = scheduler_output.scheduled_cached_reqs
+    arrivals: list[Arrival] = []
+    new_blocks = cached.new_block_ids
+    if cached.resumed_req_ids:
+        arrivals, new_blocks = _resumed(cached)
+    if scheduler_output.scheduled_new_reqs:
+        arrivals += [_arrival(new) for new in scheduler_output.scheduled_new_reqs]
+    return Schedule(
+        scheduler_output.finished_req_ids,
+        scheduler_output.preempted_req_ids or (),
+        arrivals,
+        cached.req_ids,
+        new_blocks,
+        scheduler_output.num_scheduled_tokens,
+        scheduler_output.total_num_scheduled_tokens,
+        scheduler_output.scheduled_encoder_inputs,
+    )
+
+
+def _arrival(new: NewRequestData) -> Arrival:
+    assert new.sampling_params is not None
+    token_ids = new.prompt_token_ids
+    if token_ids is None:
+        assert new.prompt_embeds is not None
+        token_ids = [0] * len(new.prompt_embeds)
+    request = NewRequest(new.sampling_params, token_ids, new.prompt_embeds)
+    return Arrival(new.req_id, token_ids, new.num_computed_tokens, new.block_ids, request)
+
+
+def _resumed(cached: CachedRequestData) -> tuple[list[Arrival], list[tuple[list[int], ...] | None]]:
+    """Those that resume; and the new blocks of all, theirs left out."""
+    arrivals, new_blocks = [], cached.new_block_ids.copy()
+    for index, req_id in enumerate(cached.req_ids):
+        if req_id in cached.resumed_req_ids:
+            block_ids, new_blocks[index] = new_blocks[index], None
+            assert block_ids is not None
+            token_ids, num_computed = cached.all_token_ids[req_id], cached.num_computed_tokens[index]
+            arrivals.append(Arrival(req_id, token_ids, num_computed, block_ids, request=None))
+    return arrivals, new_blocks
+
+
+def read_grammar(grammar_output: GrammarOutput | None) -> Grammar | None:
+    if grammar_output is None:
+        return None
+    return Grammar(grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask)

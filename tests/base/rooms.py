@@ -1,0 +1,90 @@
+"""The rooms of a step without a model: what they send to the device, and what the step's graph makes of it there."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from model_runner_base.caches.group import CacheKind
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.requests.device_rows import DeviceRows, commit
+from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep, Packer
+from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.schedule import Schedule
+from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+
+
+class Rooms:
+    """Requests, inputs and one kind of caches, called as the runner calls them."""
+
+    def __init__(
+        self,
+        caches: CacheKind,
+        max_num_reqs: int,
+        max_length: int,
+        inputs: Callable[[RequestStates], TokenInputs] = TokenInputs,
+    ) -> None:
+        device_ops = DeviceOps(torch.device("cpu"))
+        self.caches = caches
+        self.requests = RequestStates(max_num_reqs, max_length)
+        self.rows = DeviceRows(max_num_reqs, device_ops)
+        self.inputs = inputs(self.requests)
+        self.repeat = Repeat(self.requests)
+        self.packer = Packer(lambda size: [*self.inputs.sections(size), *caches.sections(size)], device_ops)
+
+    def fill_padding(self, size: StepSize) -> None:
+        """The size's buffer holds a step of nothing but padding."""
+        step = self.packer.at(size)
+        step.buffer[:] = 0
+        self.inputs.fill_padding(size, step.views)
+        self.caches.fill_padding(size, step.views)
+
+    def send(self, batch: InputBatch, size: StepSize) -> PackedStep:
+        """Fills the size's buffer, whatever it held before, and sends it; the batch is packed once."""
+        assert any(size.holds(need) for need in self.caches.needs(batch))
+        step, rows = self.packer.at(size), batch.num_decodes
+        batch.query_start[rows:] += self.caches.chunk_start(size, rows) - rows
+        self.inputs.fill(batch, size, step.views)
+        self.caches.fill(batch, size, step.views)
+        step.send()
+        self.repeat.watch(batch, step, self.inputs, self.caches)
+        return step
+
+    def run(self, batch: InputBatch, step: PackedStep) -> ModelCall:
+        """What the step's graph works out before it calls the model; the buffer stays on the device."""
+        self.inputs.prepare(batch)
+        self.caches.prepare(batch, step, self.rows)
+        entries = step.entries_on_device
+        step.on_device = step.on_device.index_put((entries[0],), entries[1])
+        call = ModelCall.unpack(step.size, step.on_device, step.sections, *self.rows.tensors)
+        self.caches.bind(call)
+        return call
+
+    def commit(self, call: ModelCall, tokens: Sequence[int]) -> None:
+        """The device records what was sampled; ``tokens`` of every row of logits, padding included."""
+        commit(self.rows.tensors, call.sample_slots, torch.tensor(tokens, dtype=torch.int32))
+
+
+def scheduled(num_tokens: dict[str, int]) -> Schedule:
+    """A step of requests that the runner knows, nobody new, no new blocks."""
+    continued: list[str] = list(num_tokens)
+    return Schedule((), (), [], continued, [None] * len(continued), num_tokens, sum(num_tokens.values()))
+
+
+def padded(limits: StepLimits, needs: Sequence[StepSize], padding: int, pairs: int | None = None) -> StepSize:
+    """A size that holds every one of ``needs``, all of one kind, with so much of each dim to spare."""
+    named = [limits.named(need) for need in needs]
+    dims = {dim.name: max(each[dim.name] for each in named) + padding for dim in limits.dims}
+    if pairs is not None:
+        dims["decode_pairs"] += pairs - padding
+    if "decode_rows" in dims:
+        # Every token is a decode row's or a chunk's.
+        is_mixed = needs[0].kind == StepKind.MIXED
+        dims["tokens"] = dims["decode_rows"] + (dims["chunk_tokens"] if is_mixed else 0)
+        if not is_mixed:
+            dims["requests"] = dims["logits"] = dims["decode_rows"]
+            dims["chunk_tokens"] = dims["chunk_tiles"] = dims["chunk_pairs"] = 0
+    return limits.size(needs[0].kind, **dims)

@@ -1,0 +1,232 @@
+"""Memory measurement and sizing, on a device whose memory figures are scripted."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from vllm.platforms.interface import Platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+
+import model_runner_base.worker
+from model_runner_base import (
+    DeviceMemoryProfiler,
+    DeviceOps,
+    MemoryInfo,
+    ModelRunnerWorker,
+    StepLimits,
+    estimate_step_memory,
+)
+from model_runner_base.caches.paged import plan_dims
+from model_runner_base.platform import PagedPlatform
+from model_runner_base.step.sizes import COMMON_DIMS, StepKind, Tiling
+from neuron_runner.device_ops import XlaDeviceOps
+
+
+class ScriptedOps(DeviceOps):
+    """A device of 1,000 bytes of which ``used`` are taken."""
+
+    used = 0
+
+    def memory_info(self) -> MemoryInfo:
+        return MemoryInfo(free=1000 - self.used, total=1000)
+
+
+def test_profiler_measures_what_stays_taken() -> None:
+    ops = ScriptedOps(torch.device("cpu"))
+    ops.used = 100
+    with DeviceMemoryProfiler(ops) as profiler:
+        ops.used += 300  # a model and its temporaries
+        ops.used -= 50  # the temporaries
+    assert profiler.consumed_memory == 250
+
+
+def test_plain_host_reports_its_memory() -> None:
+    info = DeviceOps(torch.device("cpu")).memory_info()
+    assert 0 < info.free <= info.total
+
+
+@pytest.mark.parametrize(
+    ("asked", "used", "step", "useful", "sharing", "expected"),
+    [
+        (None, 200, 100, float("inf"), 1, 600),  # 90 % of 1000, less 200 taken, less 100 for a step
+        (None, 950, 100, float("inf"), 1, 0),
+        (400, 200, 100, float("inf"), 1, 400),
+        (300, 200, 100, float("inf"), 2, 300),
+        (None, 200, 100, 500, 1, 500),
+        (2000, 200, 100, 500, 1, 500),  # Asking for more than is free does no harm if less is of use.
+    ],
+)
+def test_available_memory(asked: int | None, used: int, step: int, useful: float, sharing: int, expected: int) -> None:
+    ops = ScriptedOps(torch.device("cpu"))
+    ops.used = used
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: useful),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
+        _memory_at_start=MemoryInfo(free=1000, total=1000),
+        _allowed_memory=900,
+        _num_sharing=lambda: sharing,
+    )
+    assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
+
+
+class OtherPlatform(Platform):
+    """One of vLLM's own, which knows nothing of what the base asks of a PagedPlatform."""
+
+    device_type = "cuda"
+
+
+class HostPlatform(PagedPlatform):
+    device_type = "cpu"
+
+
+@pytest.mark.parametrize(("platform", "sharing"), [(OtherPlatform(), 1), (HostPlatform(), 2)])
+def test_workers_share_the_hosts_memory_and_no_devices(
+    platform: Platform, sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner_base.worker, "current_platform", platform)
+    worker = SimpleNamespace(num_local_workers=2, vllm_config=None)
+    assert ModelRunnerWorker._num_sharing(worker) == sharing  # type: ignore[arg-type]
+
+
+def test_device_without_a_report_needs_to_be_told() -> None:
+    """Before anything is loaded; what it is told is then taken as it is."""
+    ops = SimpleNamespace(memory_info=lambda: MemoryInfo(free=0, total=0))
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700, useful_cache_memory=lambda: float("inf")),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
+        _num_sharing=lambda: 1,
+    )
+    with pytest.raises(ValueError, match="does not report its memory: set kv_cache_memory_bytes"):
+        ModelRunnerWorker.measure_at_start(worker)  # type: ignore[arg-type]
+    worker.cache_config.kv_cache_memory_bytes = 400
+    ModelRunnerWorker.measure_at_start(worker)  # type: ignore[arg-type]
+    assert ModelRunnerWorker.determine_available_memory(worker) == 400  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("used", "asked", "is_refused"), [(100, None, False), (101, None, True), (101, 400, False)])
+def test_too_little_free_memory_is_an_error_before_anything_is_loaded(
+    used: int, asked: int | None, is_refused: bool
+) -> None:
+    ops = ScriptedOps(torch.device("cpu"))
+    ops.used = used
+    worker: Any = SimpleNamespace(
+        model_runner=SimpleNamespace(device_ops=ops),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
+    )
+    with pytest.raises(ValueError, match="lower it, or free the device") if is_refused else nullcontext():
+        ModelRunnerWorker.measure_at_start(worker)
+
+
+def test_runtimes_report_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_xla's report as its documentation shows it, in place of that of a Neuron device."""
+    ops = XlaDeviceOps(torch_xla.device())
+    monkeypatch.setattr(xm, "xla_device_hw", lambda device: "NEURON")
+    # PJRT CPU, asked as if it were a device with memory of its own, reports none.
+    assert ops.memory_info() == MemoryInfo(free=0, total=0)
+    report = {"bytes_used": 290816, "bytes_limit": 34088157184, "peak_bytes_used": 500816}
+    monkeypatch.setattr(xm, "get_memory_info", lambda device: report)
+    assert ops.memory_info() == MemoryInfo(free=34088157184 - 290816, total=34088157184)
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("INTERNAL: the runtime is gone")
+
+    monkeypatch.setattr(xm, "get_memory_info", fail)
+    with pytest.raises(RuntimeError, match="gone"):
+        ops.memory_info()
+
+
+@pytest.mark.parametrize(("step", "sharing"), [(700, 1), (200, 2)])
+def test_asking_for_more_than_is_free_names_the_limits(step: int, sharing: int) -> None:
+    ops = ScriptedOps(torch.device("cpu"))
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(
+            device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: float("inf")
+        ),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=400, gpu_memory_utilization=0.9),
+        _num_sharing=lambda: sharing,
+    )
+    with pytest.raises(ValueError, match="lower kv_cache_memory_bytes, max_num_batched_tokens"):
+        ModelRunnerWorker.determine_available_memory(worker)  # type: ignore[arg-type]
+
+
+DECODE, CHUNK = Tiling(1, 32), Tiling(16, 64)
+LIMITS = StepLimits(512, 8, 1024, DECODE, CHUNK, (*COMMON_DIMS, *plan_dims(DECODE, CHUNK)))
+HIDDEN, INNER, HEADS, VOCABULARY = 100, 300, 6, 1000
+
+
+def model_config(**text_config: int) -> Any:
+    return SimpleNamespace(
+        get_hidden_size=lambda: HIDDEN,
+        get_vocab_size=lambda: VOCABULARY,
+        get_num_experts=lambda: text_config.get("num_experts", 0),
+        model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS),
+        hf_text_config=SimpleNamespace(**{"intermediate_size": INNER, **text_config}),
+    )
+
+
+def attention(tiling: Tiling, num_pairs: int, num_kv_heads: int, head_size: int, gathers_cache: bool = True) -> int:
+    """Numbers that one layer's pairs take, array by array."""
+    total = 0
+    for _ in range(num_pairs):
+        keys_and_values = tiling.keys * 2 * num_kv_heads * head_size
+        scores = tiling.query * HEADS * tiling.keys
+        outputs = tiling.query * HEADS * head_size
+        total += 2 * outputs + (2 * keys_and_values + 2 * scores if gathers_cache else tiling.keys)
+    return total
+
+
+def spec(num_kv_heads: int, head_size: int, window: int | None = None) -> KVCacheSpec:
+    options: Any = {"block_size": 16, "num_kv_heads": num_kv_heads, "head_size": head_size, "dtype": torch.float32}
+    return SlidingWindowSpec(**options, sliding_window=window) if window else FullAttentionSpec(**options)
+
+
+@pytest.mark.parametrize("gathers_cache", [True, False])
+def test_step_memory_counts_the_pairs_of_rows_and_of_chunks(gathers_cache: bool) -> None:
+    """Of the layer that takes most, at the size that takes most; a pair of a chunk is larger than one of a row."""
+    decode, mixed = LIMITS.decode_size(8, 40), LIMITS.mixed_size(4, 20, 100, 3, 12)
+    specs = {"narrow": spec(2, 8), "wide": spec(3, 16), "window": spec(2, 8, 64)}
+    tokens = {decode: 8, mixed: 4 + 100}
+    logits = {decode: 8, mixed: 4 + 3}
+    wanted = {}
+    for size in (decode, mixed):
+        dims = LIMITS.named(size)
+        assert (size.num_tokens, size.num_logits) == (tokens[size], logits[size])
+        layer = attention(DECODE, dims["decode_pairs"], 3, 16, gathers_cache)
+        layer += attention(CHUNK, dims["chunk_pairs"], 3, 16, gathers_cache)
+        rest = tokens[size] * (6 * HIDDEN + 2 * INNER) + 10 * logits[size] * VOCABULARY
+        wanted[size] = 4 * (rest + layer)
+        assert estimate_step_memory([size], LIMITS, specs, model_config(), gathers_cache) == wanted[size]
+    both = estimate_step_memory([decode, mixed], LIMITS, specs, model_config(), gathers_cache)
+    assert both == max(wanted.values()) and wanted[decode] != wanted[mixed]
+    assert estimate_step_memory([], LIMITS, specs, model_config(), gathers_cache) == 0
+
+
+def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:
+    specs = {"layer": spec(2, 8)}
+    size = LIMITS.mixed_size(4, 20, 100, 3, 12)
+    least = estimate_step_memory([size], LIMITS, specs, model_config())
+    dims = LIMITS.named(size)
+    for name in ("tokens", "logits", "decode_pairs", "chunk_pairs"):
+        larger = LIMITS.size(StepKind.MIXED, **(dims | {name: dims[name] + 1}))
+        assert estimate_step_memory([larger], LIMITS, specs, model_config()) > least, name
+    assert estimate_step_memory([size], LIMITS, specs, model_config(num_experts=4)) > least
+    # The MLP's inner size is a guess where the config has none.
+    unknown = model_config()
+    del unknown.hf_text_config.intermediate_size
+    assert estimate_step_memory([size], LIMITS, specs, unknown) == least + 4 * size.num_tokens * 2 * (
+        4 * HIDDEN - INNER
+    )
+
+
+def test_step_memory_of_backends_with_kernels_of_their_own() -> None:
+    """Their steps have no pairs to count: the rest is."""
+    limits = StepLimits(512, 8, 1024, DECODE, CHUNK)
+    size = limits.size(StepKind.MIXED, tokens=50, requests=5, logits=5)
+    wanted = 4 * (50 * (6 * HIDDEN + 2 * INNER) + 10 * 5 * VOCABULARY)
+    assert estimate_step_memory([size], limits, {"layer": spec(2, 8)}, model_config()) == wanted
+    state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    assert estimate_step_memory([size], limits, {"layer": spec(2, 8), "other": state}, model_config()) == wanted

@@ -1,0 +1,222 @@
+"""Prompts as embeddings: the tokens are those of the same prompt by ids, or of HF transformers given the embeddings."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import engine
+from greedy import expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rooms import Rooms, padded, scheduled
+from test_batch_builder import make_caches
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.inputs.embeddings import PIECE, EmbeddingInputs
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.builder import BatchBuilder
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import metric
+from model_runner_base.testing.models import TinyModel
+from neuron_runner.metrics import CompilationCount
+
+NEW_TOKENS = 20
+FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [2, 4], "context_length_buckets": [256]}
+
+
+def reference(model: TinyModel) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def embeddings(model: TinyModel, prompts: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    embed = reference(model).get_input_embeddings()
+    return [embed(torch.tensor(prompt)) for prompt in prompts]
+
+
+def run(llm: LLM, prompts: list[dict[str, Any]], count: int = NEW_TOKENS, **options: Any) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, **options)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def alternating(prompts: list[tuple[int, ...]], embeds: list[torch.Tensor], first: int) -> list[dict[str, Any]]:
+    """Every second prompt by its embeddings."""
+    return [
+        {"prompt_embeds": embeds[i]} if i % 2 == first else {"prompt_token_ids": list(prompt)}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(("name", "is_async"), [("llama", True), ("llama", False), ("gpt2", True)])
+def test_equals_ids(name: str, is_async: bool, tiny_model: Callable[[str], TinyModel]) -> None:
+    """Mixed in a batch with ids, in chunks, hit in the prefix cache, preempted and resumed."""
+    model = tiny_model(name)
+    prompts = random_prompts(70, [1, 7, 33, 64, 90, 130])
+    embeds = embeddings(model, prompts)
+    options = {"enable_prompt_embeds": True, "async_scheduling": is_async, "num_gpu_blocks_override": 14}
+    with engine(model.path, max_model_len=256, enforce_eager=True, **options) as llm:
+        for first in (0, 1):
+            assert run(llm, alternating(prompts, embeds, first)) == expected(model, prompts)
+        hits = metric(llm, "vllm:prefix_cache_hits")
+        assert run(llm, [{"prompt_embeds": embeds[5]}]) == expected(model, prompts[5:])
+        assert run(llm, [{"prompt_embeds": embeds[5]}]) == expected(model, prompts[5:])
+        assert metric(llm, "vllm:prefix_cache_hits") > hits, "the prefix cache was not hit"
+        long = random_prompts(71, [60, 70, 80, 90])
+        preemptions = metric(llm, "vllm:num_preemptions")
+        assert run(llm, alternating(long, embeddings(model, long), 1), 100) == expected(model, long, 100)
+        assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embeddings_of_no_token(dtype: torch.dtype, tiny_model: Callable[[str], TinyModel]) -> None:
+    """Prompts of one length that no ids spell, one after another, so that a cache by ids would mix them up."""
+    model = tiny_model("llama")
+    hf = reference(model)
+    torch.manual_seed(3)
+    prompts = torch.randn(3, 70, 64).to(dtype)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    with torch.no_grad():
+        wanted = [hf.generate(inputs_embeds=one[None].float(), **options)[0].tolist() for one in prompts]
+    assert len({tuple(tokens) for tokens in wanted}) == 3
+    with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
+        assert [run(llm, [{"prompt_embeds": one}])[0] for one in prompts] == wanted
+        assert run(llm, [{"prompt_embeds": one[None]} for one in prompts]) == wanted
+
+
+@torch.no_grad()
+def test_penalties_count_no_token_of_a_prompt_that_has_none(tiny_model: Callable[[str], TinyModel]) -> None:
+    """As in HF transformers. The rival comes right behind token 0, which a penalty would put behind it."""
+    model = tiny_model("llama")
+    prompt = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
+    logits = reference(model)(inputs_embeds=prompt[None]).logits[0, -1]
+    rival = int(torch.where(logits < logits[0], logits, -torch.inf).argmax())
+    with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
+        options = {"repetition_penalty": 1.5, "allowed_token_ids": [0, rival]}
+        assert run(llm, [{"prompt_embeds": prompt}], 1, **options) == [[0]]
+
+
+class CountingOps(DeviceOps):
+    """Counts the arrays of numbers that are no integers."""
+
+    num_floats = 0
+
+    def to_device(self, array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+        self.num_floats += array.dtype.kind == "f"
+        return super().to_device(array, out)
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 150), st.booleans()), min_size=1, max_size=5),
+    chunks=st.lists(st.integers(0, 90), min_size=1, max_size=8),
+    padding=st.integers(0, 3),
+    has_plans=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=50, deadline=None)
+def test_pool_on_the_device_gives_each_token_its_embedding(
+    prompts: list[tuple[int, bool]], chunks: list[int], padding: int, has_plans: bool, dtype: torch.dtype
+) -> None:
+    """In chunks, decode rows first or not, then in decode; a step without embeddings uploads none."""
+    hidden, count = 3, len(prompts)
+    ops = CountingOps(torch.device("cpu"))
+    num_written = []
+
+    def wrap(function: Callable[..., Any], state: list[torch.Tensor]) -> Callable[..., Any]:
+        def written(pool: torch.Tensor, rows: torch.Tensor, embeds: torch.Tensor) -> Any:
+            assert pool is state[0] and rows.shape == (PIECE,) and embeds.shape == (PIECE, hidden)
+            num_written.append(PIECE)
+            return function(pool, rows, embeds)
+
+        return written
+
+    def inputs(requests: RequestStates) -> EmbeddingInputs:
+        return EmbeddingInputs(requests, 90 * count, hidden, wrap, ops)
+
+    caches, limits = make_caches(has_plans, length=200)
+    rooms = Rooms(caches, count, 200, inputs)
+    rng = np.random.default_rng(0)
+    table = torch.from_numpy(rng.normal(size=(500, hidden))).to(dtype)
+    model: Any = SimpleNamespace(embed_input_ids=lambda ids: table[ids])
+    embeds, tokens = {}, {}
+    for index, (length, is_embeds) in enumerate(prompts):
+        name = f"request {index}"
+        tokens[name] = [0] * length if is_embeds else rng.integers(0, 500, length).tolist()
+        if is_embeds:
+            embeds[name] = torch.from_numpy(rng.normal(size=(length, hidden)))
+        info = RequestInfo(SamplingParams(), 0, tokens[name], embeds.get(name))
+        row = rooms.requests.admit(name, info, tokens[name], 0)
+        rooms.inputs.admit(row, info)
+    computed = dict.fromkeys(tokens, 0)
+    for step in range(len(chunks) + 6):
+        wanted = {
+            name: min(chunks[(step + index) % len(chunks)] if step < len(chunks) else 1, len(known) - computed[name])
+            for index, (name, known) in enumerate(tokens.items())
+        }
+        wanted = {name: number for name, number in wanted.items() if number}
+        if not wanted:
+            continue
+        schedule = scheduled(wanted)
+        num_floats = ops.num_floats
+        num_written.clear()
+        followed = rooms.repeat.follow(schedule)
+        if followed is None:
+            batch = BatchBuilder(rooms.requests, caches.order).build(schedule)
+            followed = batch, rooms.send(batch, padded(limits, caches.needs(batch), padding))
+        batch, packed = followed
+        call = rooms.run(batch, packed)
+        rooms.inputs.bind(call, model, rooms.inputs.tensors)
+        given_embeds = call.kwargs["inputs_embeds"]
+        assert call.kwargs["input_ids"] is None and given_embeds.dtype == dtype and given_embeds.isfinite().all()
+        num_given = 0
+        for index, name in enumerate(batch.req_ids):
+            for offset in range(wanted[name]):
+                position, token = computed[name] + offset, int(batch.query_start[index]) + offset
+                want = table[tokens[name][position]]
+                if name in embeds and position < len(embeds[name]):
+                    want = embeds[name][position].float().to(dtype)
+                    num_given += 1
+                assert torch.equal(given_embeds[token], want), f"{name} at {position}"
+        assert sum(num_written) == -(-num_given // PIECE) * PIECE
+        assert ops.num_floats - num_floats == len(num_written)
+        sampled = rng.integers(0, 500, packed.size.num_logits).tolist()
+        rooms.commit(call, sampled)
+        for index, name in enumerate(batch.req_ids):
+            computed[name] += wanted[name]
+            if computed[name] == len(tokens[name]):
+                tokens[name].append(sampled[index])
+
+
+def test_compiled_graphs_serve_both(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    prompts = random_prompts(72, [1, 7, 33, 64, 90])
+    embeds = embeddings(model, prompts)
+    options = {"enable_prompt_embeds": True, "additional_config": {"neuron_config": FEW_BUCKETS}}
+    with engine(model.path, max_model_len=256, **options) as llm:
+        warm = CompilationCount.now()
+        for first in (0, 1):
+            assert run(llm, alternating(prompts, embeds, first)) == expected(model, prompts)
+        assert CompilationCount.now() == warm
+
+
+def test_what_the_model_cannot_take_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    cases: list[tuple[torch.Tensor, dict[str, Any], str]] = [
+        (torch.zeros(5, 32), {}, r"must be \[tokens, 64\] .* got \[5, 32\]"),
+        (torch.zeros(0, 64), {}, r"with a token at least, got \[0, 64\]"),
+        (torch.zeros(5, 64, dtype=torch.int64), {}, "floating-point"),
+        (torch.full((5, 64), float("nan")), {}, "finite"),
+        (torch.full((5, 64), float("inf")), {}, "finite"),
+        (torch.zeros(5, 64), {"prompt_logprobs": 1}, "leave one of them out"),
+    ]
+    (prompt,) = random_prompts(73, [9])
+    with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
+        for embeds, options, message in cases:
+            with pytest.raises(ValueError, match=message):
+                run(llm, [{"prompt_embeds": embeds}], **options)
+        assert run(llm, [{"prompt_token_ids": list(prompt)}]) == expected(model, [prompt])

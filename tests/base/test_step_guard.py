@@ -1,0 +1,54 @@
+"""What a step runs in: no gradients, and an end for a rank whose error nobody would hear of."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_runner.model_runner import GPUModelRunner
+from model_runner_base import ModelRunnerBase
+from model_runner_base.step.guard import StepGuard, guarded
+from neuron_runner.model_runner import NeuronModelRunner
+
+
+class Ended(BaseException):
+    """In the place of the process's end."""
+
+
+@guarded
+def half(runner: Any, error: type[BaseException] | None) -> bool:
+    if error is not None:
+        raise error
+    return torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "seen"),
+    [
+        (0, ValueError, ValueError),
+        (1, ValueError, Ended),
+        # The user's, and not a fault of this rank alone.
+        (1, KeyboardInterrupt, KeyboardInterrupt),
+    ],
+)
+def test_a_rank_that_nobody_hears_of_ends_its_process(
+    rank: int, error: type[BaseException], seen: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(status: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    runner = SimpleNamespace(step_guard=StepGuard(rank))
+    with pytest.raises(seen):
+        half(runner, error)
+    assert torch.is_grad_enabled(), "the mode outlasts the step"
+    assert not half(runner, None)
+
+
+@pytest.mark.parametrize("runner", [ModelRunnerBase, GPUModelRunner, NeuronModelRunner])
+def test_ray_meets_the_guard_past_the_worker(runner: type[ModelRunnerBase]) -> None:
+    """vLLM's Ray executor calls the runner's halves of a step, and no worker's."""
+    for name in ("execute_model", "sample_tokens"):
+        assert getattr(runner, name).__code__ is half.__code__, f"{name} is not guarded"

@@ -1,0 +1,252 @@
+"""What the house reads of vLLM's step types and cache specs, against objects of vLLM's own made by hand."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import EngineArgs, SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from model_runner_base.attention.layout import CacheLayout
+from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.caches import allocation
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.testing.models import TinyModel
+from model_runner_base.vllm_port import kv_cache
+from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
+from model_runner_base.vllm_port.hand_made import HandMadeStep
+from model_runner_base.vllm_port.kv_cache import read_layout
+from model_runner_base.vllm_port.schedule import read_grammar, read_schedule
+
+BLOCKS = st.tuples(st.lists(st.integers(1, 99), min_size=1, max_size=3), st.lists(st.integers(1, 99), max_size=3))
+TOKENS = st.lists(st.integers(0, 500), min_size=1, max_size=6)
+
+
+def new_request(req_id: str, data: st.DataObject) -> NewRequestData:
+    token_ids = data.draw(st.one_of(st.none(), TOKENS))
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=token_ids,
+        prompt_embeds=torch.ones(data.draw(st.integers(1, 5)), 3) if token_ids is None else None,
+        mm_features=[],
+        sampling_params=SamplingParams(seed=data.draw(st.integers(0, 9))),
+        pooling_params=None,
+        block_ids=data.draw(BLOCKS),
+        num_computed_tokens=data.draw(st.integers(0, 4)),
+        lora_request=None,
+    )
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_schedule_says_what_the_scheduler_said(data: st.DataObject) -> None:
+    """Requests that are new, resume, go on, end and are preempted."""
+    names = data.draw(st.permutations("abcdefgh"))
+    num_new, num_cached, num_finished = (data.draw(st.integers(0, 3)) for _ in range(3))
+    new = [new_request(name, data) for name in names[:num_new]]
+    continued = list(names[num_new : num_new + num_cached])
+    resumed = set(data.draw(st.lists(st.sampled_from(continued), unique=True))) if continued else set()
+    finished = set(names[num_new + num_cached :][:num_finished])
+    preempted = data.draw(st.sampled_from([None, set(), {"z"}]))
+    blocks = [data.draw(BLOCKS if name in resumed else st.one_of(st.none(), BLOCKS)) for name in continued]
+    every = {name: data.draw(TOKENS) for name in continued if name in resumed or data.draw(st.booleans())}
+    computed = [data.draw(st.integers(0, 9)) for _ in continued]
+    cached = CachedRequestData(
+        req_ids=continued,
+        resumed_req_ids=resumed,
+        new_token_ids=[],
+        all_token_ids=every,
+        new_block_ids=list(blocks),
+        num_computed_tokens=computed,
+        num_output_tokens=[1] * len(continued),
+    )
+    scheduled = {
+        name: data.draw(st.integers(1, 9)) for name in data.draw(st.permutations([*names[:num_new], *continued]))
+    }
+    output = SchedulerOutput(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={"a": [0]} if data.draw(st.booleans()) else {},
+        num_common_prefix_blocks=[0, 0],
+        finished_req_ids=finished,
+        free_encoder_mm_hashes=[],
+        preempted_req_ids=preempted,
+    )
+    schedule = read_schedule(output)
+
+    assert set(schedule.finished) == finished and set(schedule.preempted) == (preempted or set())
+    assert list(schedule.continued) == continued
+    assert dict(schedule.num_tokens) == scheduled and list(schedule.num_tokens) == list(scheduled)
+    assert schedule.total_num_tokens == sum(scheduled.values())
+    assert dict(schedule.encoder_inputs) == output.scheduled_encoder_inputs
+    assert list(schedule.new_blocks) == [
+        None if name in resumed else added for name, added in zip(continued, blocks, strict=True)
+    ]
+    arrivals = {arrival.req_id: arrival for arrival in schedule.arrivals}
+    assert len(arrivals) == len(schedule.arrivals) and arrivals.keys() == resumed | set(names[:num_new])
+    for name, added, start in zip(continued, blocks, computed, strict=True):
+        if name in resumed:
+            arrival = arrivals[name]
+            assert (arrival.token_ids, arrival.num_computed) == (every[name], start)
+            assert arrival.block_ids == added and arrival.request is None
+    for each in new:
+        arrival = arrivals[each.req_id]
+        assert (arrival.num_computed, arrival.block_ids) == (each.num_computed_tokens, each.block_ids)
+        ids = each.prompt_token_ids or [0] * len(each.prompt_embeds)  # type: ignore[arg-type]
+        assert arrival.request is not None and arrival.token_ids == arrival.request.prompt_token_ids == ids
+        assert arrival.request.sampling_params is each.sampling_params
+        assert arrival.request.prompt_embeds is each.prompt_embeds
+    # The scheduler keeps its lists.
+    assert cached.new_block_ids == blocks and cached.req_ids == continued
+    if not resumed:
+        assert schedule.new_blocks is cached.new_block_ids and schedule.continued is continued, "copied for nothing"
+
+
+def test_hand_made_steps_are_vllms() -> None:
+    """The kit's scheduler tells of a step as vLLM's does: every field that a release adds must be thought of."""
+    output = HandMadeStep().scheduler_output({"a": 2, "b": 3}, {"c"}, {"d"}, 2)
+    assert isinstance(output, SchedulerOutput) and output.total_num_scheduled_tokens == 5
+    empty = SchedulerOutput.make_empty()
+    assert {name for name in vars(empty)} == {name for name in vars(output)}
+    schedule = read_schedule(empty)
+    assert not (schedule.finished or schedule.preempted or schedule.arrivals or schedule.continued)
+    assert not (schedule.num_tokens or schedule.total_num_tokens or schedule.encoder_inputs)
+
+
+def test_grammar_is_read_as_it_is() -> None:
+    bitmask = np.arange(6, dtype=np.int32).reshape(2, 3)
+    grammar = read_grammar(GrammarOutput(structured_output_request_ids=["b", "a"], grammar_bitmask=bitmask))
+    assert grammar is not None and list(grammar.req_ids) == ["b", "a"] and grammar.bitmask is bitmask
+    assert read_grammar(None) is None
+
+
+def test_metadata_of_builders_name_the_step() -> None:
+    """Two requests: 3 tokens behind 5 others, and 1 behind 6; on the host the second may be anything up to that."""
+    on_device = StepOnDevice(
+        query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),
+        seq_lens=torch.tensor([8, 4], dtype=torch.int32),
+        block_table=torch.tensor([[7, 9], [4, 0]], dtype=torch.int32),
+        slot_mapping=torch.arange(4),
+    )
+    bounds = StepBounds(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([8, 7], dtype=torch.int32), 3, 8)
+    metadata = common_metadata(on_device, bounds)
+    assert (metadata.num_reqs, metadata.num_actual_tokens) == (2, 4)
+    assert (metadata.max_query_len, metadata.max_seq_len) == (3, 8)
+    assert metadata.seq_lens is on_device.seq_lens and metadata.query_start_loc is on_device.query_start_loc
+    assert metadata.block_table_tensor is on_device.block_table and metadata.slot_mapping is on_device.slot_mapping
+    assert metadata.query_start_loc_cpu.tolist() == [0, 3, 4] and metadata._seq_lens_cpu.tolist() == [8, 7]
+    assert metadata._num_computed_tokens_cpu.tolist() == [5, 6]
+
+
+# ---- The KV cache ----
+
+NUM_BLOCKS = 10
+
+
+def spec(num_kv_heads: int, head_size: int, window: int | None = None, chunk: int | None = None) -> KVCacheSpec:
+    sizes: Any = {"block_size": 16, "num_kv_heads": num_kv_heads, "head_size": head_size, "dtype": torch.float32}
+    if window:
+        return SlidingWindowSpec(**sizes, sliding_window=window)
+    return ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=chunk) if chunk else FullAttentionSpec(**sizes)
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Callable[[str], TinyModel]) -> VllmConfig:
+    return EngineArgs(str(tiny_model("llama").path), max_model_len=256, block_size=16).create_engine_config()
+
+
+def layout_of(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> CacheLayout:
+    """As vLLM groups the layers, with memory for ``NUM_BLOCKS`` blocks and a bit."""
+    groups = get_kv_cache_groups(config, dict(specs))
+    pages = groups[0].kv_cache_spec.page_size_bytes
+    if not isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs):
+        pages *= max(len(group.layer_names) for group in groups)
+    return read_layout(get_kv_cache_config_from_groups(config, groups, pages * NUM_BLOCKS + pages // 2))
+
+
+CASES: dict[str, tuple[dict[str, KVCacheSpec], list[dict[str, int]], list[list[str]]]] = {
+    # Specs; the block size of each layer, a dictionary a group; the layers that share a tensor.
+    "alike": ({"a": spec(4, 64), "b": spec(4, 64)}, [{"a": 16, "b": 16}], [["a"], ["b"]]),
+    "other heads": ({"a": spec(4, 64), "b": spec(2, 64)}, [{"a": 16, "b": 16}], [["a"], ["b"]]),
+    "other shapes of as many bytes": ({"a": spec(4, 64), "b": spec(2, 128)}, [{"a": 16, "b": 16}], [["a"], ["b"]]),
+    "a window": (
+        {"a": spec(4, 64), "b": spec(4, 64, window=40), "c": spec(4, 64), "d": spec(4, 64, window=40)},
+        [{"a": 16, "c": 16}, {"b": 16, "d": 16}],
+        [["a", "b"], ["c", "d"]],
+    ),
+    "chunks and a smaller page": (
+        {"a": spec(4, 64), "b": spec(2, 64, chunk=32)},
+        [{"a": 16}, {"b": 32}],
+        [["a", "b"]],
+    ),
+    "a window and other shapes of as many bytes": (
+        {"a": spec(4, 64), "b": spec(2, 128, window=40)},
+        [{"a": 16}, {"b": 16}],
+        [["a", "b"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layout_has_every_layers_own_heads(case: str, config: VllmConfig) -> None:
+    """Also of layers that differ, which vLLM puts into one group if all see alike."""
+    specs, block_sizes, shared = CASES[case]
+    layout = layout_of(config, specs)
+    assert layout.num_blocks == NUM_BLOCKS
+    assert [dict.fromkeys(group.layers, group.block_size) for group in layout.groups] == block_sizes
+    for group in layout.groups:
+        for name, layer in group.layers.items():
+            own: Any = specs[name]
+            assert (layer.num_kv_heads, layer.head_size, layer.dtype) == (own.num_kv_heads, own.head_size, own.dtype)
+            assert layer.spec == own.copy_with_new_block_size(group.block_size)
+    assert [tensor.layer_names for tensor in layout.tensors] == shared
+    assert [tensor.num_blocks for tensor in layout.tensors] == [NUM_BLOCKS] * len(shared)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_caches_have_room_for_every_layers_blocks(
+    case: str, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of one tensor share its memory, all others have their own."""
+    specs, block_sizes, shared = CASES[case]
+    layers: Any = {
+        name: SimpleNamespace(
+            get_attn_backend=lambda: PagedAttentionBackend, get_kv_cache_spec=lambda _, own=own: own, kv_cache=None
+        )
+        for name, own in specs.items()
+    }
+    for module in (allocation, kv_cache):
+        monkeypatch.setattr(module, "attention_layers", lambda _: layers)
+    layout = layout_of(config, specs)
+    caches, index_of = allocation.allocate(layout, config, DeviceOps(torch.device("cpu")), 64)
+    allocation.bind(caches, index_of, config)
+    memory = {}
+    for group in block_sizes:
+        for name, block_size in group.items():
+            own: Any = specs[name]
+            (cache,) = layers[name].kv_cache
+            shape = (NUM_BLOCKS, block_size, 2 * own.num_kv_heads, own.head_size)
+            assert cache.numel() == np.prod(shape) and cache.dtype == own.dtype and not cache.any()
+            # What attention makes of it, where it lies in memory that a layer with other heads shares.
+            assert cache.view(shape).data_ptr() == cache.data_ptr()
+            memory[name] = cache.data_ptr()
+    assert {frozenset(other for other in memory if memory[other] == memory[name]) for name in memory} == {
+        frozenset(names) for names in shared
+    }

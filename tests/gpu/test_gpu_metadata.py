@@ -1,0 +1,275 @@
+"""What backends with kernels are told of a step: worked out on the device, held against loops over requests."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from model_runner_base.caches.builders import BuilderCaches
+from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep, Packer, Section
+from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, Tiling
+
+MAX_NUM_REQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 6, 24, 40
+BLOCK_SIZES = {"local": 4, "global": 16}
+LIMITS = StepLimits(MAX_NUM_TOKENS, MAX_NUM_REQS, MAX_MODEL_LEN, Tiling(1, 64), Tiling(64, 64))
+
+
+class Builder:
+    """Hands out what it is handed."""
+
+    reorder_batch_threshold = None
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        assert common_prefix_len == 0
+        return common_attn_metadata
+
+    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        return common
+
+
+class ViewsBackend:
+    metadata_are_views = True
+
+    @staticmethod
+    def supports_block_size(block_size: int) -> bool:
+        return True
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+
+class PlanningBackend(ViewsBackend):
+    metadata_are_views = False
+
+
+class Bench:
+    """The room, its block tables, tokens and the device's rows, without the rest of a runner."""
+
+    def __init__(self, backend: type[ViewsBackend], limits: StepLimits = LIMITS) -> None:
+        self.device_ops = DeviceOps(torch.device("cpu"))
+        self.rows = DeviceRows(limits.max_num_reqs, self.device_ops)
+        self.requests = RequestStates(limits.max_num_reqs, limits.max_model_len)
+        self.inputs = TokenInputs(self.requests)
+        self.tables = {
+            name: BlockTable(limits.max_num_reqs, limits.max_model_len, block_size, 1)
+            for name, block_size in BLOCK_SIZES.items()
+        }
+        groups = [
+            AttentionGroup([name], table, table.block_size, table.block_size, backend=backend, spec="spec")  # type: ignore[arg-type]
+            for name, table in self.tables.items()
+        ]
+        config: Any = SimpleNamespace()
+        self.caches = BuilderCaches(groups, limits, config, self.device_ops)
+        self.packer = Packer(self.sections, self.device_ops)
+
+    def sections(self, size: StepSize) -> list[Section]:
+        return [*self.inputs.sections(size), *self.caches.sections(size)]
+
+    def run(self, batch: InputBatch | None, step: PackedStep) -> ModelCall:
+        """What a step's graph works out."""
+        self.caches.prepare(batch, step, self.rows)
+        call = ModelCall.unpack(step.size, step.on_device, step.sections, *self.rows.tensors)
+        self.caches.bind(call)
+        return call
+
+
+@dataclass
+class Request:
+    row: int
+    start: int
+    count: int
+    ahead: int | None
+    """None if the host knows where the request starts; else the device does, and the host's bound is so far beyond."""
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[Request], StepSize]:
+    """Requests in rows of their own, and a size that they are padded to."""
+    is_decode = draw(st.booleans())
+    rows = draw(st.lists(st.integers(0, MAX_NUM_REQS - 1), min_size=1, max_size=MAX_NUM_REQS, unique=True))
+    requests, left = [], MAX_NUM_TOKENS - len(rows)
+    for row in rows:
+        start = draw(st.integers(0, MAX_MODEL_LEN - 1))
+        count = 1 if is_decode else draw(st.integers(1, min(MAX_MODEL_LEN - start, 1 + left)))
+        left -= count - 1
+        knows = st.none() | st.integers(0, MAX_MODEL_LEN - 1 - start)
+        requests.append(Request(row, start, count, draw(knows) if count == 1 else None))
+    num_tokens, num_reqs = sum(request.count for request in requests), len(requests)
+    if is_decode and draw(st.booleans()):
+        padded = draw(st.integers(num_reqs, MAX_NUM_REQS))
+        return requests, LIMITS.size(StepKind.DECODE, tokens=padded, requests=padded, logits=padded)
+    padded = draw(st.integers(num_reqs, MAX_NUM_REQS))
+    tokens = draw(st.integers(max(num_tokens, padded), MAX_NUM_TOKENS))
+    return requests, LIMITS.size(StepKind.MIXED, tokens=tokens, requests=padded, logits=padded)
+
+
+def fill(bench: Bench, requests: list[Request], size: StepSize) -> tuple[InputBatch, PackedStep]:
+    """Packed and sent; the device's rows are what they then are."""
+    rows = np.array([request.row for request in requests])
+    query_len = np.array([request.count for request in requests])
+    num_computed = np.array([request.start + (request.ahead or 0) for request in requests])
+    batch = InputBatch(
+        req_ids=[str(request.row) for request in requests],
+        num_tokens=int(query_len.sum()),
+        rows=rows,
+        query_len=query_len,
+        query_start=np.cumsum(query_len) - query_len,
+        num_computed=num_computed,
+        seq_lens=num_computed + query_len,
+        is_sampled=np.ones(len(rows), np.bool_),
+        num_sampled=len(rows),
+        num_decodes=int((query_len == 1).sum()),
+    )
+    step = bench.packer.at(size)
+    _, computed = bench.rows.tensors
+    for request, bound in zip(requests, num_computed, strict=True):
+        is_on_device = request.ahead is not None
+        computed[request.row] = request.start if is_on_device else -9
+        bench.requests.num_known[request.row] = bound if is_on_device else MAX_MODEL_LEN
+    bench.inputs.fill(batch, size, step.views)
+    bench.caches.fill(batch, size, step.views)
+    step.send()
+    return batch, step
+
+
+@pytest.mark.parametrize("backend", [ViewsBackend, PlanningBackend])
+@settings(deadline=None, max_examples=150)
+@given(st.lists(steps(), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
+def test_kernels_are_told_of_every_token(
+    backend: type[ViewsBackend], every: list[tuple[list[Request], StepSize]], seed: int
+) -> None:
+    """By number, and all of it at addresses that stay: a captured graph reads there again."""
+    bench, random = Bench(backend), np.random.default_rng(seed)
+    addresses: set[tuple[int, ...]] = set()
+    for requests, size in every:
+        for table in bench.tables.values():
+            for request in requests:
+                count = -(-(request.start + request.count + (request.ahead or 0)) // table.block_size)
+                table.assign(request.row, random.integers(1, 1000, count).tolist())
+        batch, step = fill(bench, requests, size)
+        call = bench.run(batch, step)
+        check(bench, call, requests, size)
+        common = call.metadata["local"], call.metadata["global"]
+        tensors = [common[0].query_start_loc, common[0].seq_lens]
+        tensors += [tensor for each in common for tensor in (each.block_table_tensor, each.slot_mapping)]
+        addresses.add(tuple(tensor.data_ptr() for tensor in (*tensors, *call.slot_mapping.values())))
+    assert len(addresses) == 1
+
+
+def check(bench: Bench, call: ModelCall, requests: list[Request], size: StepSize) -> None:
+    num_tokens, num_padding = sum(request.count for request in requests), size.num_reqs - len(requests)
+    places = [(request, request.start + index) for request in requests for index in range(request.count)]
+    padding_tokens = size.num_tokens - num_tokens
+    assert call.positions.dtype == torch.int32
+    assert call.positions.tolist() == [position for _, position in places] + [0] * padding_tokens
+    ends = np.cumsum([request.count for request in requests]).tolist()
+    for name, table in bench.tables.items():
+        common, block_size = call.metadata[name], table.block_size
+        slots = [
+            int(table.table[request.row, position // block_size]) * block_size + position % block_size
+            for request, position in places
+        ]
+        assert call.slot_mapping[name].dtype == torch.int64
+        assert call.slot_mapping[name].tolist() == slots + [-1] * padding_tokens
+        is_decode = size.kind == StepKind.DECODE
+        assert common.num_actual_tokens == len(common.slot_mapping) == (size.num_tokens if is_decode else num_tokens)
+        assert common.slot_mapping.tolist() == call.slot_mapping[name][: common.num_actual_tokens].tolist()
+        assert common.query_start_loc.dtype == common.seq_lens.dtype == torch.int32
+        assert common.query_start_loc.tolist() == [0, *ends, *[num_tokens] * num_padding]
+        assert common.query_start_loc.equal(common.query_start_loc_cpu)
+        assert common.seq_lens.tolist() == [request.start + request.count for request in requests] + [0] * num_padding
+        bounds = [request.start + request.count + (request.ahead or 0) for request in requests]
+        assert common._seq_lens_cpu.tolist() == bounds + [0] * num_padding
+        computed = (common._seq_lens_cpu - common.query_start_loc_cpu.diff()).tolist()
+        assert common._num_computed_tokens_cpu.tolist() == computed
+        assert common.max_seq_len == max(bounds)
+        assert common.max_query_len == max(request.count for request in requests)
+        for row, request in zip(common.block_table_tensor, requests, strict=False):
+            count = table.num_blocks[request.row]
+            assert row[:count].tolist() == table.table[request.row, :count].tolist()
+        assert not common.block_table_tensor[len(requests) :].any(), "padding requests read null blocks"
+
+
+@pytest.mark.parametrize("backend", [ViewsBackend, PlanningBackend])
+@pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.MIXED])
+def test_a_repeated_step_goes_by_what_the_device_knows(backend: type[ViewsBackend], kind: StepKind) -> None:
+    """Nothing of it is sent: the device has moved its rows on, and new blocks are in the tables."""
+    bench = Bench(backend)
+    size = LIMITS.size(kind, tokens=4, requests=4, logits=4)
+    requests = [Request(row=5, start=14, count=1, ahead=None), Request(row=2, start=3, count=1, ahead=None)]
+    for table in bench.tables.values():
+        for request in requests:
+            table.assign(
+                request.row, [10 * request.row + block for block in range(request.start // table.block_size + 1)]
+            )
+    batch, step = fill(bench, requests, size)
+    check(bench, bench.run(batch, step), requests, size)
+    parts = bench.caches.repeat(batch, step)
+    assert parts is not None
+    for part in parts:
+        part.begin(batch.num_computed)
+    _, computed = bench.rows.tensors
+    for number in range(1, 6):
+        for request in requests:
+            request.start += 1
+            computed[request.row] = request.start
+            for table in bench.tables.values():
+                if request.start % table.block_size == 0:
+                    table.append([request.row], [[100 + number]])
+        batch.num_computed += 1
+        batch.seq_lens += 1
+        assert all(part.follow(batch.num_computed) for part in parts)
+        if number == 1:
+            step.send()
+        else:
+            sent = step.buffer.copy()
+            step.entries.clear()
+            step.send_entries()
+            assert (step.buffer == sent).all()
+        check(bench, bench.run(batch, step), requests, size)
+
+
+@given(
+    st.integers(1, 5000), st.integers(1, 800), st.integers(1, 1024), st.sampled_from([ViewsBackend, PlanningBackend])
+)
+@settings(deadline=None)
+def test_padding_is_requests_that_the_model_allows(
+    num_tokens: int, num_reqs: int, max_model_len: int, backend: type[ViewsBackend]
+) -> None:
+    """Kernels read a request's row of the block table as far as its length says."""
+    num_reqs = min(num_reqs, num_tokens)
+    limits = StepLimits(5000, 800, max_model_len, Tiling(1, 64), Tiling(64, 64))
+    bench = Bench(backend, limits)
+    size = limits.size(StepKind.MIXED, tokens=num_tokens, requests=num_reqs, logits=num_reqs)
+    step = bench.packer.at(size)
+    bench.inputs.fill_padding(size, step.views)
+    bench.caches.fill_padding(size, step.views)
+    step.send()
+    call = bench.run(None, step)
+    common = call.metadata["local"]
+    lengths = np.diff(common.query_start_loc.numpy())
+    assert (lengths == common.seq_lens.numpy()).all() and lengths.max() <= max_model_len
+    assert (lengths == common._seq_lens_cpu.numpy()).all()
+    assert lengths.max() - lengths.min() <= 1
+    assert lengths.sum() == min(num_tokens, num_reqs * max_model_len)
+    assert (call.slot_mapping["local"] == -1).all() and not common.block_table_tensor.any()
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    assert call.positions.tolist() == positions.tolist() + [0] * (num_tokens - len(positions))

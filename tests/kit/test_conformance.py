@@ -1,0 +1,136 @@
+"""The conformance kit holds this repository's own devices to vLLM's promises, and a broken device to account."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devices import FROM_SCRATCH, PADDED
+
+from model_runner_base.testing.table import refusal
+
+ROOT = Path(__file__).parents[2]
+# Half of the graphs that it would make, for each of a dozen engines.
+FEWER_GRAPHS = {"additional_config": {"neuron_config": {"max_padding": 0.5}}}
+# Of the schedules, which the example device meets all, enough for every size and for donated caches.
+FEWER_SCHEDULES = ["--schedules", "6"]
+OPENXLA = ["neuron_runner.worker.NeuronWorker", "--engine-options", json.dumps(FEWER_GRAPHS), *FEWER_SCHEDULES]
+PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
+CHOSEN = ["-k", "presence or eos"]
+
+# The platform first: what comes below asks vLLM for it.
+SILENT = """
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainWorker
+from model_runner_base.heads.sampling.penalties import Penalties
+Penalties.asked_by = lambda self, params: False
+"""
+
+REFUSING = """
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainWorker
+from model_runner_base import limits
+def refuse(params, token_ids, vocab_size):
+    if params.presence_penalty:
+        raise ValueError("presence_penalty is not supported on this device")
+limits.check_request = refuse
+"""
+
+UNFINISHED = """
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainModelRunner, PlainWorker as Finished
+from model_runner_base import ModelRunnerBase
+class Runner(PlainModelRunner):
+    load_model = ModelRunnerBase.load_model
+class PlainWorker(Finished):
+    model_runner_cls = Runner
+"""
+
+
+def run(arguments: list[str], path: Path = ROOT) -> tuple[int, dict[str, str], str]:
+    """Exit status, results by promise, and everything printed."""
+    out = subprocess.run(
+        [sys.executable, "-m", "model_runner_base.testing", *arguments],
+        env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "300"},
+        cwd=path,
+        capture_output=True,
+        text=True,
+    )
+    row = r"^  \w[\w ]*? {2,}(\S.*?) {2,}((?:passes|FAILS|not supported).*?)(?: {2,}|$)"
+    rows = re.findall(row, out.stdout, re.M)
+    return out.returncode, dict(rows), out.stdout + out.stderr
+
+
+@pytest.mark.parametrize("device", [PLAIN, OPENXLA], ids=["plain", "openxla"])
+def test_keeps_every_promise(device: list[str]) -> None:
+    status, results, printed = run(device)
+    assert status == 0, printed[-8000:]
+    assert len(results) > 40, printed[-8000:]
+    assert [promise for promise, result in results.items() if not result.startswith("passes")] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "status", "result", "words"),
+    [
+        (SILENT, 1, "FAILS 4 of 4", r"\[2\.0\] prompt_token_ids=\[.*SamplingParams\(presence_penalty=2\.0"),
+        (REFUSING, 0, "not supported", r"\[2\.0\] presence_penalty is not supported on this device"),
+        (UNFINISHED, 1, "FAILS 4 of 4", r"\[2\.0\] NotImplementedError"),
+    ],
+    ids=["ignores a penalty", "refuses a penalty", "lacks a hook"],
+)
+def test_broken_device(module: str, status: int, result: str, words: str, tmp_path: Path) -> None:
+    """A device that ignores what it is asked fails; one that says so does not; neither harms the other checks."""
+    (tmp_path / "vendor.py").write_text(module)
+    got, results, printed = run(["vendor.PlainWorker", "--platform", "vendor.PlainPlatform", *CHOSEN], tmp_path)
+    assert (got, results["presence penalty"]) == (status, result), printed[-8000:]
+    assert re.search(words, printed), printed[-8000:]
+    others = {value for promise, value in results.items() if promise != "presence penalty"}
+    assert all(value.startswith("FAILS" if module is UNFINISHED else "passes") for value in others), printed[-8000:]
+
+
+@pytest.mark.parametrize("module", [FROM_SCRATCH, PADDED], ids=["from scratch", "padded"])
+def test_schedules_hold_on_variants_of_a_device(module: str, tmp_path: Path) -> None:
+    """What the checks see with steps that repeat the last one, they see with every step built from scratch; and where
+    steps are padded, so that repeated ones have room to grow."""
+    (tmp_path / "vendor.py").write_text(module)
+    device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
+    status, results, printed = run([*device, "-k", "test_schedules", *FEWER_SCHEDULES], tmp_path)
+    assert status == 0 and results, printed[-8000:]
+    assert all(result.startswith("passes") for result in results.values()), printed[-8000:]
+
+
+def test_platform_that_comes_too_late(tmp_path: Path) -> None:
+    (tmp_path / "vendor.py").write_text("from vllm import LLM\nfrom examples.plain_device import PlainPlatform\n")
+    status, _, printed = run(["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"], tmp_path)
+    assert status == 4 and "ERROR: vendor.PlainPlatform must be defined above the imports" in printed, printed[-3000:]
+
+
+def test_as_a_plugin(tmp_path: Path) -> None:
+    """From a vendor's own tests, by pytest's own command; without ``--worker`` the plugin does nothing."""
+    (tmp_path / "test_own.py").write_text("def test_own() -> None:\n    pass\n")
+    plugin = [sys.executable, "-m", "pytest", "-p", "model_runner_base.testing.plugin", "-q"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run_in = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    alone = subprocess.run([*plugin, "test_own.py"], **run_in)
+    assert alone.returncode == 0 and "1 passed" in alone.stdout and "Conformance" not in alone.stdout, alone.stdout
+    checks = ["--pyargs", "model_runner_base.testing.checks", "test_own.py", "-k", "own or presence"]
+    both = subprocess.run([*plugin, "--worker", *PLAIN, *checks], **run_in)
+    assert both.returncode == 0 and "5 passed" in both.stdout, both.stdout + both.stderr
+    assert "Conformance of examples.plain_device.PlainWorker" in both.stdout
+
+
+def test_an_operator_that_a_device_lacks_is_no_refusal() -> None:
+    """In a server it would end the engine in the middle of a step."""
+    for operator in (
+        lambda: torch.ops.aten.sort.stable(torch.eye(3).to_sparse(), stable=True),
+        lambda: torch.softmax(torch.ones(2, dtype=torch.int32), 0),
+        lambda: torch.ones(2, device="meta").cpu(),
+    ):
+        with pytest.raises(NotImplementedError) as raised:
+            operator()
+        assert refusal(raised.value) is None
+    assert refusal(NotImplementedError("sorting is not supported on this device")) is not None

@@ -1,0 +1,81 @@
+"""The examples as a reader runs them, each in a process of its own; texts are those of HF transformers."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import BUNDLED_MODEL
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def greedy_text(prompt: str, count: int) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    out = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="float32").generate(
+        ids, max_new_tokens=count, do_sample=False
+    )
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def run(name: str) -> str:
+    """What an example prints, beside its messages."""
+    out = subprocess.run(
+        [sys.executable, ROOT / "examples" / name],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert out.returncode == 0, out.stderr[-3000:]
+    return out.stdout
+
+
+def check_offline_inference(printed: str) -> None:
+    prompts = [
+        ("In the beginning God created", 32),
+        ("And it came to pass, when the king heard", 8),
+        ("Blessed are they that", 16),
+        ("The LORD is my shepherd;", 24),
+    ]
+    lines = [f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, count)!r}" for prompt, count in prompts]
+    assert [line for line in printed.splitlines() if line.startswith("Prompt: ")] == lines
+
+
+def check_openai_server(printed: str) -> None:
+    assert f"Completion: {greedy_text('A wise man', 24)!r}\n" in printed
+    assert re.search(r"^Chat: .{20,}$", printed, re.MULTILINE)
+
+
+def check_bucketing(printed: str) -> None:
+    graphs = [line.split(", ") for line in printed.splitlines() if line.startswith("Graph: ")]
+    kinds = [graph[0].removeprefix("Graph: ") for graph in graphs]
+    numbers = [{name: int(count) for count, name in (part.split(" ", 1) for part in graph[1:])} for graph in graphs]
+    assert kinds == ["decode", "decode", "mixed", "mixed"]
+    assert all(size["requests"] == 2 for size in numbers)
+    # Two requests' contexts of 64 and 128 tokens in tiles of 64, and a pair of padding.
+    assert [size["decode pairs"] for size in numbers[:2]] == [3, 5]
+    assert [size["chunk tokens"] for size in numbers[2:]] == [32, 64]
+    prompt = "And the angel said unto her, Fear not: " * 6
+    num_tokens = len(AutoTokenizer.from_pretrained(BUNDLED_MODEL)(prompt).input_ids)
+    assert 64 < num_tokens < 128
+    assert f"Prompt of {num_tokens} tokens, Generated text: {greedy_text(prompt, 16)!r}\n" in printed
+    assert re.search(r"^Refused: .*\b128\b", printed, re.MULTILINE)
+
+
+def check_override_config(printed: str) -> None:
+    for prompt in ("In the beginning God created", "A wise man"):
+        assert f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, 24)!r}\n" in printed
+
+
+@pytest.mark.parametrize(
+    "check", [check_offline_inference, check_openai_server, check_bucketing, check_override_config]
+)
+def test_example(check: Callable[[str], None]) -> None:
+    check(run(f"{check.__name__.removeprefix('check_')}.py"))

@@ -1,0 +1,144 @@
+"""Promises about the code itself: the base names no device, a device overrides four methods."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from model_runner_base import ModelRunnerBase
+from neuron_runner.model_runner import NeuronModelRunner
+
+ROOT = Path(__file__).parents[2]
+HOOKS = {"_cache_device_properties", "load_model", "profile_run", "capture_model"}
+DEVICE_NAMES = re.compile(r"cuda|xla|neuron|trainium|inferentia|hpu|gaudi|npu|ascend|tpu|rocm|xpu", re.IGNORECASE)
+
+STEP_TYPES = {
+    "SchedulerOutput",
+    "NewRequestData",
+    "CachedRequestData",
+    "ModelRunnerOutput",
+    "AsyncModelRunnerOutput",
+    "GrammarOutput",
+    "KVCacheConfig",
+    "CommonAttentionMetadata",
+}
+"""vLLM's, which change from release to release; so do the specs of ``SPECS``."""
+SPECS = "vllm.v1.kv_cache_interface"
+INSIDE = [
+    path
+    for package in ("model_runner_base", "gpu_runner", "neuron_runner", "examples")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if path.parent != ROOT / "model_runner_base" / "vllm_port"
+]
+
+
+def of_vllm(tree: ast.AST) -> set[str]:
+    """The full names of vLLM's that a module imports, or reads off a module of vLLM's that it imported."""
+    names: set[str] = set()
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names.add(f"{node.module}.{alias.name}")
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                modules[alias.asname or top] = alias.name if alias.asname else top
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path, attributes = node.value, [node.attr]
+            while isinstance(path, ast.Attribute):
+                path, attributes = path.value, [path.attr, *attributes]
+            if isinstance(path, ast.Name) and path.id in modules:
+                names.add(".".join([modules[path.id], *attributes]))
+    return {name for name in names if name.split(".")[0] == "vllm"}
+
+
+def is_step_type(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return last in STEP_TYPES or (module == SPECS and (last.endswith(("Spec", "Specs")) or last == "*"))
+
+
+@pytest.mark.parametrize("path", INSIDE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_one_room_alone_reads_vllms_step_types(path: Path) -> None:
+    """model_runner_base/vllm_port: a release that changes them changes nothing else."""
+    assert sorted(filter(is_step_type, of_vllm(ast.parse(path.read_text())))) == []
+
+
+def test_whoever_reads_a_step_type_is_found() -> None:
+    """However the module names it; the port itself is full of them."""
+    for line in (
+        "from vllm.v1.core.sched.output import SchedulerOutput",
+        "from vllm.v1.outputs import ModelRunnerOutput as Output",
+        "def lazy():\n    from vllm.v1.kv_cache_interface import FullAttentionSpec",
+        "from vllm.v1 import kv_cache_interface as specs\nspecs.MambaSpec",
+        "import vllm.v1.kv_cache_interface\nx: vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs",
+        "import vllm.v1.attention.backend as backend\nbackend.CommonAttentionMetadata",
+    ):
+        assert any(map(is_step_type, of_vllm(ast.parse(line)))), line
+    for line in ("from model_runner_base.vllm_port.schedule import SchedulerOutput", "from vllm import SamplingParams"):
+        assert not any(map(is_step_type, of_vllm(ast.parse(line)))), line
+    port = (ROOT / "model_runner_base" / "vllm_port").glob("*.py")
+    found = {name for path in port for name in of_vllm(ast.parse(path.read_text())) if is_step_type(name)}
+    assert {name.rpartition(".")[2] for name in found} >= STEP_TYPES
+
+
+def test_repeat_is_one_room() -> None:
+    """What follows a schedule is step/repeat.py; no other room knows of a step that is like the last one."""
+    files = (ROOT / "model_runner_base").rglob("*.py")
+    assert [path.name for path in files if "_steady" in path.read_text()] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "model_runner_base").rglob("*.py")), ids=lambda path: path.name)
+def test_base_names_no_device(path: Path) -> None:
+    # "input" and "output" hold the letters of an accelerator's name; no word of ours should.
+    text = re.sub(r"(in|out)puts?", "", path.read_text(), flags=re.IGNORECASE)
+    text = text.replace("build_for_cudagraph_capture", "")  # A method that every metadata builder of vLLM's has.
+    assert DEVICE_NAMES.findall(text) == []
+
+
+def test_device_runner_overrides_exactly_the_hooks() -> None:
+    own = {name for name, value in vars(NeuronModelRunner).items() if callable(value)}
+    assert own == HOOKS
+
+
+def test_base_leaves_the_hooks_to_the_device() -> None:
+    for name in HOOKS:
+        with pytest.raises(NotImplementedError):
+            getattr(ModelRunnerBase, name)(object())
+
+
+def test_base_has_the_names_that_the_rfc_fixes() -> None:
+    names = [
+        "_update_states",
+        "_calc_mrope_positions",
+        "_prepare_sampling",
+        "_execute_encoder",
+        "_gather_encoder_outputs",
+        "get_model",
+        "_dummy_run",
+        "initialize_kv_cache",
+        "get_kv_cache_spec",
+        "_prepare_inputs",
+        "execute_model",
+        "sample_tokens",
+    ]
+    assert [name for name in names if not callable(getattr(ModelRunnerBase, name, None))] == []
+    assert ModelRunnerBase.use_piecewise_graph is False
+
+
+def test_imports_point_one_way() -> None:
+    """The base imports no device package, and nothing but vLLM, torch and small libraries; its kit, those of tests."""
+    base = {"model_runner_base", "vllm", "torch", "transformers", "safetensors", "numba", "numpy", "psutil", "tqdm"}
+    kit = {"hypothesis", "pytest", "regex", "rich", "scipy", "tokenizers"}
+    for path in (ROOT / "model_runner_base").rglob("*.py"):
+        allowed = base | kit if "testing" in path.parts else base
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            for module in modules:
+                top = (module or "").split(".")[0]
+                assert top in allowed or top in __import__("sys").stdlib_module_names, f"{path.name} imports {module}"
