@@ -12,6 +12,7 @@ from gpu_runner.cuda_graphs import frozen_garbage
 from gpu_runner.device_ops import CudaDeviceOps
 from gpu_runner.graph_policy import CudaGraphPolicy, mark_views
 from gpu_runner.static_inputs import StaticInputs
+from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.start.memory import DeviceMemoryProfiler
@@ -40,8 +41,10 @@ class GPUModelRunner(ModelRunnerBase):
         self.model.register_forward_pre_hook(inputs, with_kwargs=True)
 
     def profile_run(self) -> int:
-        """Runs the largest step, and measures."""
-        return self.device_ops.peak_memory(partial(profile_step, self))
+        """Runs the largest step, and measures; what is allocated after it is counted."""
+        max_num_tokens = self.scheduler_config.max_num_batched_tokens
+        held = embeddings_memory(self.model_config, max_num_tokens)
+        return self.device_ops.peak_memory(partial(profile_step, self)) + held
 
     def capture_model(self) -> None:
         with DeviceMemoryProfiler(self.device_ops) as profiler, frozen_garbage(), graph_capture(self.device):

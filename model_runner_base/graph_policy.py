@@ -86,10 +86,11 @@ class BucketPolicy(GraphPolicy):
     def set_sizes(self, sizes: Sequence[StepSize]) -> None:
         """``sizes`` in any order, repeats allowed; ``configure`` of this class comes first."""
         self.sizes = sorted(set(sizes), key=lambda size: (self.cost(size), size))
-        self._table = np.array([size.as_row() for size in self.sizes], np.int32)
+        self._table = np.array([size.as_row() for size in self.sizes], np.int32).reshape(-1, 1 + len(self.dims))
 
     def dispatch(self, need: StepSize) -> StepSize:
         index = first_that_holds(self._table, int(need.kind), need.dims)
         if index < 0:
-            raise NoGraphSizeError(f"no captured size holds a step of {need}")
+            dims = ", ".join([f"{count} {dim.name}" for count, dim in zip(need.dims, self.dims, strict=True)])
+            raise NoGraphSizeError(f"no captured size holds a step of {need.kind}: {dims}")
         return self.sizes[index]

@@ -63,7 +63,7 @@ def check_config(vllm_config: VllmConfig) -> None:
 
 
 def _has_recurrent_layers(model: ModelConfig) -> bool:
-    """Told by the config where it lists its layers; what it does not say, the layers' cache specs do (kv_cache.py)."""
+    """Told by the config where it lists its layers; else the layers' cache specs tell (caches/kinds.py)."""
     config = model.hf_text_config
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return model.is_attention_free or any(kind in ("mamba", "linear_attention", "conv") for kind in kinds)

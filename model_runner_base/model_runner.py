@@ -233,10 +233,12 @@ class ModelRunnerBase:
     def _admit(self, arrival: Arrival) -> None:
         """Gives a new or resumed request its row; whoever keeps something by row learns of it."""
         parts, req_id = self.parts, arrival.req_id
-        if arrival.request is None:
+        params = arrival.sampling_params
+        if params is None:
             info = parts.requests.infos[req_id]
         else:
-            info = RequestInfo.of(arrival.request, parts.head.draw_seed)
+            seed = parts.head.draw_seed() if params.seed is None else params.seed
+            info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds)
             if req_id not in parts.requests.infos:  # Else a session goes on; its first prompt has been introduced.
                 parts.head.introduce(req_id, info)
         row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
@@ -262,9 +264,11 @@ class ModelRunnerBase:
         return self.parts.repeat.follow(schedule) or self._pack(self.parts.batches.build(schedule))
 
     def _pack(self, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
-        """Picks the batch's size, fills that size's buffer and sends it."""
+        """Fills the buffer of the size that holds the batch, and sends it."""
+        return self._pack_at(self.graph_policy.choose(self.parts.caches.needs(batch)), batch)
+
+    def _pack_at(self, size: StepSize, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
         parts, num_decodes = self.parts, batch.num_decodes
-        size = self.graph_policy.choose(parts.caches.needs(batch))
         step = parts.packer.at(size)
         # Padding of decode rows lies between them and the chunks.
         batch.query_start[num_decodes:] += parts.caches.chunk_start(size, num_decodes) - num_decodes

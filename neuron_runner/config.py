@@ -76,9 +76,9 @@ class NeuronConfig(_Options):
 
     num_batched_tokens_buckets: Buckets | None = Field(
         default=None,
-        description="Tokens of a step that mixes prefill and decode (transformers-neuronx: context encoding). The "
-        "last is max_num_batched_tokens; longer prompts are taken in chunks. Placed if left out. Powers of two start "
-        "at 128.",
+        description="Tokens of prompts in a step that takes prompts in, beside any that decode (transformers-neuronx: "
+        "context encoding). The last is max_num_batched_tokens; longer prompts are taken in chunks. Placed if left "
+        "out. Powers of two start at 128.",
     )
     num_seqs_buckets: Buckets | None = Field(
         default=None,

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch_xla import _XLAC
@@ -65,23 +66,23 @@ class OpenXlaPolicy(BucketPolicy):
         return [limits.decode_size(n, n * kv_tiles) for n in requests for kv_tiles in tiles]
 
     def _mixed_grid(self, limits: StepLimits, tokens: list[int], requests: list[int]) -> list[StepSize]:
-        """Tokens of chunks x pairs, from the most that the limits allow in halves down to two a tile.
+        """Tokens of chunks x decode rows beside them x pairs; and chunks alone, unless that saves next to nothing.
 
-        Beside the chunks there may be as many decode rows as there may be requests; with the fewest pairs there are
-        chunks alone.
+        Of decode rows there may be as many as requests, or an eighth of that, eight at least; of pairs the most that
+        the limits allow, and quarters of it down to some eight a tile.
         """
-        sizes, rows = [], limits.max_num_reqs
+        sizes, most_rows = [], limits.max_num_reqs
+        few_rows = min(most_rows, max(8, most_rows // 8))
         for num_tokens in tokens:
-            num_chunks = min(num_tokens, rows)
+            num_chunks = min(num_tokens, most_rows)
             num_tiles = limits.num_tiles(num_tokens, num_chunks)
-            decode_pairs, chunk_pairs = rows * limits.max_kv_tiles, num_tiles * limits.max_chunk_kv_tiles
-            fewest = max(8, 2 * num_tokens // limits.chunk.query)
-            num_halves = max(1, chunk_pairs // fewest).bit_length() - 1
-            for _ in range(max(1, num_halves)):
+            most_pairs, fewest = num_tiles * limits.max_chunk_kv_tiles, max(8, 2 * num_tokens // limits.chunk.query)
+            shares = [4**quarter for quarter in range(max(1, (most_pairs // fewest).bit_length() // 2))]
+            for rows, share in product({most_rows, few_rows}, shares):
+                decode_pairs, chunk_pairs = max(rows, rows * limits.max_kv_tiles // share), most_pairs // share
                 tiles = min(num_tiles, chunk_pairs)  # Each has a pair at least.
                 sizes.append(limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, tiles))
-                decode_pairs, chunk_pairs = max(rows, decode_pairs // 2), chunk_pairs // 2
-            if num_halves:
+            if len(shares) > 1:
                 sizes.append(prompts_alone(limits, num_tokens, requests))
         return sizes
 

@@ -125,7 +125,7 @@ def fill_starts(token_ids: np.ndarray, num_computed: np.ndarray, starts: np.ndar
 
 @compiled
 def fill_merge_tree(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
-    """The merge tree of decode rows: for each level an array [nodes, FAN_IN] of node indices of the level below.
+    """The merge tree of a step of pure decode: for each level [nodes, FAN_IN], node indices of the level below.
 
     The last index of every level is a neutral node, to which all padding points.
 
@@ -168,7 +168,7 @@ def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray
 
 @compiled
 def fill_node_starts(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray) -> None:
-    """The merge tree of chunk tiles, to which nothing is ever added: for each level, [nodes + 1], the first child of
+    """The merge tree of a mixed step, to which nothing is ever added: for each level, [nodes + 1], the first child of
     each node, whose children end where the next one's begin; padding has none."""
     counts = pairs_per_tile
     for starts in trees:

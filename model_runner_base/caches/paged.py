@@ -102,7 +102,8 @@ class PagedCaches(CacheKind):
         self.limits = limits
         self.dims = plan_dims(limits.decode, limits.chunk)
         self._planned = list(self._plan_groups())
-        self._counted: tuple[InputBatch, list[tuple[PairCount, PairCount]]]
+        self._counted: tuple[InputBatch, list[PairCount], list[PairCount]]
+        """Of the batch whose needs were asked for: decode pairs and, in a mixed step, chunk pairs by group."""
 
     def _plan_groups(self) -> Iterator[_Planned]:
         limits = self.limits
@@ -120,20 +121,19 @@ class PagedCaches(CacheKind):
     # ---- On the host ----
 
     def needs(self, batch: InputBatch) -> list[StepSize]:
-        rows, counted = batch.num_decodes, []
-        decode_len, decode_at = batch.query_len[:rows], batch.num_computed[:rows]
-        chunk_len, chunk_at = batch.query_len[rows:], batch.num_computed[rows:]
-        num_tokens = batch.num_tokens - rows
-        for planned in self._planned:
-            decode = planned.decode.count(decode_len, decode_at, rows)
-            counted.append((decode, planned.chunk.count(chunk_len, chunk_at, num_tokens)))
-        self._counted = batch, counted
-        decode_pairs = max([decode.num_pairs for decode, _ in counted], default=0)
+        rows = batch.num_decodes
+        query_len, computed = batch.query_len[:rows], batch.num_computed[:rows]
+        decodes = [planned.decode.count(query_len, computed, rows) for planned in self._planned]
+        decode_pairs = max([count.num_pairs for count in decodes], default=0)
         if batch.is_decode:
+            self._counted = batch, decodes, []
             return [self.limits.decode_size(rows, decode_pairs)]
-        chunk_pairs = max([chunk.num_pairs for _, chunk in counted], default=0)
-        num_tiles = max([chunk.num_tiles for _, chunk in counted], default=0)
-        num_chunks = batch.num_reqs - rows
+        query_len, computed = batch.query_len[rows:], batch.num_computed[rows:]
+        num_chunks, num_tokens = batch.num_reqs - rows, batch.num_tokens - rows
+        chunks = [planned.chunk.count(query_len, computed, num_tokens) for planned in self._planned]
+        self._counted = batch, decodes, chunks
+        chunk_pairs = max([count.num_pairs for count in chunks], default=0)
+        num_tiles = max([count.num_tiles for count in chunks], default=0)
         return [self.limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, num_tiles)]
 
     def _dims(self, size: StepSize) -> tuple[int, ...]:
@@ -163,30 +163,34 @@ class PagedCaches(CacheKind):
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        counted_batch, counted = self._counted
+        counted_batch, counts, _ = self._counted
         assert counted_batch is batch
-        rows, num_pairs = batch.num_decodes, self._dims(size)[1]
-        decode = batch.query_len[:rows], batch.num_computed[:rows], batch.rows[:rows]
-        fill_starts(views["token_ids"], decode[1], views["decode_starts"])
-        chunks = batch.query_len[rows:], batch.num_computed[rows:], batch.rows[rows:]
-        for planned, (decode_count, chunk_count) in zip(self._planned, counted, strict=True):
-            table = planned.group.block_table.table
-            _fill_pairs(planned.decode, *decode, table, planned.decode_names, views)
+        rows, num_pairs, is_mixed = batch.num_decodes, self._dims(size)[1], size.kind == StepKind.MIXED
+        decodes = batch.query_len[:rows], batch.num_computed[:rows], batch.rows[:rows]
+        fill_starts(views["token_ids"], decodes[1], views["decode_starts"])
+        for planned, count in zip(self._planned, counts, strict=True):
+            _fill_pairs(planned.decode, *decodes, planned.group.block_table.table, planned.decode_names, views)
             levels = planned.decode_names.levels_of(views)
-            if size.kind == StepKind.MIXED:
-                fill_node_starts(levels, decode_count.per_tile)
-                _fill_pairs(planned.chunk, *chunks, table, planned.chunk_names, views)
-                fill_node_starts(planned.chunk_names.levels_of(views), chunk_count.per_tile)
+            if is_mixed:
+                fill_node_starts(levels, count.per_tile)
             else:
-                fill_merge_tree(levels, decode_count.per_tile, num_pairs)
-        if size.kind == StepKind.MIXED:
-            fill_tiles(
-                self.limits.chunk.query,
-                *chunks[:2],
-                views["chunk_tile_starts"],
-                views["chunk_tile_positions"],
-                views["chunk_token_slots"],
-            )
+                fill_merge_tree(levels, count.per_tile, num_pairs)
+        if is_mixed:
+            self._fill_chunks(batch, views)
+
+    def _fill_chunks(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
+        rows = batch.num_decodes
+        chunks = batch.query_len[rows:], batch.num_computed[rows:], batch.rows[rows:]
+        for planned, count in zip(self._planned, self._counted[2], strict=True):
+            _fill_pairs(planned.chunk, *chunks, planned.group.block_table.table, planned.chunk_names, views)
+            fill_node_starts(planned.chunk_names.levels_of(views), count.per_tile)
+        fill_tiles(
+            self.limits.chunk.query,
+            *chunks[:2],
+            views["chunk_tile_starts"],
+            views["chunk_tile_positions"],
+            views["chunk_token_slots"],
+        )
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         for name, view in views.items():
@@ -197,7 +201,7 @@ class PagedCaches(CacheKind):
         return [DeviceStarts(step.views["decode_starts"], batch.rows), *self._growing(batch, step)]
 
     def _growing(self, batch: InputBatch, step: PackedStep) -> Iterator[RepeatPart]:
-        for planned, (count, _) in zip(self._planned, self._counted[1], strict=True):
+        for planned, count in zip(self._planned, self._counted[1], strict=True):
             table = planned.group.block_table.table
             yield GrowingPlan(planned.decode, planned.decode_names, step, count, table, batch.rows)
 

@@ -1,7 +1,7 @@
 """Prompts given as embeddings: a pool of them on the device, which the graph reads in place of the model's own table.
 
 A token's ``embed_source`` is its row of the pool, or -1: then its embedding is looked up by its id. So a step without
-any embeddings sends none; one that has some uploads those of its own tokens, a piece of static length at a time.
+any embeddings sends none; one that has some uploads those of its own tokens, padded to one of a few static lengths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,24 +17,24 @@ from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import PackedStep, Section, pad_into
+from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.repeat import RepeatPart
-from model_runner_base.step.sizes import StepSize
+from model_runner_base.step.sizes import StepSize, geometric
 
 SECTION = "embed_source"
 LOOKED_UP = -1
-PIECE = 64
-"""Rows that are uploaded at a time."""
+SMALLEST_PIECE = 64
+"""Embeddings are uploaded in one piece a step: of this length, twice it, and so on."""
 
 
 def _write(pool: torch.Tensor, rows: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-    """Writes ``embeds`` [PIECE, H] to ``rows`` [PIECE] of the pool, in place; returns the rows."""
+    """Writes ``embeds`` [N, H] to ``rows`` [N] of the pool, in place; returns the rows."""
     pool.index_put_((rows,), embeds)
     return rows.clone()
 
 
 class EmbeddingInputs(TokenInputs):
-    """``pool`` [max_num_tokens + 1, H] float32, whose last row takes what pieces are padded with."""
+    """``pool`` [max_num_tokens + 1, H] float32, whose last row takes what a piece is padded with."""
 
     def __init__(
         self, requests: RequestStates, max_num_tokens: int, hidden_size: int, wrap: WrapFunction, device_ops: DeviceOps
@@ -43,6 +43,7 @@ class EmbeddingInputs(TokenInputs):
         self._device_ops = device_ops
         self._pool = [device_ops.zeros((max_num_tokens + 1, hidden_size), torch.float32)]
         self._write = wrap(_write, self._pool)
+        self._pieces = geometric(SMALLEST_PIECE, max_num_tokens)
         self._num_embeds = np.zeros(requests.max_num_reqs, np.int64)
 
     def admit(self, row: int, info: RequestInfo) -> None:
@@ -70,18 +71,21 @@ class EmbeddingInputs(TokenInputs):
         """Uploads the embeddings of the step's tokens."""
         chunks = [chunk for _, chunk in self._chunks(batch)] if not batch.is_repeat else []
         if chunks:
-            every = np.concatenate(chunks)
-            for start in range(0, len(every), PIECE):
-                self._upload(start, every[start : start + PIECE])
+            count = sum(map(len, chunks))
+            self._upload(chunks, next(length for length in self._pieces if length >= count))
 
-    def _upload(self, row: int, embeds: np.ndarray) -> None:
-        rows, piece = np.zeros(PIECE, np.int32), np.zeros((PIECE, embeds.shape[1]), np.float32)
-        pad_into(rows, np.arange(row, row + len(embeds)), self._pool[0].shape[0] - 1)
-        piece[: len(embeds)] = embeds
-        self._write(self._pool[0], self._device_ops.to_device(rows), self._device_ops.to_device(piece))
+    def _upload(self, chunks: list[np.ndarray], length: int) -> None:
+        """To the front of the pool."""
+        max_num_tokens, hidden_size = self._pool[0].shape[0] - 1, self._pool[0].shape[1]
+        padding = length - sum(map(len, chunks))
+        embeds = np.concatenate([*chunks, np.zeros((padding, hidden_size), np.float32)])
+        rows = np.arange(length, dtype=np.int32)
+        rows[length - padding :] = max_num_tokens
+        self._write(self._pool[0], self._device_ops.to_device(rows), self._device_ops.to_device(embeds))
 
     def warm_up(self) -> None:
-        self._upload(0, np.zeros((0, self._pool[0].shape[1]), np.float32))
+        for length in self._pieces:
+            self._upload([], length)
 
     def _chunks(self, batch: InputBatch) -> Iterator[tuple[int, np.ndarray]]:
         """The scheduled parts of prompts of embeddings, and where in the step each begins."""
@@ -126,6 +130,13 @@ def make_inputs(
         return TokenInputs(requests)
     hidden_size = model_config.get_inputs_embeds_size()
     return EmbeddingInputs(requests, max_num_tokens, hidden_size, wrap, device_ops)
+
+
+def embeddings_memory(model_config: ModelConfig, max_num_tokens: int) -> int:
+    """Bytes of the pool, and of a piece on its way to it; 0 without ``enable_prompt_embeds``."""
+    if not model_config.enable_prompt_embeds:
+        return 0
+    return 4 * (2 * max_num_tokens + 1) * model_config.get_inputs_embeds_size()
 
 
 def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:

@@ -5,7 +5,7 @@ needs to come back is kept apart, so that ``max_num_reqs`` rows serve any number
 """
 
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -27,17 +27,6 @@ def int_array(values: Collection[int]) -> np.ndarray:
 
 
 @dataclass(slots=True)
-class NewRequest:
-    """What the scheduler tells of a request once."""
-
-    sampling_params: SamplingParams
-    prompt_token_ids: list[int]
-    """Zeros for a prompt of embeddings."""
-    prompt_embeds: torch.Tensor | None = None
-    """[prompt, hidden] on the host, in place of ids."""
-
-
-@dataclass
 class RequestInfo:
     """What survives a preemption."""
 
@@ -49,13 +38,7 @@ class RequestInfo:
     prompt_embeds: torch.Tensor | None = None
     """[prompt, hidden] on the host, in place of ids."""
     output_token_ids: list[int] = field(default_factory=list)
-    """Kept up to date only where a rule looks back on it (see ``sample.history``); the list stays the same object."""
-
-    @classmethod
-    def of(cls, new: NewRequest, draw_seed: Callable[[], int]) -> "RequestInfo":
-        """``draw_seed`` is asked where the request brings none."""
-        seed = new.sampling_params.seed
-        return cls(new.sampling_params, draw_seed() if seed is None else seed, new.prompt_token_ids, new.prompt_embeds)
+    """Kept up to date only where a rule looks back on it (heads/sampling/history.py); the list stays the same."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
+from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_port.kv_cache import layer_caches
@@ -23,7 +24,8 @@ def estimate_step_memory(
 
     Counted in float32: the gathered KV tiles and a transposed copy of them, attention scores and their exponentials,
     the pairs' partial outputs, a few hidden states and an MLP's two inner activations, what experts gather and compute;
-    logits, eight more arrays of their shape that a sampler with top-p makes, and the token counts that penalties keep.
+    logits, eight more arrays of their shape that a sampler with top-p makes, and the token counts that penalties keep;
+    the pool of prompt embeddings, where they are enabled.
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
     """
     hidden = model_config.get_hidden_size()
@@ -43,7 +45,7 @@ def estimate_step_memory(
                 partial = 2 * tiling.query * heads * layer.head_size
                 attention += count * (partial + (gathered + scores if gathers_cache else tiling.keys))
             worst = max(worst, 4 * (step + attention))
-    return worst
+    return worst + embeddings_memory(model_config, limits.max_num_tokens) if sizes else 0
 
 
 def _experts(model_config: ModelConfig, num_tokens: int) -> int:

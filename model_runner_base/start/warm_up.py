@@ -43,7 +43,7 @@ class Starting(Protocol):
 
     def _dummy_run(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
-    def _pack(self, batch: Any) -> Any: ...
+    def _pack_at(self, size: StepSize, batch: Any) -> Any: ...
 
     def _prepare_sampling(self, batch: Any) -> Any: ...
 
@@ -103,7 +103,9 @@ def compile_host_loops(runner: Starting) -> None:
         for table in parts.block_tables:
             table.append([row], [[]])
         step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens)
-        batch, _ = runner._pack(parts.batches.build(step))
+        batch = parts.batches.build(step)
+        paged = runner.graph_policy.dispatch(parts.caches.needs(batch)[0])
+        runner._pack_at(paged, batch)
         runner._prepare_sampling(batch)
         block_size = max((table.block_size for table in parts.block_tables), default=0)
         for _ in range(min(block_size, runner.max_model_len - 1)):

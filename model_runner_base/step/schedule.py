@@ -3,7 +3,7 @@
 Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with a prompt of 5 tokens:
 
     Schedule(finished=set(), preempted=(),
-             arrivals=[Arrival("c", [5 token ids], num_computed=0, block_ids=([7],), request=NewRequest(...))],
+             arrivals=[Arrival("c", [5 token ids], num_computed=0, block_ids=([7],), sampling_params=...)],
              continued=["a", "b"], new_blocks=[([12],), None],
              num_tokens={"a": 1, "b": 1, "c": 5}, total_num_tokens=7)
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from model_runner_base.requests.states import NewRequest
+import torch
+from vllm.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -28,8 +28,10 @@ class Arrival:
     """Tokens that lie in the cache already."""
     block_ids: tuple[list[int], ...]
     """All its blocks, a list a KV-cache group."""
-    request: NewRequest | None
+    sampling_params: SamplingParams | None = None
     """None for one that resumes."""
+    prompt_embeds: torch.Tensor | None = None
+    """[prompt, hidden] on the host, of a new one whose prompt is embeddings; its ``token_ids`` are zeros then."""
 
 
 @dataclass(slots=True)

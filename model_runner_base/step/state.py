@@ -1,4 +1,4 @@
-"""The tensors that a graph updates in place: every room appends its own before the graph is made.
+"""The tensors that a graph updates in place: a room appends its own before the graph is made.
 
 A policy that compiles a function may replace the tensors by new ones (``GraphPolicy.wrap``), so rooms read theirs
 through what ``hold`` returned.

@@ -2,7 +2,6 @@
 
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
-from model_runner_base.requests.states import NewRequest
 from model_runner_base.step.schedule import Arrival, Grammar, Schedule
 
 __all__ = ["GrammarOutput", "SchedulerOutput", "read_grammar", "read_schedule"]
@@ -35,8 +34,9 @@ def _arrival(new: NewRequestData) -> Arrival:
     if token_ids is None:
         assert new.prompt_embeds is not None
         token_ids = [0] * len(new.prompt_embeds)
-    request = NewRequest(new.sampling_params, token_ids, new.prompt_embeds)
-    return Arrival(new.req_id, token_ids, new.num_computed_tokens, new.block_ids, request)
+    return Arrival(
+        new.req_id, token_ids, new.num_computed_tokens, new.block_ids, new.sampling_params, new.prompt_embeds
+    )
 
 
 def _resumed(cached: CachedRequestData) -> tuple[list[Arrival], list[tuple[list[int], ...] | None]]:
@@ -47,7 +47,7 @@ def _resumed(cached: CachedRequestData) -> tuple[list[Arrival], list[tuple[list[
             block_ids, new_blocks[index] = new_blocks[index], None
             assert block_ids is not None
             token_ids, num_computed = cached.all_token_ids[req_id], cached.num_computed_tokens[index]
-            arrivals.append(Arrival(req_id, token_ids, num_computed, block_ids, request=None))
+            arrivals.append(Arrival(req_id, token_ids, num_computed, block_ids))
     return arrivals, new_blocks
 
 

@@ -131,7 +131,7 @@ def test_dispatch_takes_the_cheapest_not_the_first() -> None:
     assert policy.dispatch(limits.decode_size(5, 39)) == few_rows_many_pairs
     assert policy.choose([limits.decode_size(5, 39), limits.decode_size(16, 32)]) == many_rows_few_pairs
     assert policy.dispatch(limits.mixed_size(16, 64, 64, 16, 64)) == mixed
-    with pytest.raises(NoGraphSizeError, match="no captured size holds a step of mixed 81 tokens"):
+    with pytest.raises(NoGraphSizeError, match=r"no captured size holds a step of mixed: 81 tokens, .* 17 decode_rows"):
         policy.dispatch(limits.mixed_size(17, 64, 64, 16, 64))
 
 
@@ -190,10 +190,18 @@ def test_lists_that_the_user_gives_are_the_sizes() -> None:
     decode = {size for size in policy.sizes if size.kind == StepKind.DECODE}
     assert decode == {limits.decode_size(n, n * tiles) for n in (3, 8) for tiles in (1, 2, 4)}
     mixed = [limits.named(size) for size in policy.sizes if size.kind == StepKind.MIXED]
-    # Tokens of chunks; as many decode rows beside them as there may be requests.
+    # Tokens of chunks; beside them as many decode rows as there may be requests.
     assert {(dims["chunk_tokens"], dims["decode_rows"], dims["tokens"]) for dims in mixed} == {
         (24, 8, 32),
         (64, 8, 72),
+    }
+    # Where those are many, a chunk beside few of them pays for few, and one alone for the row of padding.
+    many = limits_of(256, 64, 1000, 16, 64)
+    policy = OpenXlaPolicy(NeuronConfig(num_batched_tokens_buckets=[100, 256]))
+    policy.configure(many)
+    mixed = [many.named(size) for size in policy.sizes if size.kind == StepKind.MIXED]
+    assert {(dims["chunk_tokens"], dims["decode_rows"]) for dims in mixed} == {
+        (tokens, rows) for tokens in (100, 256) for rows in (64, 8, 1)
     }
     policy = OpenXlaPolicy(NeuronConfig(context_length_buckets=[300, 1000]))
     policy.configure(limits)

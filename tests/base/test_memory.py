@@ -163,6 +163,7 @@ def model_config(**text_config: int) -> Any:
         get_hidden_size=lambda: HIDDEN,
         get_vocab_size=lambda: VOCABULARY,
         get_num_experts=lambda: text_config.get("num_experts", 0),
+        enable_prompt_embeds=False,
         model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS),
         hf_text_config=SimpleNamespace(**{"intermediate_size": INNER, **text_config}),
     )
@@ -214,6 +215,12 @@ def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:
         larger = LIMITS.size(StepKind.MIXED, **(dims | {name: dims[name] + 1}))
         assert estimate_step_memory([larger], LIMITS, specs, model_config()) > least, name
     assert estimate_step_memory([size], LIMITS, specs, model_config(num_experts=4)) > least
+    # The pool of prompt embeddings has a row of padding; a piece of any length may be on its way to it.
+    embeds = model_config()
+    embeds.enable_prompt_embeds, embeds.get_inputs_embeds_size = True, lambda: 24
+    pool = torch.empty(LIMITS.max_num_tokens + 1, 24), torch.empty(LIMITS.max_num_tokens, 24)
+    wanted = least + sum(tensor.nbytes for tensor in pool)
+    assert estimate_step_memory([size], LIMITS, specs, embeds) == wanted
     # The MLP's inner size is a guess where the config has none.
     unknown = model_config()
     del unknown.hf_text_config.intermediate_size
