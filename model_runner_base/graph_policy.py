@@ -53,8 +53,9 @@ class GraphPolicy:
 
     def choose(self, needs: Sequence[StepSize]) -> StepSize:
         """The cheapest size for a step that may run in several ways, with what it needs in each."""
-        sizes = [self.dispatch(need) for need in needs]
-        return sizes[0] if len(sizes) == 1 else min(sizes, key=self.cost)
+        if len(needs) == 1:
+            return self.dispatch(needs[0])
+        return min(map(self.dispatch, needs), key=self.cost)
 
     def cost(self, size: StepSize) -> float:
         """What a step of a size costs, in units of one token; only to compare sizes."""

@@ -15,6 +15,7 @@ that no scatter, sort or loop is needed: level by level, a node merges ``FAN_IN`
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,8 +68,7 @@ class PairGeometry:
         return PairCount(per_tile[:num_tiles], num_pairs)
 
 
-@dataclass
-class PairCount:
+class PairCount(NamedTuple):
     """What a step needs room for, before padding. NT query tiles."""
 
     per_tile: np.ndarray

@@ -45,6 +45,8 @@ from model_runner_base.step.packing import Array, PackedStep, Section
 from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 
+_NOBODY = np.zeros(0, np.int64)
+
 
 def plan_dims(decode: Tiling, chunk: Tiling) -> tuple[Dim, ...]:
     """The dims of a step with plans. A pair costs the reading of its keys and the arithmetic of its queries.
@@ -94,6 +96,20 @@ class _Planned(NamedTuple):
     chunk_names: _Names
 
 
+_Requests = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Of some of a batch's requests: new tokens, tokens in the cache, rows."""
+
+
+class _Counted(NamedTuple):
+    """The batch whose needs were asked for, and the pairs of each group; those of chunks in a mixed step alone."""
+
+    batch: InputBatch
+    decodes: _Requests
+    decode_counts: list[PairCount]
+    chunks: _Requests = (_NOBODY, _NOBODY, _NOBODY)
+    chunk_counts: Sequence[PairCount] = ()
+
+
 class PagedCaches(CacheKind):
     """Plans and metadata for every group; all have the same decode rows and chunk tiles."""
 
@@ -102,8 +118,7 @@ class PagedCaches(CacheKind):
         self.limits = limits
         self.dims = plan_dims(limits.decode, limits.chunk)
         self._planned = list(self._plan_groups())
-        self._counted: tuple[InputBatch, list[PairCount], list[PairCount]]
-        """Of the batch whose needs were asked for: decode pairs and, in a mixed step, chunk pairs by group."""
+        self._counted: _Counted
 
     def _plan_groups(self) -> Iterator[_Planned]:
         limits = self.limits
@@ -122,18 +137,18 @@ class PagedCaches(CacheKind):
 
     def needs(self, batch: InputBatch) -> list[StepSize]:
         rows = batch.num_decodes
-        query_len, computed = batch.query_len[:rows], batch.num_computed[:rows]
-        decodes = [planned.decode.count(query_len, computed, rows) for planned in self._planned]
-        decode_pairs = max([count.num_pairs for count in decodes], default=0)
+        decodes = batch.query_len[:rows], batch.num_computed[:rows], batch.rows[:rows]
+        decode_counts = [planned.decode.count(*decodes[:2], rows) for planned in self._planned]
+        decode_pairs = max([count.num_pairs for count in decode_counts], default=0)
         if batch.is_decode:
-            self._counted = batch, decodes, []
+            self._counted = _Counted(batch, decodes, decode_counts)
             return [self.limits.decode_size(rows, decode_pairs)]
-        query_len, computed = batch.query_len[rows:], batch.num_computed[rows:]
+        chunks = batch.query_len[rows:], batch.num_computed[rows:], batch.rows[rows:]
         num_chunks, num_tokens = batch.num_reqs - rows, batch.num_tokens - rows
-        chunks = [planned.chunk.count(query_len, computed, num_tokens) for planned in self._planned]
-        self._counted = batch, decodes, chunks
-        chunk_pairs = max([count.num_pairs for count in chunks], default=0)
-        num_tiles = max([count.num_tiles for count in chunks], default=0)
+        chunk_counts = [planned.chunk.count(*chunks[:2], num_tokens) for planned in self._planned]
+        self._counted = _Counted(batch, decodes, decode_counts, chunks, chunk_counts)
+        chunk_pairs = max([count.num_pairs for count in chunk_counts], default=0)
+        num_tiles = max([count.num_tiles for count in chunk_counts], default=0)
         return [self.limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, num_tiles)]
 
     def _dims(self, size: StepSize) -> tuple[int, ...]:
@@ -163,12 +178,11 @@ class PagedCaches(CacheKind):
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        counted_batch, counts, _ = self._counted
-        assert counted_batch is batch
-        rows, num_pairs, is_mixed = batch.num_decodes, self._dims(size)[1], size.kind == StepKind.MIXED
-        decodes = batch.query_len[:rows], batch.num_computed[:rows], batch.rows[:rows]
+        counted = self._counted
+        assert counted.batch is batch
+        decodes, num_pairs, is_mixed = counted.decodes, self._dims(size)[1], size.kind == StepKind.MIXED
         fill_starts(views["token_ids"], decodes[1], views["decode_starts"])
-        for planned, count in zip(self._planned, counts, strict=True):
+        for planned, count in zip(self._planned, counted.decode_counts, strict=True):
             _fill_pairs(planned.decode, *decodes, planned.group.block_table.table, planned.decode_names, views)
             levels = planned.decode_names.levels_of(views)
             if is_mixed:
@@ -176,12 +190,10 @@ class PagedCaches(CacheKind):
             else:
                 fill_merge_tree(levels, count.per_tile, num_pairs)
         if is_mixed:
-            self._fill_chunks(batch, views)
+            self._fill_chunks(counted.chunks, counted.chunk_counts, views)
 
-    def _fill_chunks(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
-        rows = batch.num_decodes
-        chunks = batch.query_len[rows:], batch.num_computed[rows:], batch.rows[rows:]
-        for planned, count in zip(self._planned, self._counted[2], strict=True):
+    def _fill_chunks(self, chunks: _Requests, counts: Sequence[PairCount], views: dict[str, np.ndarray]) -> None:
+        for planned, count in zip(self._planned, counts, strict=True):
             _fill_pairs(planned.chunk, *chunks, planned.group.block_table.table, planned.chunk_names, views)
             fill_node_starts(planned.chunk_names.levels_of(views), count.per_tile)
         fill_tiles(
@@ -201,7 +213,7 @@ class PagedCaches(CacheKind):
         return [DeviceStarts(step.views["decode_starts"], batch.rows), *self._growing(batch, step)]
 
     def _growing(self, batch: InputBatch, step: PackedStep) -> Iterator[RepeatPart]:
-        for planned, count in zip(self._planned, self._counted[1], strict=True):
+        for planned, count in zip(self._planned, self._counted.decode_counts, strict=True):
             table = planned.group.block_table.table
             yield GrowingPlan(planned.decode, planned.decode_names, step, count, table, batch.rows)
 

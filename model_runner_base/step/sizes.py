@@ -10,10 +10,11 @@ requests in decode beside a prompt of 100 tokens need ``StepSize(MIXED, (103, 4,
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +52,18 @@ COMMON_DIMS = (
     Dim("logits", (0.0, 0.0, 0.0)),
 )
 """Those of every step. ``logits`` are rows of logits: one a request, more where drafts are verified."""
+
+PLANNED = (
+    "tokens",
+    "requests",
+    "logits",
+    "decode_rows",
+    "decode_pairs",
+    "chunk_tokens",
+    "chunk_tiles",
+    "chunk_pairs",
+)
+"""The dims of a step with attention plans."""
 
 
 class StepSize(NamedTuple):
@@ -133,17 +146,16 @@ class StepLimits:
         """The dims of a size by name; 0 for names that are none of these limits'."""
         return defaultdict(int, zip(self._names, size.dims, strict=True))
 
+    @cached_property
+    def _pick(self) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+        """Numbers in the order of PLANNED, and a 0, as the dims of a size: every step asks for one."""
+        places = [PLANNED.index(name) if name in PLANNED else len(PLANNED) for name in self._names]
+        return itemgetter(*places)
+
     def decode_size(self, num_rows: int, num_pairs: int) -> StepSize:
         """Of rows of decode, and a neutral pair beside ``num_pairs``."""
         tokens = num_rows * self.decode.query
-        return self.size(
-            StepKind.DECODE,
-            tokens=tokens,
-            requests=num_rows,
-            logits=tokens,
-            decode_rows=num_rows,
-            decode_pairs=num_pairs + 1,
-        )
+        return StepSize(StepKind.DECODE, self._pick((tokens, num_rows, tokens, num_rows, num_pairs + 1, 0, 0, 0, 0)))
 
     def mixed_size(
         self, num_rows: int, num_pairs: int, chunk_tokens: int, num_chunks: int, chunk_pairs: int, num_tiles: int = 0
@@ -154,17 +166,18 @@ class StepLimits:
         """
         num_rows = max(1, num_rows)
         tokens = num_rows * self.decode.query
-        return self.size(
-            StepKind.MIXED,
-            tokens=tokens + chunk_tokens,
-            requests=min(num_rows + num_chunks, self.max_num_reqs),
-            logits=min(tokens + num_chunks, self.max_num_reqs * self.decode.query),
-            decode_rows=num_rows,
-            decode_pairs=num_pairs + 1,
-            chunk_tokens=chunk_tokens,
-            chunk_tiles=num_tiles or self.num_tiles(chunk_tokens, num_chunks),
-            chunk_pairs=chunk_pairs + 1,
+        planned = (
+            tokens + chunk_tokens,
+            min(num_rows + num_chunks, self.max_num_reqs),
+            min(tokens + num_chunks, self.max_num_reqs * self.decode.query),
+            num_rows,
+            num_pairs + 1,
+            chunk_tokens,
+            num_tiles or self.num_tiles(chunk_tokens, num_chunks),
+            chunk_pairs + 1,
+            0,
         )
+        return StepSize(StepKind.MIXED, self._pick(planned))
 
     def num_tiles(self, num_tokens: int, num_chunks: int) -> int:
         """The most query tiles that chunks of so many tokens in all can make: each may leave one ragged."""
