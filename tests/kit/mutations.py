@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "a resumed request starts where it was when it lost its blocks",
         "vllm_port/schedule.py",
-        "Arrival(req_id, token_ids, num_computed, block_ids, request=None)",
-        "Arrival(req_id, token_ids, len(token_ids) - 1, block_ids, request=None)",
+        "Arrival(req_id, token_ids, num_computed, block_ids)",
+        "Arrival(req_id, token_ids, len(token_ids) - 1, block_ids)",
         REPEAT,
     ),
     Mutation(
