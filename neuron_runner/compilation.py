@@ -25,6 +25,7 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
 
+from model_runner_base.attention.capture import attention_as_one_node
 from model_runner_base.step.sizes import StepSize
 from neuron_runner.communicator import run_on_host
 from neuron_runner.cutting import CutExecutable, CutGraph, donate, is_collective
@@ -265,6 +266,7 @@ def _trace(
         # Without duck shaping, sizes that happen to be equal at this call stay apart.
         symbolic_shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         mock.patch.object(functional, "layer_norm", _layer_norm),
+        attention_as_one_node(),
         suppress(_Captured),
     ):
         torch.compile(traced, backend=keep, dynamic=True, fullgraph=True)(ints, tensors)

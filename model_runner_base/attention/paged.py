@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
 )
 
 from model_runner_base.attention.cache_ops import write_slots
+from model_runner_base.attention.capture import OneNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
 
 MASK_VALUE = -1e30
@@ -111,6 +112,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.alibi_slopes = alibi_slopes
         self.sinks = sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._attend = OneNode(self.attend, [] if sinks is None else [sinks])
 
     def forward(
         self,
@@ -133,7 +135,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             key = key.view(-1, self.num_kv_heads, self.head_size)
             value = value.view(-1, self.num_kv_heads, self.head_size)
             write_slots(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)
-        return self.attend(query, kv_cache, attn_metadata)
+        return self._attend(query, kv_cache, attn_metadata)
 
     def _own_view(self, kv_cache: torch.Tensor, block_size: int) -> torch.Tensor:
         """The cache with this layer's heads: it may lie in memory shared with a layer that has others."""

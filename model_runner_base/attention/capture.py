@@ -1,0 +1,67 @@
+"""Attention as one node of a captured graph.
+
+Dynamo takes some 10 ms for every operation on symbolic sizes, and attention is most of a layer's operations. Where a
+captured graph is run operation by operation later, as a lazy device is traced, the capture need not look into it: it
+sees one call, and of that the shape of its result.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
+
+Attend = Callable[[torch.Tensor, torch.Tensor, PagedAttentionMetadata], torch.Tensor]
+_PLAN_FIELDS = tuple(field.name for field in fields(PairPlan))
+_is_capturing = False
+
+
+@contextmanager
+def attention_as_one_node() -> Iterator[None]:
+    """What Dynamo captures within has attention as one node, to be run as it is and not to be traced further."""
+    global _is_capturing
+    _is_capturing = True
+    try:
+        yield
+    finally:
+        _is_capturing = False
+
+
+class OneNode:
+    """``attend`` of a layer, which Dynamo takes for one operation within ``attention_as_one_node``."""
+
+    def __init__(self, attend: Attend, weights: list[torch.Tensor]) -> None:
+        """``weights`` are those that ``attend`` reads."""
+
+        def call(
+            query: torch.Tensor,
+            kv_cache: torch.Tensor,
+            weights: list[torch.Tensor],  # Read by ``attend`` itself: named here, they are inputs of the graph.
+            slots: list[torch.Tensor],
+            num_decode_tokens: int,
+            plans: list[dict[str, Any] | None],
+        ) -> torch.Tensor:
+            if _is_capturing:  # Dynamo asks for the shape.
+                return torch.empty_like(query)
+            slot_blocks, slot_offsets = slots
+            decode, chunks = (None if plan is None else PairPlan(**plan) for plan in plans)
+            metadata = PagedAttentionMetadata(slot_blocks, slot_offsets, num_decode_tokens, decode, chunks)
+            return attend(query, kv_cache, metadata)
+
+        self._attend = attend
+        self._weights = weights
+        self._call = torch._dynamo.allow_in_graph(call)
+
+    def __call__(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PagedAttentionMetadata) -> torch.Tensor:
+        if not _is_capturing:
+            return self._attend(query, kv_cache, metadata)
+        plans = [_as_dict(metadata.decode), _as_dict(metadata.chunks)]
+        slots = [metadata.slot_blocks, metadata.slot_offsets]
+        return self._call(query, kv_cache, self._weights, slots, metadata.num_decode_tokens, plans)
+
+
+def _as_dict(plan: PairPlan | None) -> dict[str, Any] | None:
+    return None if plan is None else {name: getattr(plan, name) for name in _PLAN_FIELDS}
