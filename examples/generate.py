@@ -47,7 +47,7 @@ def main() -> None:
         seed=args.seed,
         enforce_eager=args.enforce_eager,
         # A few prompts: a quick start is worth more than steps without padding.
-        additional_config={"neuron_config": {"max_padding": 0.3}},
+        additional_config={"neuron_config": {"max_padding": 0.4}},
     )
     warm = CompilationCount.now()
     ready = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.profiler.wrapper import TorchProfilerActivity, TorchProfilerWrapper, WorkerProfiler
 from vllm.tasks import SupportedTask
 from vllm.utils.mem_constants import GiB_bytes
+from vllm.utils.system_utils import suppress_stdout
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import WorkerBase
 
@@ -49,14 +51,15 @@ class ModelRunnerWorker(WorkerBase):
         parallel = self.parallel_config
         PagedPlatform.num_local_workers = self.num_local_workers = self._count_local_workers()
         self.device = self.make_device()
-        init_distributed_environment(
-            parallel.world_size,
-            self.rank,
-            self.distributed_init_method,
-            self.local_rank,
-            current_platform.dist_backend,
-        )
-        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        with suppress_stdout():  # Gloo tells of each group that it connects to nobody.
+            init_distributed_environment(
+                parallel.world_size,
+                self.rank,
+                self.distributed_init_method,
+                self.local_rank,
+                current_platform.dist_backend,
+            )
+            ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         set_random_seed(self.model_config.seed)
         self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
         self.measure_at_start()
@@ -136,10 +139,16 @@ class ModelRunnerWorker(WorkerBase):
         self.cache_config.num_cpu_blocks = num_cpu_blocks
 
     def compile_or_warm_up_model(self) -> None:
-        ops = self.model_runner.device_ops
+        ops, start = self.model_runner.device_ops, time.perf_counter()
         with StepGuard(self.rank), DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
-        logger.info("Graphs and warm-up took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
+        sizes, seconds = len(self.model_runner.graph_policy.sizes), time.perf_counter() - start
+        logger.info(
+            "Warming up%s took %.0f s and %.2f GiB of device memory, graphs included.",
+            f" at {sizes} step sizes" if sizes else "",
+            seconds,
+            profiler.consumed_memory / GiB_bytes,
+        )
         # Building and profiling the model must not move the seed of what follows.
         set_random_seed(self.model_config.seed)
 

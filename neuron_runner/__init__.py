@@ -1,5 +1,6 @@
 """vLLM on Neuron devices, and on PJRT CPU where there are none: platform plugin, worker and model runner."""
 
+import logging
 import os
 
 PLATFORM_VARIABLE = "VLLM_NEURON_RUNNER"
@@ -11,6 +12,9 @@ def register() -> str | None:
     asked = os.environ.get(PLATFORM_VARIABLE)
     if asked == "0" or (asked != "1" and _other_accelerator_visible()):
         return None
+    # They tell that CUDA's compiler is there and CUDA is not: true, and nothing that anybody could act on.
+    for name in ("torch.utils.cpp_extension", "vllm.triton_utils.importing"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     return "neuron_runner.platform.NeuronPlatform"
 
 

@@ -141,7 +141,7 @@ class Compiler:
         futures: list[Future[None]] = []
         with (
             alias_with_buffer_donor_config(),  # For all threads, until the last of them is done.
-            tqdm(desc="Compiling graphs", unit="graph", total=0) as progress,
+            tqdm(desc="Compiling graphs", unit="graph") as progress,
             ThreadPoolExecutor(self.WIDTH) as pool,
         ):
 
@@ -149,13 +149,14 @@ class Compiler:
                 for future in futures:
                     if future.done():
                         future.result()  # What went wrong ends the phase now, not when all is traced.
-                progress.total += 1
                 futures.append(pool.submit(task))
                 futures[-1].add_done_callback(lambda _: progress.update())
 
             self._submit = submit
             try:
                 yield
+                progress.total = len(futures)  # Told only now, so that the bar never goes back.
+                progress.refresh()
                 for future in futures:
                     future.result()
             finally:

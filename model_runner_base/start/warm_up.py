@@ -70,7 +70,8 @@ def warm_up(runner: Starting, sizes: Iterable[StepSize]) -> None:
     largest_first = sorted(sizes, reverse=True)
     runner.graph_policy.compile_ahead(lambda: _run_each(runner, largest_first))
     what = {"desc": "Capturing graphs", "unit": "graph"} if runner.use_piecewise_graph else {"desc": "Warming up"}
-    _run_each(runner, tqdm(largest_first, **what))
+    # Where all was compiled ahead this takes a moment, of which a bar of its own would tell nothing.
+    _run_each(runner, tqdm(largest_first, delay=1, **what))
     runner.device_ops.synchronize()
 
 

@@ -52,7 +52,10 @@ def test_main_job_prints_text_and_a_summary() -> None:
         timeout=300,
     )
     assert out.returncode == 0, out.stderr[-3000:]
-    assert "Capturing graphs: 100%" in out.stderr
+    shares = [int(share) for share in re.findall(r"Compiling graphs: +(\d+)%", out.stderr)]
+    assert shares == sorted(shares) and shares[-1] == 100, "the bar goes back"
+    # Notes of libraries that nobody who starts an engine can act on.
+    assert not re.search("Gloo|CUDA_HOME|Triton", out.stdout + out.stderr)
     assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", out.stdout)
     assert re.search(r"\d+ model graphs, [1-9]\d* XLA compilations in all; 0 after warm-up", out.stdout)
     # The text reads as English of its domain: its words are the common words of the source.
