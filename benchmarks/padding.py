@@ -3,8 +3,8 @@
 Each line is a trace at 30, 60 and 90 % load together: per cent of the tokens, rows of logits and attention pairs (of
 decode rows, of chunks) that are padding, and of all work, weighed by what a small model measured on PJRT CPU and by the
 arithmetic of Llama 3 8B.
-`grid` are sizes that grow twofold in each dimension; the last table is what fewer or more graphs would give. `in tiles`
-is no padding of sizes: per cent of a pair's positions that its tokens do not attend to.
+`grid` are lists that grow twofold, with pairs of mixed steps that grow fourfold; the last table is what fewer or more
+graphs would give. `in tiles` is no padding of sizes: per cent of a pair's positions that its tokens do not attend to.
 
     python -m benchmarks.padding [--plots docs/plots]
 """
@@ -58,7 +58,7 @@ def placed(limits: StepLimits, max_padding: float | None = None) -> OpenXlaPolic
 
 
 def grid(limits: StepLimits) -> OpenXlaPolicy:
-    """Sizes that grow twofold: what the bucket lists would hold without knowledge of traffic."""
+    """Lists that grow twofold: what the bucket lists would hold without knowledge of traffic."""
     config = NeuronConfig(
         num_seqs_buckets=geometric(1, limits.max_num_reqs),
         context_length_buckets=[tiles * limits.decode.keys for tiles in geometric(1, limits.max_kv_tiles)],

@@ -41,7 +41,7 @@ class GPUModelRunner(ModelRunnerBase):
         self.model.register_forward_pre_hook(inputs, with_kwargs=True)
 
     def profile_run(self) -> int:
-        """Runs the largest step, and measures; what is allocated after it is counted."""
+        """The largest step, measured, and the pool of prompt embeddings, which is allocated later."""
         max_num_tokens = self.scheduler_config.max_num_batched_tokens
         held = embeddings_memory(self.model_config, max_num_tokens)
         return self.device_ops.peak_memory(partial(profile_step, self)) + held

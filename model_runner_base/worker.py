@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class ModelRunnerWorker(WorkerBase):
         parallel = self.parallel_config
         PagedPlatform.num_local_workers = self.num_local_workers = self._count_local_workers()
         self.device = self.make_device()
-        with suppress_stdout():  # Gloo tells of each group that it connects to nobody.
+        # Gloo prints a line for each group, with the number of ranks that it connects to.
+        with suppress_stdout() if current_platform.dist_backend == "gloo" else nullcontext():
             init_distributed_environment(
                 parallel.world_size,
                 self.rank,
@@ -145,7 +147,7 @@ class ModelRunnerWorker(WorkerBase):
         sizes, seconds = len(self.model_runner.graph_policy.sizes), time.perf_counter() - start
         logger.info(
             "Warming up%s took %.0f s and %.2f GiB of device memory, graphs included.",
-            f" at {sizes} step sizes" if sizes else "",
+            f" {sizes} step sizes" if sizes else "",
             seconds,
             profiler.consumed_memory / GiB_bytes,
         )

@@ -12,7 +12,7 @@ def register() -> str | None:
     asked = os.environ.get(PLATFORM_VARIABLE)
     if asked == "0" or (asked != "1" and _other_accelerator_visible()):
         return None
-    # They tell that CUDA's compiler is there and CUDA is not: true, and nothing that anybody could act on.
+    # Both warn of a CUDA without a device, which nobody who chose this platform can act on.
     for name in ("torch.utils.cpp_extension", "vllm.triton_utils.importing"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return "neuron_runner.platform.NeuronPlatform"

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
 
@@ -21,13 +22,17 @@ _is_capturing = False
 
 @contextmanager
 def attention_as_one_node() -> Iterator[None]:
-    """What Dynamo captures within has attention as one node, to be run as it is and not to be traced further."""
+    """What Dynamo captures within has attention as one node.
+
+    Such a graph is to be run operation by operation, eagerly or lazily: neither Dynamo nor AOTAutograd may go over it
+    again.
+    """
     global _is_capturing
-    _is_capturing = True
+    before, _is_capturing = _is_capturing, True
     try:
         yield
     finally:
-        _is_capturing = False
+        _is_capturing = before
 
 
 class OneNode:
@@ -44,8 +49,8 @@ class OneNode:
             num_decode_tokens: int,
             plans: list[dict[str, Any] | None],
         ) -> torch.Tensor:
-            if _is_capturing:  # Dynamo asks for the shape.
-                return torch.empty_like(query)
+            if isinstance(query, FakeTensor):  # Dynamo asks for the shape.
+                return torch.empty_like(query.flatten(1))
             slot_blocks, slot_offsets = slots
             decode, chunks = (None if plan is None else PairPlan(**plan) for plan in plans)
             metadata = PagedAttentionMetadata(slot_blocks, slot_offsets, num_decode_tokens, decode, chunks)

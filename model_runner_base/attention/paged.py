@@ -112,7 +112,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.alibi_slopes = alibi_slopes
         self.sinks = sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._attend = OneNode(self.attend, [] if sinks is None else [sinks])
+        self._one_node = OneNode(self.attend, [] if sinks is None else [sinks])
 
     def forward(
         self,
@@ -135,7 +135,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             key = key.view(-1, self.num_kv_heads, self.head_size)
             value = value.view(-1, self.num_kv_heads, self.head_size)
             write_slots(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)
-        return self._attend(query, kv_cache, attn_metadata)
+        return self._one_node(query, kv_cache, attn_metadata)
 
     def _own_view(self, kv_cache: torch.Tensor, block_size: int) -> torch.Tensor:
         """The cache with this layer's heads: it may lie in memory shared with a layer that has others."""
@@ -147,7 +147,9 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     ) -> torch.Tensor:
         """Attention over the cache, in which the active tokens' keys and values lie already; [T, H * D] both ways.
 
-        A device with a kernel of its own overrides this, or ``attend_decode`` and ``attend_chunks``.
+        A device with a kernel of its own overrides this, or ``attend_decode`` and ``attend_chunks``. They may be one
+        node of a captured graph: of tensors they read their arguments and ``sinks``, or a weight that is loaded anew
+        would not count.
         """
         num_rows, outputs = attn_metadata.num_decode_tokens, []
         if attn_metadata.decode is not None:

@@ -45,8 +45,6 @@ from model_runner_base.step.packing import Array, PackedStep, Section
 from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 
-_NOBODY = np.zeros(0, np.int64)
-
 
 def plan_dims(decode: Tiling, chunk: Tiling) -> tuple[Dim, ...]:
     """The dims of a step with plans. A pair costs the reading of its keys and the arithmetic of its queries.
@@ -106,7 +104,7 @@ class _Counted(NamedTuple):
     batch: InputBatch
     decodes: _Requests
     decode_counts: list[PairCount]
-    chunks: _Requests = (_NOBODY, _NOBODY, _NOBODY)
+    chunks: _Requests | None = None
     chunk_counts: Sequence[PairCount] = ()
 
 
@@ -190,6 +188,7 @@ class PagedCaches(CacheKind):
             else:
                 fill_merge_tree(levels, count.per_tile, num_pairs)
         if is_mixed:
+            assert counted.chunks is not None, "a step without chunks runs at a size of decode"
             self._fill_chunks(counted.chunks, counted.chunk_counts, views)
 
     def _fill_chunks(self, chunks: _Requests, counts: Sequence[PairCount], views: dict[str, np.ndarray]) -> None:

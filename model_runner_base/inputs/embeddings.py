@@ -24,7 +24,7 @@ from model_runner_base.step.sizes import StepSize, geometric
 SECTION = "embed_source"
 LOOKED_UP = -1
 SMALLEST_PIECE = 64
-"""Embeddings are uploaded in one piece a step: of this length, twice it, and so on."""
+"""Embeddings are uploaded in one piece a step: of this length, twice it, and so on up to a step's tokens."""
 
 
 def _write(pool: torch.Tensor, rows: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:

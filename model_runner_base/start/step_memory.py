@@ -32,6 +32,8 @@ def estimate_step_memory(
     inner = _largest(model_config, "intermediate_size") or 4 * hidden
     heads = model_config.model_arch_config.total_num_attention_heads
     vocabulary = model_config.get_vocab_size()
+    if not sizes:
+        return 0
     worst = 0
     for size in sizes:
         step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * vocabulary
@@ -45,7 +47,7 @@ def estimate_step_memory(
                 partial = 2 * tiling.query * heads * layer.head_size
                 attention += count * (partial + (gathered + scores if gathers_cache else tiling.keys))
             worst = max(worst, 4 * (step + attention))
-    return worst + embeddings_memory(model_config, limits.max_num_tokens) if sizes else 0
+    return worst + embeddings_memory(model_config, limits.max_num_tokens)
 
 
 def _experts(model_config: ModelConfig, num_tokens: int) -> int:

@@ -148,7 +148,10 @@ class StepLimits:
 
     @cached_property
     def _pick(self) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-        """Numbers in the order of PLANNED, and a 0, as the dims of a size: every step asks for one."""
+        """From the numbers of PLANNED and a 0, which stands for any other dim, to the dims of a size.
+
+        Every step asks for one, and a dictionary by names takes five times as long.
+        """
         places = [PLANNED.index(name) if name in PLANNED else len(PLANNED) for name in self._names]
         return itemgetter(*places)
 

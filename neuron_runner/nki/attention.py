@@ -1,7 +1,7 @@
 """The attention layer over the NKI kernels: same cache, same plans as the attention in plain torch.
 
-A custom op hides the kernels from Dynamo and tells it their shapes; the lazy trace that follows calls them. Not run on
-Neuron hardware.
+A custom op tells the kernels' shapes to whoever traces the layer; the lazy trace calls them. Not run on Neuron
+hardware.
 """
 
 from typing import Any, ClassVar
