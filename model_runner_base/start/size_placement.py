@@ -113,9 +113,9 @@ def place_sizes(limits: StepLimits, max_padding: float) -> tuple[StepSize, ...]:
 def prompts_alone(limits: StepLimits, num_tokens: int, requests: Sequence[int]) -> StepSize:
     """A step of nothing but prompts, which a user waits for who is alone, and everybody where many come at once.
 
-    Its number of requests is one of ``requests``: from few to the most that there may be.
+    Its number of requests is one of ``requests``, above two where there is one: each number brings samplers of its own.
     """
-    num_reqs = next((count for count in requests if count > max(1, num_tokens // 128)), limits.max_num_reqs)
+    num_reqs = next((count for count in requests if count > max(2, num_tokens // 128)), limits.max_num_reqs)
     prompt = min(num_tokens, LONG_PROMPT, limits.max_model_len)
     num_prompts = min(-(-num_tokens // prompt), limits.max_num_reqs)
     tile_ends = np.arange(0, prompt, limits.chunk.query) + limits.chunk.query - 1
