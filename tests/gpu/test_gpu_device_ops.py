@@ -1,0 +1,117 @@
+"""Copies between the host and a device that works late."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpu_runner.cuda_graphs
+import gpu_runner.device_ops
+import gpu_runner.model_runner
+from gpu_runner.device_ops import COPIES_IN_FLIGHT, CudaDeviceOps
+
+
+def test_results_are_copied_once_they_are_there_and_kept_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the side stream, behind what was launched; torch's allocator hears of it."""
+    done: list[str] = []
+
+    class Side:
+        def wait_stream(self, other: str) -> None:
+            done.append(f"wait for {other}")
+
+    class Event:
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("wait for the event")
+
+    @contextmanager
+    def on(stream: Side) -> Iterator[None]:
+        done.append("on the side stream")
+        yield
+        done.append("back")
+
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Side())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the main stream")
+    monkeypatch.setattr(gpu_runner.device_ops, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **kwargs: done.append("copy") or copy(*args, **kwargs))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: done.append("kept for the side stream"))
+    wait = CudaDeviceOps(torch.device("cpu")).begin_to_host(torch.arange(3))
+    expected = ["wait for the main stream", "on the side stream", "copy", "record", "back", "kept for the side stream"]
+    assert done == expected
+    assert wait().tolist() == [0, 1, 2] and done[len(expected) :] == ["wait for the event"]
+
+
+class LateDevice:
+    """Runs what is launched when it is waited for, in order, and no sooner."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], Any]] = []
+
+    def run(self, count: int) -> None:
+        for _ in range(min(count, len(self.queue))):
+            self.queue.pop(0)()
+
+    def event(self) -> Any:
+        position: list[int] = []
+        launched = self
+
+        class Event:
+            def record(self) -> None:
+                done = position.clear
+                position[:] = [1]
+                launched.queue.append(done)
+
+            def synchronize(self) -> None:
+                while position:
+                    launched.run(1)
+
+        return Event()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(0, 4)), min_size=1, max_size=4 * COPIES_IN_FLIGHT)
+)
+def test_a_host_array_may_change_as_soon_as_its_copy_was_launched(steps: list[tuple[int, bool, int]]) -> None:
+    """Steps: the array's length, whether it goes where the last of that length went, and what the device does then."""
+    device = LateDevice()
+    copy = torch.Tensor.copy_
+
+    def late(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if not non_blocking:
+            return copy(self, source)
+        device.queue.append(lambda: copy(self, source))
+        return self
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda device: None)
+        patch.setattr(torch.cuda, "Event", device.event)
+        patch.setattr(gpu_runner.device_ops, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        patch.setattr(torch.Tensor, "copy_", late)
+        ops = CudaDeviceOps(torch.device("cpu"))
+        arrays: dict[int, np.ndarray] = {}
+        sent: list[tuple[torch.Tensor, list[int]]] = []
+        last: dict[int, torch.Tensor] = {}
+        for number, (length, stays, runs) in enumerate(steps):
+            array = arrays.setdefault(length, np.zeros(length, np.int32))
+            array[:] = number
+            out = last.get(length) if stays else None
+            last[length] = ops.to_device(array, out)
+            assert out is None or last[length] is out
+            sent = [(tensor, values) for tensor, values in sent if tensor is not last[length]]
+            sent.append((last[length], array.tolist()))
+            array[:] = -1
+            device.run(runs)
+        device.run(len(device.queue))
+    for tensor, values in sent:
+        assert tensor.tolist() == values

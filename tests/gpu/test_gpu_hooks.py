@@ -1,0 +1,59 @@
+"""The hooks of the GPU runner: which there are, weights that are offloaded, what a step is said to need."""
+
+import ast
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.model_executor.models.utils
+import vllm.utils.mem_utils
+from test_plain_device import code_lines
+from test_structure import HOOKS, ROOT
+from torch import nn
+from vllm.config import CompilationMode
+
+import gpu_runner.cuda_graphs
+import gpu_runner.device_ops
+import gpu_runner.model_runner
+from gpu_runner.model_runner import GPUModelRunner
+
+
+def test_runner_overrides_exactly_the_hooks() -> None:
+    path = ROOT / "gpu_runner" / "model_runner.py"
+    (runner,) = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert {node.name for node in runner.body if isinstance(node, ast.FunctionDef)} == HOOKS
+    assert code_lines(path) < 120
+
+
+def test_weights_are_offloaded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's models, which go by the budget that stands when they are made; the next engine has its own."""
+    budgets = []
+
+    def load(*args: Any, **options: Any) -> nn.Module:
+        budgets.append(vllm.model_executor.models.utils._CPU_OFFLOAD_MAX_BYTES)
+        return nn.Identity()
+
+    monkeypatch.setattr(gpu_runner.model_runner, "load_checkpoint", load)
+    for gib in (1.5, 0):
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(cpu_offload_gb=gib),
+            compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+        )
+        scheduler_config = SimpleNamespace(max_num_batched_tokens=8)
+        runner = SimpleNamespace(vllm_config=config, scheduler_config=scheduler_config, device=torch.device("cpu"))
+        GPUModelRunner.load_model(runner)  # type: ignore[arg-type]
+    assert budgets == [3 << 29, 0]
+
+
+@pytest.mark.parametrize("has_embeds", [False, True])
+def test_the_pool_of_prompt_embeddings_is_part_of_what_a_step_needs(has_embeds: bool) -> None:
+    """It is allocated after the measurement: 8 tokens of 24 float32, a row of padding, and 8 on their way to it."""
+    model_config = SimpleNamespace(enable_prompt_embeds=has_embeds, get_inputs_embeds_size=lambda: 24)
+    runner = SimpleNamespace(
+        device_ops=SimpleNamespace(peak_memory=lambda run: 1000),
+        model_config=model_config,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+    )
+    needed = GPUModelRunner.profile_run(runner)  # type: ignore[arg-type]
+    assert needed == 1000 + (torch.zeros(8 + 1 + 8, 24).nbytes if has_embeds else 0)
