@@ -11,7 +11,7 @@ from model_runner_base.device_ops import DeviceOps
 
 
 class DeviceRows:
-    """Two tensors with a row for each request row, and one more for padding.
+    """Two tensors with a row for each request row, and one more, the last, for padding.
 
     ``tokens`` [rows + 1, K] int32: the token that was sampled last, behind which drafts would stand (K = 1: none).
     ``computed`` [rows + 1] int32: tokens in the cache, once that token's step has run: its position.
@@ -20,7 +20,6 @@ class DeviceRows:
     """
 
     def __init__(self, max_num_reqs: int, device_ops: DeviceOps, num_tokens: int = 1) -> None:
-        self.padding_row = max_num_reqs
         self.tensors = [
             device_ops.zeros((max_num_reqs + 1, num_tokens), torch.int32),
             device_ops.zeros((max_num_reqs + 1,), torch.int32),

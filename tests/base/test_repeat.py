@@ -180,7 +180,7 @@ class Decoding:
                 assert metadata.slot_offsets[index] == position % block_size
         rest = slice(batch.num_reqs, None)
         assert not any(fed[rest] + positions[rest]), "padding moves"
-        assert set(sample_rows[rest]) <= {self.rooms.rows.padding_row}
+        assert set(sample_rows[rest]) <= {self.rooms.requests.max_num_reqs}
         for group in self.groups:
             metadata = call.metadata[group.layer_names[0]]
             assert metadata.decode.last[-1].max() < -MAX_LENGTH, "the neutral pair is seen"
