@@ -154,7 +154,12 @@ def measure_overlap(launch: Callable[[], Any], count: int) -> dict[str, float]:
 
 def main() -> None:
     args = parse(__doc__)
-    sizes = {"num_seqs_buckets": [1], "num_batched_tokens_buckets": [TOKENS], "context_length_buckets": [256]}
+    sizes = {
+        "num_seqs_buckets": [1],
+        "num_batched_tokens_buckets": [TOKENS],
+        "context_length_buckets": [256],
+        "warm_up": "full",
+    }
     with random_llama(LAYERS) as model:
         llm = LLM(
             str(model),

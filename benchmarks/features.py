@@ -44,7 +44,9 @@ def main() -> None:
         max_model_len=256,
         max_logprobs=-1,
         enable_prefix_caching=False,
-        additional_config={"neuron_config": {"num_seqs_buckets": [ROWS], "num_batched_tokens_buckets": [64]}},
+        additional_config={
+            "neuron_config": {"num_seqs_buckets": [ROWS], "num_batched_tokens_buckets": [64], "warm_up": "full"}
+        },
     )
 
     def params(feature: dict[str, Any]) -> SamplingParams:

@@ -48,6 +48,7 @@ BUCKETS = {
     "num_seqs_buckets": list(BATCHES),
     "num_batched_tokens_buckets": [32, 128, 256, MAX_TOKENS],
     "context_length_buckets": [64, 128, 512],
+    "warm_up": "full",
 }
 
 

@@ -26,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -85,7 +86,9 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
             max_num_batched_tokens=64,
             max_model_len=256,
             kv_cache_memory_bytes=32 << 20,
-            additional_config={"neuron_config": {"num_seqs_buckets": [64], "num_batched_tokens_buckets": [64]}},
+            additional_config={
+                "neuron_config": {"num_seqs_buckets": [64], "num_batched_tokens_buckets": [64], "warm_up": "full"}
+            },
         )
     runner = runner_of(llm)
 
@@ -157,7 +160,7 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
                 by_runner(count)
         side_by_side = range(50 + TOGETHER, 50 + 2 * TOGETHER)
         with Growth() as ahead:
-            runner.graph_policy.compile_ahead(lambda: [forward(*inputs(count)) for count in side_by_side])
+            list(runner.graph_policy.make_ahead([partial(forward, *inputs(count)) for count in side_by_side]))
     together = [
         {"layers": num_layers, "together": how, "graphs": TOGETHER, "s": cost.seconds, "cpu_s": cost.cpu}
         for how, cost in (("one by one", serial), ("side by side", ahead))

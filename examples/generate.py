@@ -28,6 +28,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--warm-up",
+        choices=["background", "full"],
+        default="background",
+        help="full: every size before the first prompt",
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no compilation, for debugging")
     args = parser.parse_args()
 
@@ -47,10 +53,11 @@ def main() -> None:
         seed=args.seed,
         enforce_eager=args.enforce_eager,
         # A few prompts: a quick start is worth more than steps without padding.
-        additional_config={"neuron_config": {"max_padding": 0.4}},
+        additional_config={"neuron_config": {"max_padding": 0.4, "warm_up": args.warm_up}},
     )
-    warm = CompilationCount.now()
-    ready = time.perf_counter()
+    ready, warm = time.perf_counter(), CompilationCount.now()
+    policy = llm.llm_engine.model_executor.driver_worker.worker.model_runner.graph_policy
+    num_ready = len(policy.offered)
     sampling = SamplingParams(temperature=args.temperature, top_p=0.9, max_tokens=args.max_tokens, seed=args.seed)
     outputs = llm.generate(args.prompt or PROMPTS, sampling)
     done = time.perf_counter()
@@ -59,10 +66,10 @@ def main() -> None:
     for output in outputs:
         print(f"\n{output.prompt}\033[1m{output.outputs[0].text}\033[0m")
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     print(f"\n{tokens} tokens in {done - ready:.2f} s: {tokens / (done - ready):.0f} tokens/s")
-    built, late = warm.compilations - at_start.compilations, later.compilations - warm.compilations
-    print(f"{len(runner.graph_policy.sizes)} model graphs, {built} XLA compilations in all; {late} after warm-up")
+    built, later = warm.compilations - at_start.compilations, later.compilations - warm.compilations
+    print(f"{num_ready} of {len(policy.sizes)} model graphs when ready, {built} XLA compilations in all")
+    print(f"{len(policy.offered)} of them at the end; {later} compilations beside the steps, which waited for none")
     print(f"{ready - started:.1f} s from start to ready")
 
 

@@ -5,8 +5,10 @@ that picks the cheapest size a step fits in, and padding up to it. The default p
 size it has and nothing is captured.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import log
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,10 @@ WrapFunction = Callable[[StepFunction, list[torch.Tensor]], StepFunction]
 """``GraphPolicy.wrap``, as it is handed to the rooms that have functions of their own."""
 
 
+Wait = Callable[[], None]
+"""Returns when something is compiled, or raises its error; may be called again."""
+
+
 class NoGraphSizeError(RuntimeError):
     """A step is larger than every captured size; it is a fault of the policy, not of the request."""
 
@@ -39,6 +45,8 @@ class GraphPolicy:
     """Eager: no sizes, no padding beyond the plan's neutral pair, functions run as they are."""
 
     sizes: Sequence[StepSize] = ()
+    offered: Sequence[StepSize] = ()
+    """Those of the sizes that steps may run at by now."""
     sort_limits = SortLimits()
     dims: Sequence[Dim] = COMMON_DIMS
     """What the numbers of a size are, and cost."""
@@ -73,12 +81,38 @@ class GraphPolicy:
         """
         return function
 
-    def compile_ahead(self, warm_up: Callable[[], None]) -> None:
-        """Called once before ``warm_up`` is.
+    # ---- Making the sizes ----
 
-        A policy that can compile functions without running them calls it here, with functions that compile and return
-        tensors without contents, so that compilations may go side by side.
+    def make_ahead(self, runs: Sequence[Callable[[], None]]) -> Iterator[None]:
+        """Calls each of ``runs``, which makes what it runs; yields whenever one is made.
+
+        A policy that can compile functions without running them may call them twice: first with functions that compile
+        and return tensors without contents, so that compilations go side by side.
         """
+        for run in runs:
+            run()
+            yield
+
+    def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
+        """Those of ``sizes`` that steps are not served without. A policy that leaves some out has the rest below."""
+        return sizes
+
+    num_at_a_time = 1
+    """Compilations behind the steps."""
+
+    def compile_behind(self, run: Callable[[], None]) -> Wait:
+        """Called between two steps: calls ``run`` with functions that begin to compile, as ``make_ahead`` may.
+
+        When it returns, steps may go on; what it returns waits for the compilation.
+        """
+        raise NotImplementedError
+
+    def offer(self, size: StepSize) -> None:
+        """A size that was left out may serve from now on."""
+
+    def most_wanted(self, sizes: Sequence[StepSize]) -> StepSize:
+        """The one of ``sizes``, which are still to be made, that does most good."""
+        return sizes[0]
 
 
 class BucketPolicy(GraphPolicy):
@@ -87,11 +121,49 @@ class BucketPolicy(GraphPolicy):
     def set_sizes(self, sizes: Sequence[StepSize]) -> None:
         """``sizes`` in any order, repeats allowed; ``configure`` of this class comes first."""
         self.sizes = sorted(set(sizes), key=lambda size: (self.cost(size), size))
-        self._table = np.array([size.as_row() for size in self.sizes], np.int32).reshape(-1, 1 + len(self.dims))
+        self._every = self._table_of(self.sizes)
+        self._last_needs: deque[StepSize] = deque(maxlen=64)
+        self.offer_only(self.sizes)
+
+    def _table_of(self, sizes: Sequence[StepSize]) -> np.ndarray:
+        return np.array([size.as_row() for size in sizes], np.int32).reshape(-1, 1 + len(self.dims))
+
+    def offer_only(self, sizes: Collection[StepSize]) -> None:
+        """Steps run at these of the sizes alone."""
+        self.offered = [size for size in self.sizes if size in sizes]
+        self._table = self._table_of(self.offered)
 
     def dispatch(self, need: StepSize) -> StepSize:
-        index = first_that_holds(self._table, int(need.kind), need.dims)
+        self._last_needs.append(need)
+        index = self._cheapest(self._table, need)
         if index < 0:
             dims = ", ".join([f"{count} {dim.name}" for count, dim in zip(need.dims, self.dims, strict=True)])
             raise NoGraphSizeError(f"no captured size holds a step of {need.kind}: {dims}")
-        return self.sizes[index]
+        return self.offered[index]
+
+    def largest_sizes(self, sizes: Sequence[StepSize]) -> list[StepSize]:
+        """Those of ``sizes`` that no other of them holds: together they hold whatever the others do."""
+        return [size for size in sizes if not any(other.holds(size) for other in sizes if other != size)]
+
+    def offer(self, size: StepSize) -> None:
+        self.offer_only({*self.offered, size})
+
+    def most_wanted(self, sizes: Sequence[StepSize]) -> StepSize:
+        """What makes the last steps cheapest, of each of which a like one may follow; any step, if there were none."""
+        wanted = Counter(self._cheapest(self._every, need) for need in self._last_needs.copy())
+        unserved = {index: count for index, count in wanted.items() if self.sizes[index] not in self.offered}
+        weights = unserved or dict.fromkeys(range(len(self.sizes)), 1)
+
+        def good_of(size: StepSize) -> float:
+            """By how much it makes a step cheaper, as a logarithm, summed over the steps that it could serve."""
+            good = 0.0
+            for index, weight in weights.items():
+                if size.holds(self.sizes[index]):
+                    now = self.offered[self._cheapest(self._table, self.sizes[index])]
+                    good += weight * max(0.0, log((1 + self.cost(now)) / (1 + self.cost(size))))
+            return good
+
+        return max(sizes, key=good_of)
+
+    def _cheapest(self, table: np.ndarray, need: StepSize) -> int:
+        return first_that_holds(table, int(need.kind), need.dims)

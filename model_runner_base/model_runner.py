@@ -34,6 +34,7 @@ from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.loader import change_config, reload_checkpoint
 from model_runner_base.requests.states import RequestInfo
+from model_runner_base.start.behind import SizesBehind
 from model_runner_base.start.warm_up import warm_up
 from model_runner_base.start.wiring import StepParts, wire
 from model_runner_base.step.batch import InputBatch
@@ -80,6 +81,8 @@ class ModelRunnerBase:
         self.scheduler_config = vllm_config.scheduler_config
         self.device = device
         self.step_guard = StepGuard(vllm_config.parallel_config.rank)
+        self.sizes_behind = SizesBehind(self.step_guard)
+        """Step sizes that are made while steps are served."""
         self.max_model_len = self.model_config.max_model_len
         self._reach: int | None = None
         """Tokens of a request that tables and graphs are made for; None before they are."""
@@ -146,8 +149,9 @@ class ModelRunnerBase:
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Overwrites the model's weights in place; arguments as ``loader.reload_checkpoint`` has them."""
-        reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
-        self.device_ops.synchronize()
+        with self.step_guard.lock:
+            reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
+            self.device_ops.synchronize()
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
@@ -352,5 +356,5 @@ class ModelRunnerBase:
             return self._launch(step)
 
     def _warm_up(self, sizes: Iterable[StepSize]) -> None:
-        """Runs every size, and all that sampling may need after it, once, largest first, under a progress bar."""
+        """Makes the sizes, and all that sampling may need after them; see ``start/warm_up.py``."""
         warm_up(self, sizes)

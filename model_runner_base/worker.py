@@ -144,13 +144,14 @@ class ModelRunnerWorker(WorkerBase):
         ops, start = self.model_runner.device_ops, time.perf_counter()
         with StepGuard(self.rank), DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
-        sizes, seconds = len(self.model_runner.graph_policy.sizes), time.perf_counter() - start
+        num_sizes, num_left = len(self.model_runner.graph_policy.sizes), self.model_runner.sizes_behind.num_left
         logger.info(
             "Warming up%s took %.0f s and %.2f GiB of device memory, graphs included.",
-            f" {sizes} step sizes" if sizes else "",
-            seconds,
+            f" {num_sizes - num_left} step sizes" if num_sizes else "",
+            time.perf_counter() - start,
             profiler.consumed_memory / GiB_bytes,
         )
+        self.model_runner.sizes_behind.start()
         # Building and profiling the model must not move the seed of what follows.
         set_random_seed(self.model_config.seed)
 
@@ -214,6 +215,7 @@ class ModelRunnerWorker(WorkerBase):
         (self._profiler.start if is_start else self._profiler.stop)()
 
     def shutdown(self) -> None:
-        """A profile that still runs is written."""
+        """A profile that still runs is written; sizes that are not begun are not made."""
+        self.model_runner.sizes_behind.stop()
         if self._profiler is not None:
             self._profiler.shutdown()

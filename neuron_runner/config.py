@@ -99,6 +99,12 @@ class NeuronConfig(_Options):
         "two thirds of the graphs of 0.21, and start-up time with them.",
     )
     compile_backend: Literal["openxla"] = Field(default="openxla", description="What compiles the graphs.")
+    warm_up: Literal["background", "full"] | None = Field(
+        default=None,
+        description="background serves as soon as the largest sizes are compiled, and compiles the others meanwhile; "
+        "full serves when all are. Left out: background with one worker, full with several, which could not change "
+        "over to a size together.",
+    )
     on_device_sampling_config: OnDeviceSamplingConfig | None = Field(
         default=None,
         description="Limits of drawing on the device. Left out, tokens are drawn from the whole vocabulary on PJRT "
@@ -109,6 +115,15 @@ class NeuronConfig(_Options):
         description="s8 keeps the weights of linear layers, experts and embeddings as int8, with a scale for each "
         "output channel.",
     )
+
+    def warms_up_behind(self, num_workers: int) -> bool:
+        """Whether steps are served while sizes are compiled; raises ValueError if the workers cannot."""
+        if self.warm_up == "background" and num_workers > 1:
+            raise ValueError(
+                f"neuron_config.warm_up=background needs one worker, there are {num_workers}: leave it out, or "
+                "give full"
+            )
+        return self.warm_up != "full" and num_workers == 1
 
     def check_limits(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
         """Raises ValueError unless each given list ends at the engine's limit, which every step must fit."""

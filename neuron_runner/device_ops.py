@@ -6,6 +6,7 @@ import torch_xla.core.xla_model as xm
 
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
 from neuron_runner.allocator import give_back_freed_memory
+from neuron_runner.executable import TRACED
 
 
 class XlaDeviceOps(DeviceOps):
@@ -32,13 +33,13 @@ class XlaDeviceOps(DeviceOps):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = super().zeros(shape, dtype)
-        torch_xla.sync()  # A lazy tensor has no buffer to donate.
+        TRACED.sync()  # A lazy tensor has no buffer to donate.
         return tensor
 
     def buffer_address(self, tensor: torch.Tensor) -> int:
-        torch_xla.sync()
+        TRACED.sync()
         return torch_xla._XLAC._unsafe_buffer_pointer(tensor)
 
     def synchronize(self) -> None:
-        torch_xla.sync()  # What was written in place may still lie on the host.
+        TRACED.sync()  # What was written in place may still lie on the host.
         xm.wait_device_ops()

@@ -9,6 +9,8 @@ own placeholder tensors would take the device's lock). So graphs are compiled wh
 """
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,8 +19,8 @@ from typing import Any
 import torch
 import torch_xla
 from torch_xla import _XLAC
-from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
-from tqdm import tqdm
+
+from neuron_runner.metrics import num_lowered
 
 
 class UnsupportedGraphError(RuntimeError):
@@ -54,13 +56,15 @@ class Executable:
         ]
         self._filled = [(i, varying[place]) for i, place in enumerate(places) if place in varying]
         self.hash = _XLAC._get_graph_hash(outputs)
-        self._traced: list[torch.Tensor] | None = outputs
+        self._traced = outputs
         self._results = [(output.shape, output.dtype) for output in outputs]
 
     def compile(self) -> None:
         """XLA's part; other threads may trace or compile at the same time."""
-        traced, self._traced = self._traced, None
-        _XLAC._xla_warm_up_cache(traced, [])
+        try:
+            _XLAC._xla_warm_up_cache(self._traced, [])
+        finally:
+            self._traced.clear()  # A sync would run it.
 
     def stand_ins(self, start: int) -> list[torch.Tensor]:
         """Zeros in place of a run's results from ``start`` on."""
@@ -95,8 +99,39 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).to(torch_xla.device())
 
 
+class Traced:
+    """The graphs of this process that are traced and not compiled, made behind its steps; and ``torch_xla.sync``.
+
+    A sync runs everything that is traced, with buffers that a step may have donated since. So it waits until there is
+    nothing of the kind, and nothing is traced before it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+
+    @contextmanager
+    def another(self) -> Iterator[None]:
+        with self._changed:
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()
+
+    def sync(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._count)
+            torch_xla.sync()
+
+
+TRACED = Traced()
+
+
 class Compiler:
-    """Compiles executables: one at a time, or within ``ahead`` side by side, while others are being traced."""
+    """Compiles executables: one at a time, within ``ahead`` side by side, within ``behind`` beside steps."""
 
     WIDTH = min(8, os.cpu_count() or 1)
     """Compilations at a time. XLA's own threads share the cores between all of them."""
@@ -106,6 +141,8 @@ class Compiler:
         self.hashes: set[bytes] = set()
         """Of all executables; equal ones are one to torch_xla."""
         self._submit: Callable[[Callable[[], None]], None] | None = None
+        # For all threads and for good: what compiles behind a step reads it when that is over.
+        _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
 
     @property
     def is_ahead(self) -> bool:
@@ -122,43 +159,72 @@ class Compiler:
         return zeros(tensor.shape, tensor.dtype) if is_state else tensor
 
     def make(self, *arguments: Any) -> Executable:
-        """``Executable(*arguments)``, which is compiled now or, within ``ahead``, by its end."""
-        with alias_with_buffer_donor_config():
-            executable = Executable(*arguments)
-            self.hashes.add(executable.hash)
-            if self._submit:
-                self._submit(executable.compile)
-            else:
-                executable.compile()
+        """``Executable(*arguments)``, which is compiled now, or as ``ahead`` and ``behind`` say within them."""
+        executable = Executable(*arguments)
+        self.hashes.add(executable.hash)
+        if self._submit:
+            self._submit(executable.compile)
+        else:
+            executable.compile()
         return executable
 
     @contextmanager
-    def ahead(self) -> Iterator[None]:
-        """Within it nothing is run; when it ends, everything that was traced is compiled. Shows its progress.
+    def _submitting(self, submit: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+        self._submit = submit
+        try:
+            yield
+        finally:
+            self._submit = None
 
-        Nothing may call ``torch_xla.sync`` within: it would run what was traced.
+    @contextmanager
+    def ahead(self) -> Iterator[list[Future[None]]]:
+        """Within it nothing is run; when it ends, everything that was traced is compiled.
+
+        Yields the compilations so far. Nothing may call ``torch_xla.sync`` within: it would run what was traced.
         """
         futures: list[Future[None]] = []
-        with (
-            alias_with_buffer_donor_config(),  # For all threads, until the last of them is done.
-            tqdm(desc="Compiling graphs", unit="graph") as progress,
-            ThreadPoolExecutor(self.WIDTH) as pool,
-        ):
+        with ThreadPoolExecutor(self.WIDTH) as pool:
 
             def submit(task: Callable[[], None]) -> None:
                 for future in futures:
                     if future.done():
                         future.result()  # What went wrong ends the phase now, not when all is traced.
                 futures.append(pool.submit(task))
-                futures[-1].add_done_callback(lambda _: progress.update())
 
-            self._submit = submit
             try:
-                yield
-                progress.total = len(futures)  # Told only now, so that the bar never goes back.
-                progress.refresh()
+                with self._submitting(submit):
+                    yield futures
                 for future in futures:
                     future.result()
             finally:
-                self._submit = None
                 pool.shutdown(cancel_futures=True)
+
+    @contextmanager
+    def behind(self) -> Iterator[list[Future[None]]]:
+        """Within it nothing is run, and what is traced begins to be compiled, at low priority; yields the compilations.
+
+        When it ends, the compilations need nothing more of the tensors that were given: steps may donate them.
+        """
+        futures: list[Future[None]] = []
+
+        def submit(task: Callable[[], None]) -> None:
+            future: Future[None] = Future()
+            before = num_lowered()
+            futures.append(future)
+            threading.Thread(target=_compile_behind, args=(task, future), name="compile-behind").start()
+            while not future.done() and num_lowered() == before:
+                time.sleep(0.0005)
+
+        with TRACED.another(), self._submitting(submit):
+            yield futures
+
+
+def _compile_behind(task: Callable[[], None], future: "Future[None]") -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # Linux: of this thread alone.
+    with TRACED.another():
+        try:
+            task()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)

@@ -1,14 +1,15 @@
 """Which sizes are compiled, and the compilation: the graph policy of openxla buckets."""
 
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
 from torch_xla import _XLAC
 
 from model_runner_base.caches.lines import line_sizes
-from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, StepFunction
+from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, StepFunction, Wait
 from model_runner_base.start.size_placement import place_sizes, prompts_alone
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from neuron_runner.compilation import CompiledFunction
@@ -31,8 +32,12 @@ class OpenXlaPolicy(BucketPolicy):
     expected; a list that the user gives for one of its dimensions makes it a grid over that list.
     """
 
-    def __init__(self, config: NeuronConfig) -> None:
+    num_at_a_time = max(1, Compiler.WIDTH // 2)
+    """Half of the cores serve meanwhile."""
+
+    def __init__(self, config: NeuronConfig, num_workers: int = 1) -> None:
         self.config = config
+        self._compiles_behind = config.warms_up_behind(num_workers)
         self.sort_limits = sort_limits(config)
         self._compiler = Compiler()
 
@@ -93,15 +98,48 @@ class OpenXlaPolicy(BucketPolicy):
     def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
         return CompiledFunction(function, state, self._compiler)
 
-    def compile_ahead(self, warm_up: Callable[[], None]) -> None:
-        with self._compiler.ahead():
-            warm_up()
+    def make_ahead(self, runs: Sequence[Callable[[], None]]) -> Iterator[None]:
+        """Traces all, which are compiled meanwhile, then runs all."""
+        with self._compiler.ahead() as compilations:
+            last_of_runs: deque[int] = deque()
+            for run in runs:
+                run()
+                last_of_runs.append(len(compilations))
+                while last_of_runs and all(compilation.done() for compilation in compilations[: last_of_runs[0]]):
+                    last_of_runs.popleft()
+                    yield
+            for last in last_of_runs:
+                for compilation in compilations[:last]:
+                    compilation.result()
+                yield
         made, kept = len(self._compiler.hashes), _XLAC._xla_get_num_cached_compilation_graph()
         if made > kept:
             raise RuntimeError(
                 f"{made} graphs were compiled, and torch_xla keeps {kept}: set {CACHE_SIZE} above {made}, or give "
                 "fewer sizes"
             )
+        for run in runs:
+            run()
+
+    def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
+        if not self._compiles_behind:
+            return sizes
+        first = self.largest_sizes(sizes)
+        self.offer_only(first)
+        return first
+
+    def compile_behind(self, run: Callable[[], None]) -> Wait:
+        made, kept = len(self._compiler.hashes), int(os.environ[CACHE_SIZE])
+        if made + GRAPHS_A_SIZE > kept:
+            raise RuntimeError(f"torch_xla keeps {kept} graphs: set {CACHE_SIZE} to {made + GRAPHS_A_SIZE} at least")
+        with self._compiler.behind() as compilations:
+            run()
+
+        def wait() -> None:
+            for compilation in compilations:
+                compilation.result()
+
+        return wait
 
 
 def _given(buckets: list[int] | str | None, start: int, limit: int) -> list[int] | None:
@@ -109,5 +147,5 @@ def _given(buckets: list[int] | str | None, start: int, limit: int) -> list[int]
     return geometric(start, limit) if isinstance(buckets, str) else buckets
 
 
-POLICIES: dict[str, Callable[[NeuronConfig], GraphPolicy]] = {"openxla": OpenXlaPolicy}
+POLICIES: dict[str, Callable[[NeuronConfig, int], GraphPolicy]] = {"openxla": OpenXlaPolicy}
 """By ``compile_backend``."""

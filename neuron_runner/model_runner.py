@@ -25,7 +25,9 @@ class NeuronModelRunner(ModelRunnerBase):
         from neuron_runner.graph_policy import POLICIES
 
         self.device_ops = XlaDeviceOps(self.device)
-        self.graph_policy: GraphPolicy = POLICIES[config.compile_backend](config)
+        self.graph_policy: GraphPolicy = POLICIES[config.compile_backend](
+            config, self.vllm_config.parallel_config.world_size
+        )
         self.use_piecewise_graph = True
         self._has_attention_kernel = use_nki()
         if self._has_attention_kernel:

@@ -82,6 +82,7 @@ class NeuronPlatform(PagedPlatform):
         config = read_neuron_config(vllm_config.additional_config)
         if model is not None:
             config.check_limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len)
+        config.warms_up_behind(vllm_config.parallel_config.world_size)
         if isinstance(vllm_config.additional_config, dict):
             # What the environment said is handed to the workers; a host that is started by itself has its own.
             vllm_config.additional_config = config.written_into(vllm_config.additional_config)

@@ -22,7 +22,7 @@ import pytest
 import vllm.model_executor.models.registry
 from vllm import LLM
 
-from model_runner_base.testing.engine import DEFAULTS, shut_down
+from model_runner_base.testing.engine import DEFAULTS, runner_of, shut_down
 from model_runner_base.testing.fixtures import tiny_model
 
 # Elsewhere vLLM looks at a model's class in a process of its own, which costs seconds for each architecture.
@@ -55,9 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextmanager
 def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
-    """A real engine on token ids, as small as the kit's unless asked otherwise; the model's length is its own."""
+    """A real engine on token ids, as small as the kit's unless asked otherwise; the model's length is its own.
+
+    All of its sizes stand.
+    """
     llm = LLM(str(model), **(DEFAULTS | {"max_model_len": None} | options))
     try:
+        runner_of(llm).sizes_behind.wait()
         yield llm
     finally:
         del llm

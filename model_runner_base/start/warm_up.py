@@ -1,6 +1,7 @@
 """What runs before the first request: the step that is measured, every size once, the host's loops."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import profile_inputs
 from model_runner_base.requests.states import RequestInfo
+from model_runner_base.start.behind import SizeParts, SizesBehind
 from model_runner_base.start.wiring import StepParts
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepSize
@@ -38,6 +40,7 @@ class Starting(Protocol):
     use_piecewise_graph: bool
     model: Any
     parts: StepParts
+    sizes_behind: SizesBehind
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
@@ -65,30 +68,50 @@ def profile_step(runner: Starting) -> None:
 
 
 def warm_up(runner: Starting, sizes: Iterable[StepSize]) -> None:
-    """Every size, and all that sampling may need after it, largest first, under a progress bar."""
-    compile_host_loops(runner)
+    """Makes every size that serving waits for, and all that sampling may need after it, under a progress bar.
+
+    The other sizes are left to ``runner.sizes_behind``.
+    """
+    policy, parts = runner.graph_policy, runner.parts
     largest_first = sorted(sizes, reverse=True)
-    runner.graph_policy.compile_ahead(lambda: _run_each(runner, largest_first))
+    first = policy.first_sizes(largest_first)
+    compile_host_loops(runner)
+    made: set[object] = set()
+    runs: list[Callable[[], None]] = [parts.inputs.warm_up]
+    for size in first:
+        keys = set(keys_of(size)) - made
+        runs.append(partial(_run_size, runner, size, keys))
+        made |= keys
     what = {"desc": "Capturing graphs", "unit": "graph"} if runner.use_piecewise_graph else {"desc": "Warming up"}
-    # Where all was compiled ahead this takes a moment, of which a bar of its own would tell nothing.
-    _run_each(runner, tqdm(largest_first, delay=1, **what))
+    for _ in tqdm(policy.make_ahead(runs), total=len(runs), **what):
+        pass
     runner.device_ops.synchronize()
+    left = [size for size in largest_first if size not in first]
+    runner.sizes_behind.leave(left, made, partial(parts_of, runner), policy, parts.repeat.stop)
 
 
-def _run_each(runner: Starting, sizes: Iterable[StepSize]) -> None:
-    """Runs each size on padding; the parts of sampling once a number of tokens or rows of logits."""
-    num_logits_seen: set[int] = set()
-    num_tokens_seen: set[int] = set()
+def keys_of(size: StepSize) -> list[object]:
+    """What the parts of a size go by: sizes of as many tokens, or rows of logits, share the parts made for these."""
+    return [size, ("tokens", size.num_tokens), ("logits", size.num_logits)]
+
+
+def parts_of(runner: Starting, size: StepSize) -> SizeParts:
+    """What a size is made of: the model's graph, then sampling on what that returned."""
     head = runner.parts.head
-    runner.parts.inputs.warm_up()
-    for size in sizes:
-        logits, sample_slots, hidden_states = runner._dummy_run(size)
-        if size.num_tokens not in num_tokens_seen:
-            num_tokens_seen.add(size.num_tokens)
-            head.warm_up_tokens(hidden_states)
-        if size.num_logits not in num_logits_seen:
-            num_logits_seen.add(size.num_logits)
-            head.warm_up_logits(logits, sample_slots)
+    results: list[torch.Tensor] = []
+
+    def run_model() -> None:
+        results.extend(runner._dummy_run(size))
+
+    runs = [run_model, lambda: head.warm_up_tokens(results[2]), lambda: head.warm_up_logits(*results[:2])]
+    yield from zip(keys_of(size), runs, strict=True)
+
+
+def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:
+    """Runs a size on padding, and those of its parts that have these keys."""
+    for key, run in parts_of(runner, size):
+        if key in keys:
+            run()
 
 
 def compile_host_loops(runner: Starting) -> None:

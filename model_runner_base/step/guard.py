@@ -1,6 +1,7 @@
 """What a step runs in. Around the runner's own halves of it: vLLM's Ray executor calls them past the worker."""
 
 import os
+import threading
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class StepGuard:
-    """No gradients are kept within; and a rank whose error nobody would hear of ends its process.
+    """One thread at a time is within, and keeps no gradients; a rank whose error nobody would hear of ends its process.
 
     vLLM's executors hear of rank 0's errors alone. Another rank that went on after one would meet the others a
     collective late, and add what does not belong together. A guard may be entered again and again, not within itself.
@@ -24,9 +25,12 @@ class StepGuard:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.lock = threading.Lock()
+        """Held within; whoever holds it is between two steps."""
         self._inference_mode = current_platform.inference_mode()
 
     def __enter__(self) -> None:
+        self.lock.acquire()
         self._inference_mode.__enter__()
 
     def __exit__(
@@ -36,6 +40,7 @@ class StepGuard:
         if self._rank and isinstance(exc, Exception):
             logger.error("This worker failed in a step, so it ends; the engine ends with it.", exc_info=exc)
             os._exit(1)
+        self.lock.release()
 
 
 def guarded(half: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

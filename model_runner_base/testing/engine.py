@@ -46,7 +46,10 @@ class Engines:
         self._llm: LLM | None = None
 
     def get(self, model: str | Path, **options: Any) -> LLM:
-        """The engine that runs already if it has these options, with an empty prefix cache; or a new one."""
+        """The engine that runs already if it has these options, with an empty prefix cache; or a new one.
+
+        All of its sizes stand.
+        """
         key = str(model), repr(sorted(options.items()))
         if key != self._key or self._llm is None or self._llm.llm_engine.has_unfinished_requests():
             self.close()
@@ -56,7 +59,14 @@ class Engines:
                 self.close()
                 raise
             self._key = key
+            runner_of(self._llm).sizes_behind.wait()
         self._llm.reset_prefix_cache()
+        return self._llm
+
+    def start(self, model: str | Path, **options: Any) -> LLM:
+        """A new engine, which may still be making sizes."""
+        self.close()
+        self._key, self._llm = None, LLM(str(model), **(self._defaults | options))
         return self._llm
 
     def close(self) -> None:

@@ -1,0 +1,202 @@
+"""Sizes that are made while steps are served: which ones first, and that one is offered when all of it is compiled."""
+
+import threading
+from collections.abc import Callable, Iterator
+from time import sleep
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_runner_base.graph_policy import BucketPolicy, Wait
+from model_runner_base.start import behind
+from model_runner_base.start.behind import SizesBehind
+from model_runner_base.step.guard import StepGuard
+from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
+
+LIMITS = StepLimits(99, 9, 99, Tiling(1, 64), Tiling(64, 64), (Dim("tokens", (1.0,) * 3), Dim("rows", (1.0,) * 3)))
+
+
+def decode(tokens: int, rows: int) -> StepSize:
+    return StepSize(StepKind.DECODE, (tokens, rows))
+
+
+def bucket_policy(sizes: list[StepSize]) -> BucketPolicy:
+    policy = BucketPolicy()
+    policy.configure(LIMITS)
+    policy.set_sizes(sizes)
+    return policy
+
+
+class Compiling(BucketPolicy):
+    """Compilations that end when ``end`` is called with what they are of."""
+
+    num_at_a_time = 2
+
+    def __init__(self) -> None:
+        self.configure(LIMITS)
+        self.begun: list[str] = []
+        self._ended: dict[str, threading.Event] = {}
+        self._errors: dict[str, Exception] = {}
+        self.changed = threading.Event()
+
+    def compile_behind(self, run: Callable[[], None]) -> Wait:
+        run()
+        what = self.begun[-1]
+        self._ended[what] = threading.Event()
+
+        def wait() -> None:
+            self._ended[what].wait(20)
+            if what in self._errors:
+                raise self._errors[what]
+
+        self.changed.set()
+        return wait
+
+    def offer(self, size: StepSize) -> None:
+        super().offer(size)
+        self.changed.set()
+
+    def end(self, what: str, error: Exception | None = None) -> None:
+        self.until(lambda: what in self._ended)
+        if error is not None:
+            self._errors[what] = error
+        self._ended[what].set()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.changed.clear()
+            assert condition() or self.changed.wait(20)
+
+
+class Served:
+    """Sizes of 8, 4 and 2 tokens; the parts of a size are its model and what sizes with as many rows share."""
+
+    sizes = (decode(8, 2), decode(4, 2), decode(2, 1))
+
+    def __init__(self) -> None:
+        self.policy, self.guard = Compiling(), StepGuard(0)
+        self.policy.set_sizes(self.sizes)
+        self.repeats_ended = 0
+        self.behind = SizesBehind(self.guard)
+        first = self.policy.largest_sizes(self.sizes)
+        assert first == [decode(8, 2)]
+        self.policy.offer_only(first)
+        self.behind.leave([decode(4, 2), decode(2, 1)], [decode(8, 2)], self.parts_of, self.policy, self.end_repeat)
+
+    def end_repeat(self) -> None:
+        assert self.guard.lock.locked()
+        self.repeats_ended += 1
+
+    def parts_of(self, size: StepSize) -> Iterator[tuple[object, Callable[[], None]]]:
+        tokens, rows = size.dims
+        yield size, lambda: self.trace(f"model {tokens}")
+        yield ("rows", rows), lambda: self.trace(f"rows {rows}")
+
+    def trace(self, what: str) -> None:
+        assert self.guard.lock.locked(), "a step may run while this is traced"
+        self.policy.begun.append(what)
+
+
+def test_a_size_is_offered_when_all_its_parts_are_compiled() -> None:
+    served = Served()
+    policy = served.policy
+    served.behind.start()
+    policy.end("model 4")
+    policy.until(lambda: len(policy.begun) == 4)
+    assert policy.dispatch(decode(1, 1)) == decode(8, 2)
+    policy.end("rows 2")
+    policy.until(lambda: decode(4, 2) in policy.offered)
+    assert policy.dispatch(decode(1, 1)) == decode(4, 2)
+    assert policy.dispatch(decode(5, 1)) == decode(8, 2)
+    policy.end("rows 1")
+    policy.end("model 2")
+    served.behind.wait()
+    assert policy.dispatch(decode(1, 1)) == decode(2, 1)
+    assert sorted(policy.begun) == ["model 2", "model 4", "rows 1", "rows 2"]
+    assert served.repeats_ended == 2
+
+
+def test_nothing_is_traced_within_a_step() -> None:
+    served = Served()
+    with served.guard:
+        served.behind.start()
+        sleep(0.05)
+        assert not served.policy.begun
+    for what in ("model 4", "rows 2", "model 2", "rows 1"):
+        served.policy.end(what)
+    served.behind.wait()
+
+
+def test_a_failure_keeps_out_what_needs_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, warnings = Served(), list[str]()
+    monkeypatch.setattr(behind.logger, "warning", lambda text, *values: warnings.append(text % values))
+    served.behind.start()
+    served.policy.end("rows 2", MemoryError("too large\nin many lines"))
+    for what in ("model 4", "model 2", "rows 1"):
+        served.policy.end(what)
+    with pytest.raises(MemoryError, match="too large"):
+        served.behind.wait()
+    assert served.policy.offered == [decode(2, 1), decode(8, 2)]
+    (warning,) = warnings
+    assert warning.endswith("failed to compile: too large")
+
+
+def test_a_stopped_engine_begins_no_other_size() -> None:
+    served = Served()
+    served.policy.num_at_a_time = 1
+    served.behind.start()
+    served.policy.until(lambda: len(served.policy.begun) == 2)
+    served.behind.stop()
+    for what in list(served.policy.begun):
+        served.policy.end(what)
+    served.behind.wait()
+    assert len(served.policy.begun) == 2 and len(served.policy.offered) == 2
+
+
+SIZES = st.lists(
+    st.builds(StepSize, st.sampled_from(list(StepKind)), st.tuples(st.integers(1, 6), st.integers(1, 6))),
+    min_size=1,
+    max_size=12,
+    unique=True,
+)
+
+
+@given(SIZES, st.data())
+@settings(deadline=None)
+def test_the_first_sizes_hold_every_step(sizes: list[StepSize], data: st.DataObject) -> None:
+    """Whatever stands beside them, a step runs at the cheapest of what stands; once all do, as if they always had."""
+    everything, policy = bucket_policy(sizes), bucket_policy(sizes)
+    first = policy.largest_sizes(policy.sizes)
+    policy.offer_only(first)
+    standing = set(first)
+    left = [size for size in policy.sizes if size not in standing]
+    assert not any(a.holds(b) for a in first for b in first if a != b)
+    while True:
+        for need in sizes:
+            found = policy.dispatch(need)
+            assert found in standing and found.holds(need)
+            assert policy.cost(found) == min(policy.cost(size) for size in standing if size.holds(need))
+        if not left:
+            break
+        size = data.draw(st.sampled_from(left))
+        left.remove(size)
+        standing.add(size)
+        policy.offer(size)
+    assert [policy.dispatch(need) for need in sizes] == [everything.dispatch(need) for need in sizes]
+
+
+def test_what_steps_ask_for_is_made_first() -> None:
+    """Without steps, what makes most of them cheaper by most; then what those that came would run at."""
+    sizes = [decode(tokens, 1) for tokens in (64, 32, 16, 8, 4, 2)]
+    policy = bucket_policy([*sizes, StepSize(StepKind.MIXED, (65, 1)), StepSize(StepKind.MIXED, (64, 1))])
+    policy.offer_only([decode(64, 1), StepSize(StepKind.MIXED, (65, 1))])
+    left = [size for size in policy.sizes if size not in policy.offered]
+    # Of 16: three cheaper sizes and itself, each four times; of 8: three, eight times.
+    assert policy.most_wanted(left) in (decode(16, 1), decode(8, 1))
+    for _ in range(5):
+        policy.dispatch(decode(27, 1))
+    policy.dispatch(decode(3, 1))
+    assert policy.most_wanted(left) == decode(32, 1)
+    policy.offer(decode(32, 1))
+    assert policy.most_wanted([size for size in left if size != decode(32, 1)]) == decode(4, 1)
