@@ -98,7 +98,11 @@ class NeuronConfig(_Options):
         description="Share of the expected work that may be padding, where sizes are placed; 0.28 takes about "
         "two thirds of the graphs of 0.21, and start-up time with them.",
     )
-    compile_backend: Literal["openxla"] = Field(default="openxla", description="What compiles the graphs.")
+    compile_backend: Literal["openxla", "torch.compile"] = Field(
+        default="openxla",
+        description="openxla captures a function once and compiles it for every size; torch.compile has torch_xla's "
+        "own backend trace it anew for each: the slow reference.",
+    )
     warm_up: Literal["background", "full"] | None = Field(
         default=None,
         description="background serves as soon as the largest sizes are compiled, and compiles the others meanwhile; "
@@ -117,12 +121,16 @@ class NeuronConfig(_Options):
     )
 
     def warms_up_behind(self, num_workers: int) -> bool:
-        """Whether steps are served while sizes are compiled; raises ValueError if the workers cannot."""
+        """Whether steps are served while sizes are compiled; raises ValueError for what the workers cannot do."""
+        one = f"needs one worker, there are {num_workers}: leave it out, or give"
+        if self.compile_backend == "torch.compile":
+            if num_workers > 1:
+                raise ValueError(f"neuron_config.compile_backend=torch.compile {one} openxla")
+            if self.warm_up == "background":
+                raise ValueError("neuron_config.warm_up=background needs compile_backend=openxla: leave one out")
+            return False
         if self.warm_up == "background" and num_workers > 1:
-            raise ValueError(
-                f"neuron_config.warm_up=background needs one worker, there are {num_workers}: leave it out, or "
-                "give full"
-            )
+            raise ValueError(f"neuron_config.warm_up=background {one} full")
         return self.warm_up != "full" and num_workers == 1
 
     def check_limits(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch_xla import _XLAC
 
 from model_runner_base.caches.lines import line_sizes
-from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, StepFunction, Wait
+from model_runner_base.graph_policy import BucketPolicy, StepFunction, Wait
 from model_runner_base.start.size_placement import place_sizes, prompts_alone
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from neuron_runner.compilation import CompiledFunction
@@ -145,7 +145,3 @@ class OpenXlaPolicy(BucketPolicy):
 def _given(buckets: list[int] | str | None, start: int, limit: int) -> list[int] | None:
     """A list as the user means it: powers of two begin at ``start`` and end at the limit."""
     return geometric(start, limit) if isinstance(buckets, str) else buckets
-
-
-POLICIES: dict[str, Callable[[NeuronConfig, int], GraphPolicy]] = {"openxla": OpenXlaPolicy}
-"""By ``compile_backend``."""

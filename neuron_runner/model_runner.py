@@ -22,7 +22,7 @@ class NeuronModelRunner(ModelRunnerBase):
             self.graph_policy.sort_limits = sort_limits(config)
             return
         from neuron_runner.device_ops import XlaDeviceOps
-        from neuron_runner.graph_policy import POLICIES
+        from neuron_runner.policies import POLICIES
 
         self.device_ops = XlaDeviceOps(self.device)
         self.graph_policy: GraphPolicy = POLICIES[config.compile_backend](

@@ -77,6 +77,10 @@ class SizesBehind:
     def _is_over(self) -> bool:
         return self._is_stopped or not threading.main_thread().is_alive()
 
+    @property
+    def is_making(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
     def wait(self) -> None:
         """Returns when every size stands; raises what kept the first of the others from it."""
         for thread in self._threads:

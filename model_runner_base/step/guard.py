@@ -37,10 +37,10 @@ class StepGuard:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._inference_mode.__exit__(exc_type, exc, traceback)
+        self.lock.release()
         if self._rank and isinstance(exc, Exception):
             logger.error("This worker failed in a step, so it ends; the engine ends with it.", exc_info=exc)
             os._exit(1)
-        self.lock.release()
 
 
 def guarded(half: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

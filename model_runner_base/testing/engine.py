@@ -45,13 +45,13 @@ class Engines:
         self._key: tuple[str, str] | None = None
         self._llm: LLM | None = None
 
-    def get(self, model: str | Path, **options: Any) -> LLM:
+    def get(self, model: str | Path, is_new: bool = False, **options: Any) -> LLM:
         """The engine that runs already if it has these options, with an empty prefix cache; or a new one.
 
-        All of its sizes stand.
+        All of its sizes stand; but not of one that was asked to be new.
         """
         key = str(model), repr(sorted(options.items()))
-        if key != self._key or self._llm is None or self._llm.llm_engine.has_unfinished_requests():
+        if is_new or key != self._key or self._llm is None or self._llm.llm_engine.has_unfinished_requests():
             self.close()
             try:
                 self._llm = LLM(str(model), **(self._defaults | options))
@@ -59,14 +59,9 @@ class Engines:
                 self.close()
                 raise
             self._key = key
+        if not is_new:
             runner_of(self._llm).sizes_behind.wait()
         self._llm.reset_prefix_cache()
-        return self._llm
-
-    def start(self, model: str | Path, **options: Any) -> LLM:
-        """A new engine, which may still be making sizes."""
-        self.close()
-        self._key, self._llm = None, LLM(str(model), **(self._defaults | options))
         return self._llm
 
     def close(self) -> None:

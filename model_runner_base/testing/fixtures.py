@@ -67,7 +67,7 @@ def text_model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 
 @pytest.fixture
 def text_engine(engine: Callable[..., LLM], text_model: TinyModel) -> Callable[..., LLM]:
-    """``text_engine(**options)``: an engine on ``text_model``.
+    """``text_engine(**options)``: an engine on ``text_model``; ``is_new`` as ``Engines.get`` has it.
 
     Its cache holds 448 tokens: four requests of 112 tokens, or one of the longest, and preempts beyond.
     """

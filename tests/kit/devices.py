@@ -28,3 +28,51 @@ class PlainWorker(Usual):
     model_runner_cls = Runner
 """
 """Every step is padded to the largest of its kind, as on a device with captured graphs."""
+
+COMPILING = """
+import time
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainModelRunner, PlainWorker as Usual
+from model_runner_base import BucketPolicy
+class Compiling(BucketPolicy):
+    def __init__(self):
+        self.compiled, self.traced = set(), None
+    def configure(self, limits):
+        super().configure(limits)
+        self.set_sizes([*limits.largest_sizes, limits.decode_size(1, 2), limits.decode_size(2, 4)])
+    def first_sizes(self, sizes):
+        first = self.largest_sizes(sizes)
+        self.offer_only(first)
+        return first
+    def wrap(self, function, state):
+        def call(*args):
+            graph = id(function), tuple(getattr(arg, "shape", None) or arg for arg in args)
+            if self.is_serving and self.traced is None:
+                assert graph in self.compiled, "a step runs a graph that is not compiled"
+            elif self.is_serving:
+                self.traced.add(graph)
+            else:
+                self.compiled.add(graph)
+            return function(*args)
+        return call
+    is_serving = False
+    def compile_behind(self, run):
+        self.is_serving, self.traced = True, set()
+        run()
+        graphs, self.traced = self.traced, None
+        def wait():
+            time.sleep(0.3)
+            self.compiled |= graphs
+        return wait
+class Runner(PlainModelRunner):
+    def _cache_device_properties(self):
+        self.graph_policy = Compiling()
+    def capture_model(self):
+        self._warm_up(self.graph_policy.sizes)
+class PlainWorker(Usual):
+    model_runner_cls = Runner
+"""
+"""Graphs of two smaller decode sizes are compiled, which takes a while, behind steps at the largest sizes."""
+
+MODULES = {"padded_device": PADDED, "compiling_device": COMPILING}
+"""Those that deliberate faults run on, by name."""

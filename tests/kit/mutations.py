@@ -13,8 +13,8 @@ class Mutation:
     new: str
     selection: str
     """Pytest's -k expression for the checks that should catch it."""
-    is_padded: bool = False
-    """Whether it takes steps with padding (``devices.PADDED``): the example device runs each step at its own size."""
+    device: str = "examples.plain_device"
+    """A variant of the example device where that has nothing that the fault is in: a module of ``devices.MODULES``."""
 
 
 STEPS = "test_random_schedules and llama"
@@ -137,7 +137,7 @@ MUTATIONS = [
         "                hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)\n",
         "",
         STEPS,
-        is_padded=True,
+        device="padded_device",
     ),
     # Plan, masks, merge tree, cache slots
     Mutation(
@@ -237,7 +237,7 @@ MUTATIONS = [
         "return torch.where(self.is_real, block, 0)",
         "return block",
         STEPS,
-        is_padded=True,
+        device="padded_device",
     ),
     # Output
     Mutation(
@@ -346,5 +346,22 @@ MUTATIONS = [
         "if num_outputs < params.min_tokens:",
         "if num_outputs < params.min_tokens - 1:",
         "test_min_tokens",
+    ),
+    # Start
+    Mutation(
+        "a size is offered before it is compiled",
+        "start/behind.py",
+        "        for wait in waits:\n            wait()\n",
+        "",
+        "test_serving_while_sizes_are_made",
+        device="compiling_device",
+    ),
+    Mutation(
+        "a size is offered when its model is compiled, and sampling is not",
+        "start/behind.py",
+        "for wait in waits:",
+        "for wait in waits[:1]:",
+        "test_serving_while_sizes_are_made",
+        device="compiling_device",
     ),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import FROM_SCRATCH, PADDED
+from devices import COMPILING, FROM_SCRATCH, PADDED
 
 from model_runner_base.testing.table import refusal
 
@@ -101,6 +101,13 @@ def test_schedules_hold_on_variants_of_a_device(module: str, tmp_path: Path) -> 
     status, results, printed = run([*device, "-k", "test_schedules", *FEWER_SCHEDULES], tmp_path)
     assert status == 0 and results, printed[-8000:]
     assert all(result.startswith("passes") for result in results.values()), printed[-8000:]
+
+
+def test_sizes_that_are_made_behind_the_steps(tmp_path: Path) -> None:
+    (tmp_path / "vendor.py").write_text(COMPILING)
+    device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
+    status, results, printed = run([*device, "-k", "test_serving_while_sizes_are_made"], tmp_path)
+    assert status == 0 and list(results.values()) == ["passes"], printed[-8000:]
 
 
 def test_platform_that_comes_too_late(tmp_path: Path) -> None:

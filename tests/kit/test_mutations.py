@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from devices import PADDED
+from devices import MODULES
 from mutations import MUTATIONS, REPEAT, Mutation
 
 ROOT = Path(__file__).parents[2]
@@ -57,16 +57,16 @@ def verdicts(
 
 
 def run_kit(mutation: Mutation, directory: Path) -> Run:
-    """Runs the kit on the example device, or that which pads, over a mutated copy of the base."""
+    """Runs the kit on the example device, or a variant of it, over a mutated copy of the base."""
     shutil.copytree(ROOT / BASE, directory / BASE, ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "examples").mkdir()
     shutil.copy(ROOT / "examples" / "plain_device.py", directory / "examples")
-    (directory / "padded_device.py").write_text(PADDED)
+    for name, text in MODULES.items():
+        (directory / f"{name}.py").write_text(text)
     path = directory / BASE / mutation.file
     text = path.read_text()
     path.write_text(text.replace(mutation.old, mutation.new, 1) if mutation.old else text)
-    device = "padded_device" if mutation.is_padded else "examples.plain_device"
-    process = FORKS.Process(target=kit, args=(directory, device, mutation.selection))
+    process = FORKS.Process(target=kit, args=(directory, mutation.device, mutation.selection))
     process.start()
     process.join(TIMEOUT_S)
     status = process.exitcode

@@ -97,7 +97,10 @@ def test_options_come_from_config_overrides_and_environment(
         ({"bucket": [1]}, r"^neuron_config.bucket: unknown option \(options: num_batched_tokens_buckets, num_seqs_b"),
         ({"max_padding": 0}, "neuron_config.max_padding: Input should be greater than 0, got 0"),
         ({"max_padding": "0.2"}, "neuron_config.max_padding: Input should be a valid number, got '0.2'"),
-        ({"compile_backend": "neuron"}, "neuron_config.compile_backend: Input should be 'openxla', got 'neuron'"),
+        (
+            {"compile_backend": "neuron"},
+            "compile_backend: Input should be 'openxla' or 'torch.compile', got 'neuron'",
+        ),
         ({"quant_dtype": "f8e4m3fn"}, "neuron_config.quant_dtype: Input should be 's8', got 'f8e4m3fn'"),
         ({"quantization": "bf16"}, "neuron_config.quantization: Input should be 's8', got 'bf16'"),
         (

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,10 @@ def serving(model: TinyModel) -> Iterator[LLM]:
         yield llm
     finally:
         runner_of(llm).sizes_behind.stop()
-        for thread in runner_of(llm).sizes_behind._threads:
-            thread.join()
+        with suppress(Exception):
+            runner_of(llm).sizes_behind.wait()
         del llm
         shut_down()
-
-
-def is_making(llm: LLM) -> bool:
-    return any(thread.is_alive() for thread in runner_of(llm).sizes_behind._threads)
 
 
 @pytest.fixture
@@ -84,7 +80,7 @@ def test_tokens_are_right_while_sizes_are_compiled(
 
         policy.dispatch = record  # type: ignore[method-assign]
         others: list[list[int]] = []
-        while is_making(llm) or len(others) < 2:
+        while runner_of(llm).sizes_behind.is_making or len(others) < 2:
             numbers.add(len(policy.offered))
             assert generate(llm, PROMPTS) == reference
             (output,) = llm.generate([{"prompt_token_ids": list(PROMPTS[2])}], drawn, use_tqdm=False)
@@ -147,7 +143,7 @@ def test_a_failing_compilation_harms_nobody(
             compile_one(*args)
 
         monkeypatch.setattr(_XLAC, "_xla_warm_up_cache", fail_sometimes)
-        while is_making(llm):
+        while runner_of(llm).sizes_behind.is_making:
             assert generate(llm, PROMPTS) == reference
         left_out = len(policy.sizes) - len(policy.offered)
         assert 0 < left_out == len(warnings)
@@ -162,7 +158,7 @@ def test_new_weights_while_sizes_are_compiled(tiny_model: Callable[[str], TinyMo
     new = other_weights(old, tmp_path / "new")
     with serving(old) as llm:
         models = [old, new]
-        while is_making(llm):
+        while runner_of(llm).sizes_behind.is_making:
             models.reverse()
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(models[0].path)})
             llm.reset_prefix_cache()

@@ -28,6 +28,21 @@ SAMPLING: dict[str, dict[str, Any]] = {
 LENGTHS = [1, 3, 17, 40, 64, 65, 150]
 
 
+def test_serving_while_sizes_are_made(text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
+    """Whatever stands when a request comes, its tokens are the same; in the end every size stands."""
+    llm = text_engine(is_new=True)
+    behind, policy = runner_of(llm).sizes_behind, runner_of(llm).graph_policy
+    prompts = random_prompts(7, LENGTHS)
+    reference = [text_model.greedy(prompt, 12) for prompt in prompts]
+    is_last = False
+    while not is_last:
+        is_last = not behind.is_making
+        assert tokens_of(generate(llm, prompts, greedy(12))) == reference, f"at {list(policy.offered)}"
+        assert tokens_of(generate(llm, prompts[2:3], greedy(12))) == reference[2:3], f"at {list(policy.offered)}"
+    behind.wait()
+    assert not policy.offered or set(policy.offered) == set(policy.sizes)
+
+
 def test_no_compilation_after_warm_up(text_engine: Callable[..., LLM]) -> None:
     """Nothing is compiled after warm-up, whatever single requests ask of sampling."""
     llm = text_engine()
