@@ -42,10 +42,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    from neuron_runner.metrics import CompilationCount
-
     started = time.perf_counter()
-    at_start = CompilationCount.now()
     llm = LLM(
         args.model,
         max_num_seqs=16,
@@ -55,6 +52,8 @@ def main() -> None:
         # A few prompts: a quick start is worth more than steps without padding.
         additional_config={"neuron_config": {"max_padding": 0.4, "warm_up": args.warm_up}},
     )
+    from neuron_runner.metrics import CompilationCount  # After the engine has chosen the device.
+
     ready, warm = time.perf_counter(), CompilationCount.now()
     policy = llm.llm_engine.model_executor.driver_worker.worker.model_runner.graph_policy
     num_ready = len(policy.offered)
@@ -67,9 +66,9 @@ def main() -> None:
         print(f"\n{output.prompt}\033[1m{output.outputs[0].text}\033[0m")
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{tokens} tokens in {done - ready:.2f} s: {tokens / (done - ready):.0f} tokens/s")
-    built, later = warm.compilations - at_start.compilations, later.compilations - warm.compilations
-    print(f"{num_ready} of {len(policy.sizes)} model graphs when ready, {built} XLA compilations in all")
-    print(f"{len(policy.offered)} of them at the end; {later} compilations beside the steps, which waited for none")
+    built, since = warm.compilations, later.compilations - warm.compilations
+    print(f"{num_ready} of {len(policy.sizes)} model graphs when ready, {built} XLA compilations until then")
+    print(f"{len(policy.offered)} of them at the end, {since} compilations later, beside the steps")
     print(f"{ready - started:.1f} s from start to ready")
 
 

@@ -18,7 +18,7 @@ from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.vllm_port.kv_cache import attention_layers
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 class CudaGraphPolicy(GraphPolicy):

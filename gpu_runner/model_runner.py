@@ -18,7 +18,7 @@ from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.start.memory import DeviceMemoryProfiler
 from model_runner_base.start.warm_up import profile_step
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 class GPUModelRunner(ModelRunnerBase):

@@ -6,7 +6,7 @@ size it has and nothing is captured.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -45,8 +45,6 @@ class GraphPolicy:
     """Eager: no sizes, no padding beyond the plan's neutral pair, functions run as they are."""
 
     sizes: Sequence[StepSize] = ()
-    offered: Sequence[StepSize] = ()
-    """Those of the sizes that steps may run at by now."""
     sort_limits = SortLimits()
     dims: Sequence[Dim] = COMMON_DIMS
     """What the numbers of a size are, and cost."""
@@ -83,6 +81,11 @@ class GraphPolicy:
 
     # ---- Making the sizes ----
 
+    @property
+    def offered(self) -> Sequence[StepSize]:
+        """Those of the sizes that steps may run at by now."""
+        return self.sizes
+
     def make_ahead(self, runs: Sequence[Callable[[], None]]) -> Iterator[None]:
         """Calls each of ``runs``, which makes what it runs; yields whenever one is made.
 
@@ -94,7 +97,11 @@ class GraphPolicy:
             yield
 
     def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
-        """Those of ``sizes`` that steps are not served without. A policy that leaves some out has the rest below."""
+        """Those of ``sizes`` that steps are not served without; the others are made while steps run.
+
+        Where there are several workers all of them, since ranks would come to different sizes in one step. A policy
+        that leaves some out has what follows.
+        """
         return sizes
 
     num_at_a_time = 1
@@ -106,6 +113,9 @@ class GraphPolicy:
         When it returns, steps may go on; what it returns waits for the compilation.
         """
         raise NotImplementedError
+
+    def offer_only(self, sizes: Sequence[StepSize]) -> None:
+        """Steps run at these of the sizes alone."""
 
     def offer(self, size: StepSize) -> None:
         """A size that was left out may serve from now on."""
@@ -125,13 +135,17 @@ class BucketPolicy(GraphPolicy):
         self._last_needs: deque[StepSize] = deque(maxlen=64)
         self.offer_only(self.sizes)
 
+    @property
+    def offered(self) -> Sequence[StepSize]:
+        return self._offered
+
     def _table_of(self, sizes: Sequence[StepSize]) -> np.ndarray:
         return np.array([size.as_row() for size in sizes], np.int32).reshape(-1, 1 + len(self.dims))
 
-    def offer_only(self, sizes: Collection[StepSize]) -> None:
-        """Steps run at these of the sizes alone."""
-        self.offered = [size for size in self.sizes if size in sizes]
-        self._table = self._table_of(self.offered)
+    def offer_only(self, sizes: Sequence[StepSize]) -> None:
+        self._offered = [size for size in self.sizes if size in sizes]
+        self._table = self._table_of(self._offered)
+        self._last_needs.clear()
 
     def dispatch(self, need: StepSize) -> StepSize:
         self._last_needs.append(need)
@@ -139,17 +153,18 @@ class BucketPolicy(GraphPolicy):
         if index < 0:
             dims = ", ".join([f"{count} {dim.name}" for count, dim in zip(need.dims, self.dims, strict=True)])
             raise NoGraphSizeError(f"no captured size holds a step of {need.kind}: {dims}")
-        return self.offered[index]
+        return self._offered[index]
 
     def largest_sizes(self, sizes: Sequence[StepSize]) -> list[StepSize]:
         """Those of ``sizes`` that no other of them holds: together they hold whatever the others do."""
         return [size for size in sizes if not any(other.holds(size) for other in sizes if other != size)]
 
     def offer(self, size: StepSize) -> None:
-        self.offer_only({*self.offered, size})
+        self._offered = [each for each in self.sizes if each in self._offered or each == size]
+        self._table = self._table_of(self._offered)
 
     def most_wanted(self, sizes: Sequence[StepSize]) -> StepSize:
-        """What makes the last steps cheapest, of each of which a like one may follow; any step, if there were none."""
+        """What makes steps like the last ones cheapest; of all sizes, if those run at what they need already."""
         wanted = Counter(self._cheapest(self._every, need) for need in self._last_needs.copy())
         unserved = {index: count for index, count in wanted.items() if self.sizes[index] not in self.offered}
         weights = unserved or dict.fromkeys(range(len(self.sizes)), 1)

@@ -23,12 +23,11 @@ from vllm.v1.worker.worker_base import WorkerBase
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.start.memory import DeviceMemoryProfiler
-from model_runner_base.step.guard import StepGuard
 from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec
 from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from model_runner_base.vllm_port.schedule import GrammarOutput, SchedulerOutput
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 class ModelRunnerWorker(WorkerBase):
@@ -142,7 +141,7 @@ class ModelRunnerWorker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> None:
         ops, start = self.model_runner.device_ops, time.perf_counter()
-        with StepGuard(self.rank), DeviceMemoryProfiler(ops) as profiler:
+        with self.model_runner.step_guard, DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
         num_sizes, num_left = len(self.model_runner.graph_policy.sizes), self.model_runner.sizes_behind.num_left
         logger.info(
@@ -151,9 +150,9 @@ class ModelRunnerWorker(WorkerBase):
             time.perf_counter() - start,
             profiler.consumed_memory / GiB_bytes,
         )
-        self.model_runner.sizes_behind.start()
         # Building and profiling the model must not move the seed of what follows.
         set_random_seed(self.model_config.seed)
+        self.model_runner.sizes_behind.start()
 
     # ---- Steps ----
 
@@ -216,6 +215,7 @@ class ModelRunnerWorker(WorkerBase):
 
     def shutdown(self) -> None:
         """A profile that still runs is written; sizes that are not begun are not made."""
-        self.model_runner.sizes_behind.stop()
+        if self.model_runner is not None:
+            self.model_runner.sizes_behind.stop()
         if self._profiler is not None:
             self._profiler.shutdown()

@@ -12,10 +12,15 @@ def register() -> str | None:
     asked = os.environ.get(PLATFORM_VARIABLE)
     if asked == "0" or (asked != "1" and _other_accelerator_visible()):
         return None
-    # Both warn of a CUDA without a device, which nobody who chose this platform can act on.
+    # What nobody who chose this platform can act on: lines of a CUDA without a device, and of Inductor, which is off.
     for name in ("torch.utils.cpp_extension", "vllm.triton_utils.importing"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("vllm.config.vllm").addFilter(_is_of_use)
     return "neuron_runner.platform.NeuronPlatform"
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "Inductor compilation was disabled" not in str(record.msg)
 
 
 def _other_accelerator_visible() -> bool:

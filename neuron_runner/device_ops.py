@@ -6,7 +6,7 @@ import torch_xla.core.xla_model as xm
 
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
 from neuron_runner.allocator import give_back_freed_memory
-from neuron_runner.executable import TRACED
+from neuron_runner.executable import UNCOMPILED
 
 
 class XlaDeviceOps(DeviceOps):
@@ -33,13 +33,13 @@ class XlaDeviceOps(DeviceOps):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = super().zeros(shape, dtype)
-        TRACED.sync()  # A lazy tensor has no buffer to donate.
+        UNCOMPILED.sync()  # A lazy tensor has no buffer to donate.
         return tensor
 
     def buffer_address(self, tensor: torch.Tensor) -> int:
-        TRACED.sync()
+        UNCOMPILED.sync()
         return torch_xla._XLAC._unsafe_buffer_pointer(tensor)
 
     def synchronize(self) -> None:
-        TRACED.sync()  # What was written in place may still lie on the host.
+        UNCOMPILED.sync()  # What was written in place may still lie on the host.
         xm.wait_device_ops()

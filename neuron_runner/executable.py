@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -99,8 +99,8 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).to(torch_xla.device())
 
 
-class Traced:
-    """The graphs of this process that are traced and not compiled, made behind its steps; and ``torch_xla.sync``.
+class Uncompiled:
+    """The graphs of this process that are traced behind its steps and not compiled yet; and ``torch_xla.sync``.
 
     A sync runs everything that is traced, with buffers that a step may have donated since. So it waits until there is
     nothing of the kind, and nothing is traced before it has ended.
@@ -127,7 +127,7 @@ class Traced:
             torch_xla.sync()
 
 
-TRACED = Traced()
+UNCOMPILED = Uncompiled()
 
 
 class Compiler:
@@ -141,7 +141,7 @@ class Compiler:
         self.hashes: set[bytes] = set()
         """Of all executables; equal ones are one to torch_xla."""
         self._submit: Callable[[Callable[[], None]], None] | None = None
-        # For all threads and for good: what compiles behind a step reads it when that is over.
+        # torch_xla's switch for donated inputs is one for all threads, and is read while a thread compiles.
         _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
 
     @property
@@ -211,17 +211,25 @@ class Compiler:
             future: Future[None] = Future()
             before = num_lowered()
             futures.append(future)
-            threading.Thread(target=_compile_behind, args=(task, future), name="compile-behind").start()
+            thread = threading.Thread(target=_compile_behind, args=(task, future), name="compile-behind")
+            thread.start()
             while not future.done() and num_lowered() == before:
                 time.sleep(0.0005)
+            _lower_priority(thread)
 
-        with TRACED.another(), self._submitting(submit):
+        with UNCOMPILED.another(), self._submitting(submit):
             yield futures
 
 
+def _lower_priority(thread: threading.Thread) -> None:
+    """Steps come first, as far as XLA compiles on this thread. On Linux a thread has a priority of its own."""
+    with suppress(OSError):  # It may have ended.
+        number = thread.native_id or 0
+        os.setpriority(os.PRIO_PROCESS, number, max(10, os.getpriority(os.PRIO_PROCESS, number)))
+
+
 def _compile_behind(task: Callable[[], None], future: "Future[None]") -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # Linux: of this thread alone.
-    with TRACED.another():
+    with UNCOMPILED.another():
         try:
             task()
         except BaseException as error:

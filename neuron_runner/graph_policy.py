@@ -33,7 +33,7 @@ class OpenXlaPolicy(BucketPolicy):
     """
 
     num_at_a_time = max(1, Compiler.WIDTH // 2)
-    """Half of the cores serve meanwhile."""
+    """XLA's own threads take part: half as many compilations as cores leave steps more than half of their speed."""
 
     def __init__(self, config: NeuronConfig, num_workers: int = 1) -> None:
         self.config = config
@@ -124,14 +124,13 @@ class OpenXlaPolicy(BucketPolicy):
     def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
         if not self._compiles_behind:
             return sizes
-        first = self.largest_sizes(sizes)
-        self.offer_only(first)
-        return first
+        return self.largest_sizes(sizes)
 
     def compile_behind(self, run: Callable[[], None]) -> Wait:
         made, kept = len(self._compiler.hashes), int(os.environ[CACHE_SIZE])
         if made + GRAPHS_A_SIZE > kept:
-            raise RuntimeError(f"torch_xla keeps {kept} graphs: set {CACHE_SIZE} to {made + GRAPHS_A_SIZE} at least")
+            enough = GRAPHS_A_SIZE * len(self.sizes)
+            raise RuntimeError(f"torch_xla keeps {kept} graphs: set {CACHE_SIZE} to {enough}, or leave it out")
         with self._compiler.behind() as compilations:
             run()
 

@@ -42,7 +42,7 @@ class EachSize:
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls ``function``. Dynamo keeps what it compiled by code object, tries all of it in each call, and but a few."""
+    """Calls ``function``. Dynamo keeps by code object what it compiled: eight at most, tried in turn."""
 
     def call(*args: Any) -> Any:
         return function(*args)

@@ -13,7 +13,7 @@ from neuron_runner.allocator import keep_freed_memory
 from neuron_runner.config import VARIABLES, read_neuron_config
 from neuron_runner.model_runner import NeuronModelRunner
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 class NeuronWorker(ModelRunnerWorker):

@@ -22,7 +22,7 @@ import pytest
 import vllm.model_executor.models.registry
 from vllm import LLM
 
-from model_runner_base.testing.engine import DEFAULTS, runner_of, shut_down
+from model_runner_base.testing.engine import DEFAULTS, shut_down, wait_for_sizes
 from model_runner_base.testing.fixtures import tiny_model
 
 # Elsewhere vLLM looks at a model's class in a process of its own, which costs seconds for each architecture.
@@ -61,7 +61,7 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
     """
     llm = LLM(str(model), **(DEFAULTS | {"max_model_len": None} | options))
     try:
-        runner_of(llm).sizes_behind.wait()
+        wait_for_sizes(llm)
         yield llm
     finally:
         del llm

@@ -1,32 +1,53 @@
 """Sizes that are made while steps are served: traced between two steps, compiled beside them, then offered to dispatch.
 
-A graph policy whose graphs take long names the few sizes that hold every step (``GraphPolicy.first_sizes``). They stand
-before the first request; the others are left to the threads of this room. Which size serves a step changes what it
-costs, not its tokens.
+A graph policy whose graphs take long names the few sizes that hold every step (``GraphPolicy.first_sizes``). They are
+made before the first request; the others are left to the threads of this room. Which size serves a step changes what it
+costs, not what it computes.
 
     step 1 | trace A | step 2 | step 3 | step 4 | offer A | step 5, at size A
                      |------ compile A ------|
 """
 
+import gc
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NoReturn, Protocol
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from model_runner_base.graph_policy import GraphPolicy, Wait
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.sizes import StepSize
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 SizeParts = Iterator[tuple[object, Callable[[], None]]]
 """What makes a size, each to be run before the next is asked for, with a key: parts of equal keys are made once."""
 
 
+class Serving(Protocol):
+    """What a runner is while its sizes are made."""
+
+    vllm_config: VllmConfig
+    parts: Any
+    pending: Any
+
+    @property
+    def graph_policy(self) -> GraphPolicy: ...
+
+
 class SizesBehind:
-    """The sizes that are still to be made: none, unless ``leave`` is called."""
+    """The sizes that are still to be made: none, unless ``leave`` is called.
+
+    The runner is not kept alive for them. An engine that is started beside another in one process waits for the sizes
+    of that, since tracing has the process to itself.
+    """
+
+    _begun_ones: ClassVar["weakref.WeakSet[SizesBehind]"] = weakref.WeakSet()
 
     def __init__(self, guard: StepGuard) -> None:
         self._guard = guard
@@ -35,37 +56,46 @@ class SizesBehind:
         self._threads: list[threading.Thread] = []
         self._is_stopped = False
         self._error: Exception | None = None
+        for other in list(self._begun_ones):
+            gc.collect()  # Of an engine that was dropped nothing more is made.
+            other._join()
 
     def leave(
         self,
         sizes: Sequence[StepSize],
         made: Iterable[object],
-        parts_of: Callable[[StepSize], SizeParts],
-        policy: GraphPolicy,
-        repeat_no_more: Callable[[], None],
+        parts_of: Callable[[Any, StepSize], SizeParts],
+        runner: Serving,
     ) -> None:
-        """``sizes`` are to be made once ``start`` is called.
+        """``sizes`` are to be made once ``start`` is called; ``made`` are keys of parts that are made.
 
-        Args:
-            made: keys of parts that stand.
-            repeat_no_more: has the next step dispatched anew.
+        Raises ValueError if there are several workers: they would come to different sizes in one step.
         """
-        self._waiting, self._parts_of, self._policy = list(sizes), parts_of, policy
+        if sizes and runner.vllm_config.parallel_config.world_size > 1:
+            raise ValueError("several workers have to make all sizes first: first_sizes() may leave none out")
+        self._waiting, self._parts_of, self._runner = list(sizes), parts_of, weakref.ref(runner)
         self._begun: dict[object, Wait] = dict.fromkeys(made, lambda: None)
-        self._repeat_no_more = repeat_no_more
 
     @property
     def num_left(self) -> int:
+        """Sizes that nobody has begun to make."""
         return len(self._waiting)
+
+    @property
+    def is_making(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
         """Begins to make what was left. From now on steps are to be run within the guard."""
         if not self._waiting:
             return
-        self._started, self._num_sizes = time.perf_counter(), len(self._waiting)
-        self._num_unmade = self._num_sizes
+        self._started, self._num_sizes, self._num_made = time.perf_counter(), len(self._waiting), 0
         logger.info("Serving begins; %d smaller step sizes are compiled meanwhile.", self._num_sizes)
-        for index in range(min(self._policy.num_at_a_time, self._num_sizes)):
+        runner = self._runner()
+        assert runner is not None
+        self._num_running = min(runner.graph_policy.num_at_a_time, self._num_sizes)
+        self._begun_ones.add(self)
+        for index in range(self._num_running):
             # No daemons: Python would end beneath a compiler at work.
             self._threads.append(threading.Thread(target=self._make_all, name=f"SizesBehind-{index}"))
             self._threads[-1].start()
@@ -74,56 +104,85 @@ class SizesBehind:
         """What has not begun is not made any more."""
         self._is_stopped = True
 
-    def _is_over(self) -> bool:
-        return self._is_stopped or not threading.main_thread().is_alive()
-
-    @property
-    def is_making(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
-
     def wait(self) -> None:
-        """Returns when every size stands; raises what kept the first of the others from it."""
-        for thread in self._threads:
-            thread.join()
+        """Returns when every size is made; raises what kept the first of the others from it."""
+        self._join()
         if self._error is not None:
             raise self._error
 
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _is_over(self) -> bool:
+        """Whether the engine, or the process, is about to end."""
+        return self._is_stopped or self._runner() is None or not threading.main_thread().is_alive()
+
+    def _is_halfway(self) -> bool:
+        runner = self._runner()
+        return runner is not None and runner.pending is not None
+
     def _make_all(self) -> None:
-        while (size := self._pick()) is not None:
+        while not self._is_over() and (size := self._pick()) is not None:
             try:
                 self._make(size)
             except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # What was traced is not kept for the error's sake.
-                self._error = self._error or error
-                what = str(error).strip().partition("\n")[0] or type(error).__name__
-                logger.warning("Larger step sizes go on serving for %s, which failed to compile: %s", size, what)
-            with self._lock:
-                self._num_unmade -= 1
-                if not self._num_unmade and self._error is None and not self._is_over():
-                    seconds = time.perf_counter() - self._started
-                    logger.info("All %d smaller step sizes stand after %.0f s.", self._num_sizes, seconds)
+                if not self._is_over():
+                    self._note(size, error)
+        with self._lock:
+            self._num_running -= 1
+            if not self._num_running and not self._is_over():
+                seconds = time.perf_counter() - self._started
+                logger.info("%d of %d smaller step sizes stand after %.0f s.", self._num_made, self._num_sizes, seconds)
+
+    def _note(self, size: StepSize, error: Exception) -> None:
+        what = str(error).strip().partition("\n")[0] or type(error).__name__
+        logger.warning("Larger step sizes go on serving for %s, which failed to compile: %s", size, what)
+        logger.debug("It failed here:", exc_info=error)
+        traceback.clear_frames(error.__traceback__)  # What was traced is not kept for the error's sake.
+        self._error = self._error or error
 
     def _pick(self) -> StepSize | None:
-        """The size to be made next; None if there is none, or the engine is about to end."""
-        with self._lock:
-            if not self._waiting or self._is_over():
+        """The size to be made next."""
+        with self._guard.between_steps(self._is_halfway):
+            runner = self._runner()
+            if not self._waiting or runner is None:
                 return None
-            size = self._policy.most_wanted(self._waiting)
+            size = runner.graph_policy.most_wanted(self._waiting)
             self._waiting.remove(size)
             return size
 
     def _make(self, size: StepSize) -> None:
-        """Traces what the size is made of, one part between two steps, and offers it when all of that is compiled."""
-        waits = []
-        for key, run in self._parts_of(size):
-            if self._is_over():
-                return
-            with self._guard:
-                if key not in self._begun:
-                    self._begun[key] = self._policy.compile_behind(run)
-            waits.append(self._begun[key])
-        for wait in waits:
+        """Makes what the size consists of, and offers it then."""
+        for wait in self._begin(size):
             wait()
-        with self._guard:
-            self._policy.offer(size)
-            self._repeat_no_more()
+        with self._guard.between_steps(self._is_halfway):
+            if (runner := self._runner()) is not None:
+                runner.graph_policy.offer(size)
+                runner.parts.repeat.stop()  # The next step is dispatched anew.
+                self._num_made += 1
+
+    def _begin(self, size: StepSize) -> list[Wait]:
+        """Traces what the size consists of, one part between two steps; returns what waits for the compilations."""
+        waits: list[Wait] = []
+        runner = self._runner()
+        if runner is None:
+            return waits
+        for key, run in self._parts_of(runner, size):
+            if self._is_over():
+                raise InterruptedError
+            with self._guard.between_steps(self._is_halfway):
+                if key not in self._begun:
+                    try:
+                        self._begun[key] = runner.graph_policy.compile_behind(run)
+                    except Exception as error:
+                        self._begun[key] = _raising(error)
+                waits.append(self._begun[key])
+        return waits
+
+
+def _raising(error: Exception) -> Wait:
+    def wait() -> NoReturn:
+        raise error
+
+    return wait

@@ -41,6 +41,7 @@ class Starting(Protocol):
     model: Any
     parts: StepParts
     sizes_behind: SizesBehind
+    pending: Any
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
@@ -72,14 +73,14 @@ def warm_up(runner: Starting, sizes: Iterable[StepSize]) -> None:
 
     The other sizes are left to ``runner.sizes_behind``.
     """
-    policy, parts = runner.graph_policy, runner.parts
+    policy = runner.graph_policy
     largest_first = sorted(sizes, reverse=True)
-    first = policy.first_sizes(largest_first)
     compile_host_loops(runner)
+    first = policy.first_sizes(largest_first)
     made: set[object] = set()
-    runs: list[Callable[[], None]] = [parts.inputs.warm_up]
+    runs = list[Callable[[], None]]()
     for size in first:
-        keys = set(keys_of(size)) - made
+        keys = {key for key, _ in parts_of(runner, size)} - made
         runs.append(partial(_run_size, runner, size, keys))
         made |= keys
     what = {"desc": "Capturing graphs", "unit": "graph"} if runner.use_piecewise_graph else {"desc": "Warming up"}
@@ -87,24 +88,22 @@ def warm_up(runner: Starting, sizes: Iterable[StepSize]) -> None:
         pass
     runner.device_ops.synchronize()
     left = [size for size in largest_first if size not in first]
-    runner.sizes_behind.leave(left, made, partial(parts_of, runner), policy, parts.repeat.stop)
-
-
-def keys_of(size: StepSize) -> list[object]:
-    """What the parts of a size go by: sizes of as many tokens, or rows of logits, share the parts made for these."""
-    return [size, ("tokens", size.num_tokens), ("logits", size.num_logits)]
+    if left:
+        policy.offer_only(first)
+        runner.sizes_behind.leave(left, made, parts_of, runner)
 
 
 def parts_of(runner: Starting, size: StepSize) -> SizeParts:
-    """What a size is made of: the model's graph, then sampling on what that returned."""
-    head = runner.parts.head
+    """What a size consists of: what inputs have on the device, the model's graph, sampling on what that returned.
+
+    Sizes of as many tokens, or rows of logits, share what is made for these.
+    """
+    inputs, head = runner.parts.inputs, runner.parts.head
     results: list[torch.Tensor] = []
-
-    def run_model() -> None:
-        results.extend(runner._dummy_run(size))
-
-    runs = [run_model, lambda: head.warm_up_tokens(results[2]), lambda: head.warm_up_logits(*results[:2])]
-    yield from zip(keys_of(size), runs, strict=True)
+    yield "inputs", inputs.warm_up
+    yield size, lambda: results.extend(runner._dummy_run(size))
+    yield ("tokens", size.num_tokens), lambda: head.warm_up_tokens(results[2])
+    yield ("logits", size.num_logits), lambda: head.warm_up_logits(results[0], results[1])
 
 
 def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:

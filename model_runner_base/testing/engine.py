@@ -60,7 +60,7 @@ class Engines:
                 raise
             self._key = key
         if not is_new:
-            runner_of(self._llm).sizes_behind.wait()
+            wait_for_sizes(self._llm)
         self._llm.reset_prefix_cache()
         return self._llm
 
@@ -76,6 +76,12 @@ def shut_down() -> None:
     cleanup_dist_env_and_memory()
     # What is left are modules: looking through them again and again took a fourth of the next engine's start.
     gc.freeze()
+
+
+def wait_for_sizes(llm: LLM) -> None:
+    """Returns when every step size of an engine stands; raises the error of one that never will."""
+    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:  # Several workers start with all of them.
+        runner_of(llm).sizes_behind.wait()
 
 
 def runner_of(llm: LLM) -> Any:

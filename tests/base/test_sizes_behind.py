@@ -1,8 +1,13 @@
 """Sizes that are made while steps are served: which ones first, and that one is offered when all of it is compiled."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from time import sleep
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -69,33 +74,45 @@ class Compiling(BucketPolicy):
             assert condition() or self.changed.wait(20)
 
 
-class Served:
-    """Sizes of 8, 4 and 2 tokens; the parts of a size are its model and what sizes with as many rows share."""
+class Runner:
+    """What a runner is while its sizes are made; a part takes ``seconds`` to be traced."""
 
-    sizes = (decode(8, 2), decode(4, 2), decode(2, 1))
+    def __init__(self, policy: Compiling, guard: StepGuard, seconds: float) -> None:
+        self.graph_policy, self.guard, self.seconds = policy, guard, seconds
+        self.vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+        self.pending: Any = None
+        self.parts = SimpleNamespace(repeat=self)
+        self.num_stops = 0
 
-    def __init__(self) -> None:
-        self.policy, self.guard = Compiling(), StepGuard(0)
-        self.policy.set_sizes(self.sizes)
-        self.repeats_ended = 0
-        self.behind = SizesBehind(self.guard)
-        first = self.policy.largest_sizes(self.sizes)
-        assert first == [decode(8, 2)]
-        self.policy.offer_only(first)
-        self.behind.leave([decode(4, 2), decode(2, 1)], [decode(8, 2)], self.parts_of, self.policy, self.end_repeat)
-
-    def end_repeat(self) -> None:
+    def stop(self) -> None:
         assert self.guard.lock.locked()
-        self.repeats_ended += 1
-
-    def parts_of(self, size: StepSize) -> Iterator[tuple[object, Callable[[], None]]]:
-        tokens, rows = size.dims
-        yield size, lambda: self.trace(f"model {tokens}")
-        yield ("rows", rows), lambda: self.trace(f"rows {rows}")
+        self.num_stops += 1
 
     def trace(self, what: str) -> None:
         assert self.guard.lock.locked(), "a step may run while this is traced"
-        self.policy.begun.append(what)
+        assert self.pending is None
+        sleep(self.seconds)
+        self.graph_policy.begun.append(what)
+
+
+def parts_of(runner: Runner, size: StepSize) -> Iterator[tuple[object, Callable[[], None]]]:
+    """Its model, and what sizes with as many rows share."""
+    tokens, rows = size.dims
+    yield size, lambda: runner.trace(f"model {tokens}")
+    yield ("rows", rows), lambda: runner.trace(f"rows {rows}")
+
+
+class Served:
+    """Sizes of 8, 4 and 2 tokens, of which the first is made."""
+
+    def __init__(self, seconds: float = 0) -> None:
+        sizes = [decode(8, 2), decode(4, 2), decode(2, 1)]
+        self.policy, self.guard = Compiling(), StepGuard(0)
+        self.policy.set_sizes(sizes)
+        self.runner, self.behind = Runner(self.policy, self.guard, seconds), SizesBehind(self.guard)
+        assert self.policy.largest_sizes(sizes) == sizes[:1]
+        self.policy.offer_only(sizes[:1])
+        self.behind.leave(sizes[1:], sizes[:1], parts_of, self.runner)
 
 
 def test_a_size_is_offered_when_all_its_parts_are_compiled() -> None:
@@ -114,7 +131,7 @@ def test_a_size_is_offered_when_all_its_parts_are_compiled() -> None:
     served.behind.wait()
     assert policy.dispatch(decode(1, 1)) == decode(2, 1)
     assert sorted(policy.begun) == ["model 2", "model 4", "rows 1", "rows 2"]
-    assert served.repeats_ended == 2
+    assert served.runner.num_stops == 2
 
 
 def test_nothing_is_traced_within_a_step() -> None:
@@ -126,6 +143,54 @@ def test_nothing_is_traced_within_a_step() -> None:
     for what in ("model 4", "rows 2", "model 2", "rows 1"):
         served.policy.end(what)
     served.behind.wait()
+
+
+def test_a_step_waits_for_one_part_at_most() -> None:
+    served, counts = Served(seconds=0.05), [0]
+    served.behind.start()
+    while len(served.policy.begun) < 4:
+        with served.guard:
+            counts.append(len(served.policy.begun))
+    for what in ("model 4", "rows 2", "model 2", "rows 1"):
+        served.policy.end(what)
+    served.behind.wait()
+    assert max(after - before for before, after in pairwise(counts)) == 1
+
+
+def test_nothing_is_traced_between_the_halves_of_a_step() -> None:
+    served = Served()
+    served.runner.pending = "a step that is not sampled"
+    served.behind.start()
+    sleep(0.05)
+    assert not served.policy.begun
+    served.runner.pending = None
+    for what in ("model 4", "rows 2", "model 2", "rows 1"):
+        served.policy.end(what)
+    served.behind.wait()
+
+
+def test_an_engine_that_is_dropped_makes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that comes after it does not wait for what it left."""
+    served = Served()
+    policy, sizes_behind = served.policy, served.behind
+    policy.num_at_a_time = 1
+    sizes_behind.start()
+    policy.until(lambda: len(policy.begun) == 2)
+    runner = weakref.ref(served.runner)
+    del served
+    gc.collect()
+    assert runner() is None, "the engine is kept alive for sizes that nobody will use"
+    for what in list(policy.begun):
+        policy.end(what)
+    SizesBehind(StepGuard(0))
+    assert not sizes_behind.is_making and len(policy.begun) == 2
+
+
+def test_several_workers_leave_nothing() -> None:
+    served = Served()
+    served.runner.vllm_config.parallel_config.world_size = 2
+    with pytest.raises(ValueError, match="several workers have to make all sizes first"):
+        served.behind.leave([decode(4, 2)], [], parts_of, served.runner)
 
 
 def test_a_failure_keeps_out_what_needs_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

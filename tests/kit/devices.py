@@ -41,9 +41,7 @@ class Compiling(BucketPolicy):
         super().configure(limits)
         self.set_sizes([*limits.largest_sizes, limits.decode_size(1, 2), limits.decode_size(2, 4)])
     def first_sizes(self, sizes):
-        first = self.largest_sizes(sizes)
-        self.offer_only(first)
-        return first
+        return self.largest_sizes(sizes)
     def wrap(self, function, state):
         def call(*args):
             graph = id(function), tuple(getattr(arg, "shape", None) or arg for arg in args)
