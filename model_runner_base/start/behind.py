@@ -56,8 +56,9 @@ class SizesBehind:
         self._threads: list[threading.Thread] = []
         self._is_stopped = False
         self._error: Exception | None = None
-        for other in list(self._begun_ones):
+        for other in [other for other in self._begun_ones if other.is_making]:
             gc.collect()  # Of an engine that was dropped nothing more is made.
+            logger.info("Waiting for the step sizes of another engine in this process.")
             other._join()
 
     def leave(
