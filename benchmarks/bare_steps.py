@@ -8,7 +8,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ class ReplayPolicy(BucketPolicy):
     def dispatch(self, need: StepSize) -> StepSize:
         return super().dispatch(need) if self.sizes else need
 
-    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+    def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         return self.fake_device.wrap(function)
 
 
@@ -75,7 +75,7 @@ class HostWorker(BareWorker):
 class ExactPolicy(GraphPolicy):
     """No sizes: a graph is compiled when a step first needs it."""
 
-    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+    def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         from neuron_runner.compilation import CompiledFunction
 
         return CompiledFunction(function, state)

@@ -6,6 +6,7 @@ launched again.
 """
 
 import time
+from collections.abc import MutableSequence
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class FakePolicy(BucketPolicy):
         least = min(room for room, _ in fit)
         return [size for room, size in fit if room == least]
 
-    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+    def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         return self._device.wrap(function)
 
 

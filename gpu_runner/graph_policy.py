@@ -6,7 +6,7 @@ graph for each piece. NONE, and whatever is larger than ``cudagraph_capture_size
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
@@ -82,7 +82,7 @@ class CudaGraphPolicy(GraphPolicy):
         full = sum(len(graphs) for graphs in self._graphs)
         return full + compilation_counter.num_cudagraph_captured + compilation_counter.num_backend_compilations
 
-    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+    def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         """Functions of a ``StepSize`` become graphs; what sampling does after them runs kernel by kernel."""
         graphs = StepGraphs(function, self.mode_of)
         self._graphs.append(graphs)

@@ -6,7 +6,7 @@ size it has and nothing is captured.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -29,7 +29,7 @@ class SortLimits:
 
 
 StepFunction = Callable[..., Any]
-WrapFunction = Callable[[StepFunction, list[torch.Tensor]], StepFunction]
+WrapFunction = Callable[[StepFunction, MutableSequence[torch.Tensor]], StepFunction]
 """``GraphPolicy.wrap``, as it is handed to the rooms that have functions of their own."""
 
 
@@ -71,7 +71,7 @@ class GraphPolicy:
         """Graphs that this process has captured or compiled so far; the checks hold it still after warm-up."""
         return 0
 
-    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+    def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         """Returns what the runner calls in place of ``function``.
 
         ``function`` updates the tensors in ``state`` in place. A policy that compiles it may replace the elements of

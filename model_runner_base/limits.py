@@ -9,6 +9,8 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "medusa")
+
 
 class UnsupportedConfigError(ValueError):
     """The engine was configured for something this runner does not do."""
@@ -20,7 +22,6 @@ def check_config(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     refusals = {
         "LoRA adapters are not supported yet: leave out enable_lora": vllm_config.lora_config,
-        "speculative decoding is not supported yet: leave out speculative_config": vllm_config.speculative_config,
         # Before KV transfer, which vLLM makes of it.
         "KV offloading is not supported yet: leave out kv_offloading_size": (
             vllm_config.cache_config.kv_offloading_size is not None
@@ -55,6 +56,31 @@ def check_config(vllm_config: VllmConfig) -> None:
         ),
         "VLLM_USE_V2_MODEL_RUNNER has the scheduler speak to vLLM's own runner alone: leave it unset": (
             envs.VLLM_USE_V2_MODEL_RUNNER
+        ),
+    }
+    for message, is_asked in refusals.items():
+        if is_asked:
+            raise UnsupportedConfigError(message)
+    if vllm_config.speculative_config is not None:
+        _check_speculation(vllm_config)
+
+
+def _check_speculation(vllm_config: VllmConfig) -> None:
+    config = vllm_config.speculative_config
+    assert config is not None
+    chain = str([(0,) * (length + 1) for length in range(config.num_speculative_tokens)])
+    refusals = {
+        f"speculative method {config.method} is not supported yet: use one of {', '.join(SPECULATIVE_METHODS)}": (
+            config.method not in SPECULATIVE_METHODS
+        ),
+        "parallel drafting is not supported yet: leave parallel_drafting out of speculative_config": (
+            config.parallel_drafting
+        ),
+        "token trees are not supported: leave speculative_token_tree out of speculative_config": (
+            config.speculative_token_tree not in (None, chain)
+        ),
+        "prompt embeddings are not supported with speculative decoding: leave out enable_prompt_embeds": (
+            vllm_config.model_config.enable_prompt_embeds
         ),
     }
     for message, is_asked in refusals.items():

@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader import get_model, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from model_runner_base.draft.loading import load_draft
 from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.limits import UnsupportedConfigError
 
@@ -33,6 +34,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     rotary_embedding._ROPE_DICT.clear()
     try:
         model = get_model(vllm_config=vllm_config)
+        load_draft(vllm_config, model)
         if use_plain_layers:
             use_plain_experts(model)
         return model

@@ -47,6 +47,7 @@ from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec, col
 from model_runner_base.vllm_port.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
+    DraftTokenIds,
     ModelRunnerOutput,
     StepOutput,
 )
@@ -205,7 +206,8 @@ class ModelRunnerBase:
         parts.inputs.prepare(batch)
         with override_forward_context(parts.forward_context):
             parts.caches.prepare(batch, step, parts.rows)
-            self.pending = SampleInputs(batch, *self._launch(step))
+            logits, slots, hidden_states, *kept = self._launch(step)
+            self.pending = SampleInputs(batch, step, logits, slots, hidden_states, tuple(kept))
         return None
 
     @guarded
@@ -214,10 +216,21 @@ class ModelRunnerBase:
         pending, self.pending = self.pending, None
         if pending is None:
             return None  # execute_model failed; the engine raises its exception
-        plan = self._prepare_sampling(pending.batch)
-        sampled = self.parts.head.sample(plan, pending, read_grammar(grammar_output))
-        output = self._make_output(pending.batch, sampled)
-        return output if self.scheduler_config.async_scheduling else output.get_output()
+        parts, batch = self.parts, pending.batch
+        plan = self._prepare_sampling(batch)
+        sampled = parts.head.sample(plan, pending, read_grammar(grammar_output))
+        launched = self._make_output(batch, sampled)
+        with override_forward_context(parts.forward_context):
+            parts.drafter.draft(pending, sampled, plan.mode)
+        if self.scheduler_config.async_scheduling:
+            return launched
+        output = launched.get_output()
+        parts.drafter.read(batch, output)
+        return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """What was drafted last; None if nothing drafts."""
+        return self.parts.drafter.take(self.parts.requests.rows)
 
     def _update_states(self, schedule: Schedule) -> None:
         """Brings rows and block tables up to the scheduler's: finished, preempted, arriving, continued requests."""
@@ -247,6 +260,7 @@ class ModelRunnerBase:
                 parts.head.introduce(req_id, info)
         row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
         parts.head.admit(row, info, arrival.token_ids)
+        parts.drafter.admit(row, info, arrival.token_ids)
         parts.inputs.admit(row, info)
         for table, block_ids in zip(parts.block_tables, arrival.block_ids, strict=True):
             table.assign(row, block_ids)
@@ -272,22 +286,24 @@ class ModelRunnerBase:
         return self._pack_at(self.graph_policy.choose(self.parts.caches.needs(batch)), batch)
 
     def _pack_at(self, size: StepSize, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
-        parts, num_decodes = self.parts, batch.num_decodes
+        parts, num_tokens = self.parts, batch.num_decode_tokens
         step = parts.packer.at(size)
         # Padding of decode rows lies between them and the chunks.
-        batch.query_start[num_decodes:] += parts.caches.chunk_start(size, num_decodes) - num_decodes
+        batch.query_start[batch.num_decodes :] += parts.caches.chunk_start(size, num_tokens) - num_tokens
         parts.inputs.fill(batch, size, step.views)
         parts.caches.fill(batch, size, step.views)
+        parts.drafter.fill(batch, size, step.views)
         step.send()
-        parts.repeat.watch(batch, step, parts.inputs, parts.caches)
+        parts.repeat.watch(batch, step, parts.inputs, parts.caches, parts.drafter)
         return batch, step
 
-    def _launch(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Runs the model's graph on a packed step: logits, sample slots and hidden states (see ``SampleInputs``)."""
+    def _launch(self, step: PackedStep) -> list[torch.Tensor]:
+        """Runs the model's graph on a packed step: logits, sample slots, hidden states, and what drafting needs."""
         parts = self.parts
+        tokens, computed, *_ = parts.rows.tensors
         sent = step.on_device, step.entries_on_device
-        *result, step.on_device = parts.forward(step.size, *sent, *parts.rows.tensors, *parts.inputs.tensors)
-        return tuple(result)  # type: ignore[return-value]
+        *results, step.on_device = parts.forward(step.size, *sent, tokens, computed, *parts.inputs.tensors)
+        return results
 
     def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
         """Which rules, sampler and log probabilities the batch's requests ask for."""
@@ -319,9 +335,10 @@ class ModelRunnerBase:
         context = get_forward_context()
         context.moe_layer_index = 0  # Counted up by vLLM's own expert layers, step by step.
         context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
-        hidden_states = self.model(positions=call.positions, intermediate_tensors=None, **call.kwargs)
+        output = self.model(positions=call.positions, intermediate_tensors=None, **call.kwargs)
         context.attn_metadata = None  # type: ignore[assignment]
-        return *parts.head.traced(hidden_states, call), packed
+        hidden_states, kept = parts.drafter.keep(output, call)
+        return *parts.head.traced(hidden_states, call), *kept, packed
 
     # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
 
@@ -341,8 +358,8 @@ class ModelRunnerBase:
 
     # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
 
-    def _dummy_run(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Runs the model at a size on nothing but padding; returns logits, sample slots and hidden states."""
+    def _dummy_run(self, size: StepSize) -> list[torch.Tensor]:
+        """Runs the model at a size on nothing but padding; returns as ``_launch``."""
         parts = self.parts
         parts.bind_kv_caches()
         parts.repeat.stop()
@@ -354,6 +371,12 @@ class ModelRunnerBase:
         with override_forward_context(parts.forward_context):
             parts.caches.prepare(None, step, parts.rows)
             return self._launch(step)
+
+    def _warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
+        """Runs what drafts behind a step of a size, which returned ``results``."""
+        parts = self.parts
+        with override_forward_context(parts.forward_context):
+            parts.drafter.warm_up(parts.packer.at(size), results)
 
     def _warm_up(self, sizes: Iterable[StepSize]) -> None:
         """Makes the sizes, and all that sampling may need after them; see ``start/warm_up.py``."""

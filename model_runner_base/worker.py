@@ -167,7 +167,7 @@ class ModelRunnerWorker(WorkerBase):
         return self.model_runner.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return None
+        return self.model_runner.take_draft_token_ids()
 
     # ---- Everything else the engine may ask ----
 

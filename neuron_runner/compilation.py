@@ -14,7 +14,7 @@ consumes it.
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from contextlib import suppress
 from types import CodeType
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from model_runner_base.step.sizes import StepSize
 from neuron_runner.communicator import run_on_host
 from neuron_runner.cutting import CutExecutable, CutGraph, donate, is_collective
 from neuron_runner.executable import Compiler, Executable
+from neuron_runner.masks import select_by_where
 
 # Dynamo names a graph input after the expression it came from.
 _INT_ARGUMENT = re.compile(r"L_ints_(\d+)_$")
@@ -53,7 +54,7 @@ class Capture:
     """A function as Dynamo saw it, compiled for every combination of sizes it is run with."""
 
     def __init__(
-        self, function: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]
+        self, function: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], state: Sequence[torch.Tensor]
     ) -> None:
         self._graph, inputs = _trace(function, ints, tensors)
         placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
@@ -85,7 +86,7 @@ class Capture:
         return dtypes_fit and shapes_fit and self._guards.hold(ints, tensors)
 
     def at(
-        self, compiler: Compiler, ints: list[int], tensors: list[torch.Tensor], state: list[torch.Tensor]
+        self, compiler: Compiler, ints: list[int], tensors: list[torch.Tensor], state: Sequence[torch.Tensor]
     ) -> Executable | CutExecutable:
         """Compiled for the given sizes; to be run on ``[*tensors, *state]``."""
         arguments: list[Any] = []
@@ -107,7 +108,7 @@ class Capture:
 
 
 def _find_sources(
-    placeholders: list[torch.fx.Node], inputs: list[Any], tensors: list[torch.Tensor], state: list[torch.Tensor]
+    placeholders: list[torch.fx.Node], inputs: list[Any], tensors: list[torch.Tensor], state: Sequence[torch.Tensor]
 ) -> list[Source]:
     """The source of each graph input, told by identity with the arguments of the traced call."""
     sources = {id(tensor): Source("tensor", index) for index, tensor in enumerate(tensors)}
@@ -181,7 +182,7 @@ class CompiledFunction:
     """A function of tensors and named tuples of sizes, whose first element, the kind, is static; updates ``state``."""
 
     def __init__(
-        self, function: Callable[..., Any], state: list[torch.Tensor], compiler: Compiler | None = None
+        self, function: Callable[..., Any], state: MutableSequence[torch.Tensor], compiler: Compiler | None = None
     ) -> None:
         self.function = function
         self.state = state
@@ -202,7 +203,7 @@ class CompiledFunction:
             outputs = executable.stand_ins(len(state_order))
         else:
             outputs = executable.run([*(arg for arg in args if isinstance(arg, torch.Tensor)), *self.state])
-            self._retired.append(self.state.copy())
+            self._retired.append([*self.state])
             for index in state_order:
                 self.state[index] = outputs.pop(0)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -275,6 +276,7 @@ def _trace(
         raise RuntimeError(
             "torch.compile did nothing: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, or set enforce_eager=True"
         )
+    select_by_where(graphs[0])
     return graphs[0], inputs
 
 

@@ -137,7 +137,7 @@ class Compiler:
     """Compilations at a time. XLA's own threads share the cores between all of them."""
 
     def __init__(self) -> None:
-        self.states: list[list[torch.Tensor]] = []
+        self.states: list[Sequence[torch.Tensor]] = []
         self.hashes: set[bytes] = set()
         """Of all executables; equal ones are one to torch_xla."""
         self._submit: Callable[[Callable[[], None]], None] | None = None

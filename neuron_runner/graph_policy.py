@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from itertools import product
 
 import torch
@@ -95,7 +95,7 @@ class OpenXlaPolicy(BucketPolicy):
         count = CompilationCount.now()
         return count.compilations + count.captures
 
-    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+    def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         return CompiledFunction(function, state, self._compiler)
 
     def make_ahead(self, runs: Sequence[Callable[[], None]]) -> Iterator[None]:

@@ -5,7 +5,7 @@ change. It is slow: Dynamo and AOTAutograd trace a function anew for every size,
 torch_xla's bridge looks at every input again in every call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +21,7 @@ class TorchCompilePolicy(OpenXlaPolicy):
 
     make_ahead = GraphPolicy.make_ahead
 
-    def wrap(self, function: StepFunction, state: list[torch.Tensor]) -> StepFunction:
+    def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         return EachSize(function)
 
 

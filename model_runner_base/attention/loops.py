@@ -77,9 +77,8 @@ def fill_pairs(
     pair_tile: np.ndarray,
     pair_start: np.ndarray,
     pair_blocks: np.ndarray,
-    last_pair: np.ndarray,
 ) -> None:
-    """Each pair's query tile, the first position of its KV tile, and that one's blocks [NP, B]; each tile's last pair.
+    """Each pair's query tile, the first position of its KV tile, and that one's blocks [NP, B].
 
     Padding pairs are seen by nothing, so they keep the tiles and blocks of an earlier step. The last pair is always
     padding, and its blocks are the null block: what padding tiles name as theirs.
@@ -103,10 +102,8 @@ def fill_pairs(
             for index in range(len(blocks)):
                 blocks[index] = seen[index]
             pair = behind
-            last_pair[tile] = pair - 1
             tile += 1
             first = end
-    last_pair[tile:] = len(pair_tile) - 1
     # Behind the first padding there is nothing else: no step of this size has reached so far, and a buffer of zeros was
     # padded to its end. So whoever adds pairs leaves no padding between them.
     while pair < len(pair_start) and pair_start[pair] != FAR:
@@ -115,12 +112,14 @@ def fill_pairs(
 
 
 @compiled
-def fill_starts(token_ids: np.ndarray, num_computed: np.ndarray, starts: np.ndarray) -> None:
-    """Where rows start, R of them before padding at 0: a token that the device alone knows has its position there too,
-    and stands for it as for itself (``known_or``)."""
-    for row in range(len(num_computed)):
-        starts[row] = token_ids[row] if token_ids[row] < 0 else num_computed[row]
-    starts[len(num_computed) :] = 0
+def fill_starts(
+    rows: np.ndarray, token_ids: np.ndarray, row_len: int, num_computed: np.ndarray, starts: np.ndarray
+) -> None:
+    """Where decode rows of ``row_len`` tokens start, R of them before padding at 0: a row whose first token the device
+    alone knows has its position there too (``known_or``)."""
+    for index in range(len(rows)):
+        starts[index] = -rows[index] - 1 if token_ids[index * row_len] < 0 else num_computed[index]
+    starts[len(rows) :] = 0
 
 
 @compiled

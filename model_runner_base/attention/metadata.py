@@ -36,8 +36,8 @@ class PairPlan:
     merge_tree: list[torch.Tensor]
     """[nodes, FAN_IN] a level"""
     tile_tokens: torch.Tensor | None = None
-    """[NT, Q] the tokens of each tile, counted from the plan's first, any behind a tile's last; None: tile i is token i
-    (Q is 1)."""
+    """[NT, Q] the tokens of each tile, counted from the plan's first, any behind a tile's last; None: tile i has the
+    tokens from i * Q on."""
     token_slots: torch.Tensor | None = None
     """Where each token's output lies in the flattened tiles; None: in the tiles' order."""
     line_tiles: int = 0

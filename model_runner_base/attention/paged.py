@@ -163,7 +163,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
         """Of decode rows, [rows, H * D] both ways."""
         is_diagonal = self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS
-        attend = self._attend_single_queries if is_diagonal else self._attend_pairs
+        attend = self._attend_diagonally if is_diagonal else self._attend_pairs
         partial = attend(query, kv_cache, plan)
         for tree in plan.merge_tree:
             partial = _merge(*partial, tree)
@@ -172,14 +172,19 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             scale, total = self._sink(maximum, total)
             out = out * scale
         # A padded row saw nothing: its sum is 0, and its output must stay finite.
-        out = (out / total.clamp(min=1e-30)).reshape(-1, self.num_heads * self.head_size)
+        out = out / total.clamp(min=1e-30)
+        group = self.num_heads // self.num_kv_heads
+        out = out.view(-1, self.num_kv_heads, plan.last.shape[1], group, self.head_size).transpose(1, 2)
+        out = out.reshape(-1, self.num_heads * self.head_size)
         return (out if plan.token_slots is None else out[plan.token_slots]).to(query.dtype)
 
     def _attend_pairs(
         self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Partial results of every pair: unnormalised output [P, K, G, D], maximum and sum [P, K, G, 1]."""
-        tiles = query.view(-1, self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_size)[plan.pair_tile]
+        """Partial results of every pair: unnormalised output [P, K, Q * G, D], maximum and sum [P, K, Q * G, 1]."""
+        kv_heads, num_queries = self.num_kv_heads, plan.last.shape[1]
+        tiles = query.view(-1, num_queries, kv_heads, self.num_heads // kv_heads, self.head_size).transpose(1, 2)
+        tiles = tiles.reshape(tiles.shape[0], kv_heads, -1, self.head_size)[plan.pair_tile]
         scores, visible, values = self._score(tiles, kv_cache, plan)
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
@@ -187,37 +192,39 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2))
         return out.float(), maximum, total
 
-    def _attend_single_queries(
+    def _attend_diagonally(
         self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``_attend_pairs`` where KV heads are few, G rows a KV head.
+        """``_attend_pairs`` where KV heads are few, Q * G rows a KV head.
 
         Each pair's keys and values stay the matrices [S, K * D] that the gather makes: queries are laid out
         block-diagonally, zero but for their own KV head's columns, and of the output only those columns are kept.
         """
         kv_heads, head_size = self.num_kv_heads, self.head_size
         group = self.num_heads // kv_heads
-        tiles = query.view(-1, kv_heads, 1, group, head_size)[plan.pair_tile]
-        own = torch.eye(kv_heads, dtype=query.dtype, device=query.device).view(1, kv_heads, kv_heads, 1, 1)
-        # [P, K, K', G, D] -> [P, K' * D, H]
-        tiles = (tiles * own).permute(0, 2, 4, 1, 3).reshape(-1, kv_heads * head_size, self.num_heads)
+        num_queries = plan.last.shape[1]
+        tiles = query.view(-1, num_queries, kv_heads, 1, group, head_size)[plan.pair_tile]
+        own = torch.eye(kv_heads, dtype=query.dtype, device=query.device).view(1, 1, kv_heads, kv_heads, 1, 1)
+        # [P, Q, K, K', G, D] -> [P, K' * D, K * Q * G]
+        tiles = (tiles * own).permute(0, 3, 5, 2, 1, 4).reshape(-1, kv_heads * head_size, num_queries * self.num_heads)
         keys, values = (x.flatten(2) for x in self._read(kv_cache, plan))
 
         position = torch.arange(keys.shape[1], dtype=torch.int32, device=query.device).view(1, -1)
         products = torch.matmul(keys.float(), tiles.float())
-        first = None if plan.first is None else plan.first.unsqueeze(-1)
-        scores, visible = self._mask(
-            products, position.unsqueeze(-1), first, plan.last.unsqueeze(-1), self._slopes(query.device)
-        )
+        first = None if plan.first is None else self._by_column(plan.first)
+        slopes = self._slopes(query.device)
+        if slopes is not None:
+            slopes = slopes.view(kv_heads, 1, group).expand(-1, num_queries, -1).reshape(-1)
+        scores, visible = self._mask(products, position.unsqueeze(-1), first, self._by_column(plan.last), slopes)
 
         values = torch.where(_is_own(plan, position).unsqueeze(-1), values, 0.0)
         maximum = scores.amax(dim=1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
         total = weights.sum(dim=1)
         out = torch.matmul(weights.to(values.dtype).transpose(1, 2), values)
-        out = out.view(-1, kv_heads, group, kv_heads, head_size)
+        out = out.view(-1, kv_heads, num_queries * group, kv_heads, head_size)
         out = torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1)
-        rows = (-1, kv_heads, group, 1)
+        rows = (-1, kv_heads, num_queries * group, 1)
         return out.float(), maximum.view(rows), total.view(rows)
 
     # ---- Chunk tiles: against their tile's maximum at once, so that partial outputs only add up ----
@@ -310,6 +317,14 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             # The last key that a query sees is its own.
             scores = scores - slopes * (last - position)
         return torch.where(visible, scores, MASK_VALUE), visible
+
+    def _by_column(self, x: torch.Tensor) -> torch.Tensor:
+        """One value a query, [P, Q], to the columns of the diagonal layout, [P, 1, K * Q * G]."""
+        num_queries = x.shape[1]
+        if num_queries == 1:
+            return x.unsqueeze(-1)
+        shape = (-1, self.num_kv_heads, num_queries, self.num_heads // self.num_kv_heads)
+        return x.view(-1, 1, num_queries, 1).expand(shape).reshape(x.shape[0], 1, -1)
 
     def _sink(self, maximum: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds each head's sink: a score that takes its share of the softmax and gives nothing.

@@ -50,10 +50,13 @@ def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
         # A cache line is a tile and its only pair; the null line comes before the first.
         lines = np.arange(len(pair_tile))
         blocks = (1 + lines[:, None]) * parts + np.arange(plan.line_tiles)
-        tile_tokens, pair_tile = pair_tile[:, None], lines
+        tile_tokens, pair_tile = pair_tile[:, None] * last.shape[1] + np.arange(last.shape[1]), lines
     else:
         blocks = plan.pair_blocks.numpy()
-        tile_tokens = np.arange(num_tokens)[:, None] if plan.tile_tokens is None else plan.tile_tokens.numpy()
+        if plan.tile_tokens is not None:
+            tile_tokens = plan.tile_tokens.numpy()
+        else:
+            tile_tokens = np.arange(num_tokens).reshape(-1, last.shape[1])
     position = np.arange(blocks.shape[1] * size)
     token_slots = np.arange(num_tokens) if plan.token_slots is None else plan.token_slots.numpy()
     query_tile = tile_tokens.shape[1]

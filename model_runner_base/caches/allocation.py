@@ -26,6 +26,7 @@ from model_runner_base.vllm_port.kv_cache import (
     shared_caches,
     useful_bytes,
 )
+from model_runner_base.vllm_port.speculation import read_speculation
 
 
 def is_contiguous(vllm_config: VllmConfig) -> bool:
@@ -262,7 +263,8 @@ def step_limits(
 ) -> StepLimits:
     """What the scheduler may ask of a step, and how attention will be cut: tiles as ``ModelRunnerBase`` has them."""
     scheduler = vllm_config.scheduler_config
-    decode = Tiling(1, _least_tile(vllm_config, kv_tile))
+    speculation = read_speculation(vllm_config)
+    decode = Tiling(1 + speculation.num_drafts, _least_tile(vllm_config, kv_tile))
     chunk = Tiling(chunk_query_tile, _least_chunk_tile(vllm_config, (kv_tile, chunk_kv_tile)))
     layers = attention_layers(vllm_config).values()
     has_plans = all(issubclass(layer.get_attn_backend(), PagedAttentionBackend) for layer in layers)
@@ -274,4 +276,6 @@ def step_limits(
         chunk=chunk,
         dims=(*COMMON_DIMS, *(plan_dims(decode, chunk) if has_plans else ())),
         num_lines=num_lines,
+        unread=speculation.unread,
+        ahead=speculation.ahead,
     )

@@ -4,19 +4,21 @@ Nothing is planned again. A request that enters a block gets its id written, and
 at the end of the list, hung into the merge tree behind the pairs it has. A plan made from scratch lists the pairs in
 another order; it merges the same ones in the same order as long as nothing falls out of the row's sight.
 
-Example: blocks of 16, KV tiles of 64. A request at position 47 is repeated. At 48 it enters a block: one entry, the
-block's id in its last pair. At 64 it enters a KV tile: entries for a new pair (tile, start, block id), for the tree,
-and for the row's last pair. The steps between change nothing of the buffer.
+Example: blocks of 16, KV tiles of 64. A request at position 47 is repeated. At 48 it enters a block: two entries, the
+block's id in its last pair and as the row's own. At 64 it enters a KV tile: further entries for a new pair (tile,
+start) and for the tree. The steps between change nothing of the buffer.
 """
 
 from typing import Any
 
 import numpy as np
 
-from model_runner_base.attention.loops import FAN_IN
+from model_runner_base.attention.loops import FAN_IN, first_seen
 from model_runner_base.attention.plan import PairCount, PairGeometry
 from model_runner_base.host_loops import compiled
+from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.sizes import StepLimits
 
 NO_ROOM = -1
 
@@ -25,10 +27,11 @@ class GrowingPlan:
     """One group's decode plan in the packed buffer, and what is needed to add to it. R requests, one tile each.
 
     Args:
-        names: the group's sections: last pairs; pairs' tiles, starts and blocks; the levels of the tree.
+        names: the group's sections: rows' own blocks; pairs' tiles, starts and blocks; the levels of the tree.
         count: the pairs that were packed.
-        block_table: [rows, blocks], of the group.
+        block_table: of the group.
         rows: [R] those of the requests in ``block_table``.
+        limits: what positions a row may touch behind the one that the scheduler says.
     """
 
     def __init__(
@@ -37,19 +40,26 @@ class GrowingPlan:
         names: tuple[str, str, str, str, list[str]],
         step: PackedStep,
         count: PairCount,
-        block_table: np.ndarray,
+        block_table: BlockTable,
         rows: np.ndarray,
+        limits: StepLimits,
     ) -> None:
-        last_pair, pair_tile, pair_start, pair_blocks, levels = names
+        own_blocks, pair_tile, pair_start, pair_blocks, levels = names
         self.num_pairs = count.num_pairs
         self._geometry = geometry
         self._step = step
         self._count = count
         self._block_table = block_table
         self._rows = rows
-        self._pairs = step.views[last_pair], step.views[pair_tile], step.views[pair_start]
+        self._limits = limits
+        self._reached: np.ndarray
+        """[R] the last block that is listed of each request."""
+        self._last_pair: np.ndarray
+        """[R] the pair that each request's last token is in."""
+        self._ring = step.views[own_blocks].shape[1]
+        self._pairs = step.views[pair_tile], step.views[pair_start]
         self._places = np.array(
-            [step.offsets[name] for name in (last_pair, pair_tile, pair_start, pair_blocks, *levels)], np.int64
+            [step.offsets[name] for name in (own_blocks, pair_tile, pair_start, pair_blocks, *levels)], np.int64
         )
         """Where in the buffer the sections begin."""
         self._num_levels = len(levels)
@@ -59,11 +69,23 @@ class GrowingPlan:
     def begin(self, positions: np.ndarray) -> None:
         """``positions`` [R] int64 of the step that was packed; counts the tree."""
         self._tree = count_children(self._count.per_tile, self._num_levels, FAN_IN)
+        self._last_pair = self._count.per_tile.cumsum() - 1
+        self._reached = (self._stops(positions) - 1) // self._geometry.block_size
+        self._steps_to_entry = self._steps_until(positions)
+
+    def _stops(self, positions: np.ndarray) -> np.ndarray:
+        """[R] behind the last position that each request may touch."""
+        limits = self._limits
+        return np.minimum(positions + (limits.decode.query + limits.ahead), limits.max_model_len)
+
+    def _steps_until(self, positions: np.ndarray) -> int:
+        """After so many steps a request may touch a further block; a step takes it on by a row's tokens at most."""
         block_size = self._geometry.block_size
-        self._steps_to_entry = block_size - int((positions % block_size).max())
+        left = block_size - int(((self._stops(positions) - 1) % block_size).max())
+        return -(-left // self._limits.decode.query)
 
     def follow(self, positions: np.ndarray) -> bool:
-        """Follows the positions, which have moved on by one token a request.
+        """Follows the positions, which have moved on by a token a request, or as far as drafts may have been right.
 
         Returns False, and leaves the sections in disorder, if they have no room for the pairs that are needed.
         """
@@ -71,16 +93,21 @@ class GrowingPlan:
         if self._steps_to_entry:
             return True
         geometry, entries = self._geometry, self._step.entries
-        self.num_pairs, self._steps_to_entry = enter_blocks(
+        self.num_pairs = enter_blocks(
             geometry.block_size,
             geometry.kv_tile,
             geometry.sight.window,
             geometry.sight.chunk,
             FAN_IN,
             self.num_pairs,
-            positions,
+            positions - self._limits.unread,
+            self._stops(positions),
+            self._reached,
             self._rows,
-            self._block_table,
+            self._block_table.table,
+            self._block_table.num_blocks,
+            self._ring,
+            self._last_pair,
             self._pairs,
             self._places,
             self._tree,
@@ -88,6 +115,7 @@ class GrowingPlan:
             entries.array,
             entries.count,
         )
+        self._steps_to_entry = self._steps_until(positions)
         return self.num_pairs != NO_ROOM
 
 
@@ -128,52 +156,53 @@ def enter_blocks(
     chunk: int,
     fan_in: int,
     num_pairs: int,
-    positions: np.ndarray,
+    first: np.ndarray,
+    stop: np.ndarray,
+    reached: np.ndarray,
     rows: np.ndarray,
     block_table: np.ndarray,
-    pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    num_blocks: np.ndarray,
+    ring: int,
+    last_pair: np.ndarray,
+    pairs: tuple[np.ndarray, np.ndarray],
     places: np.ndarray,
     tree: tuple[np.ndarray, np.ndarray, np.ndarray],
     buffer: np.ndarray,
     entries: np.ndarray,
     num_entries: np.ndarray,
-) -> tuple[int, int]:
-    """Sees to the requests that have reached the first position of a block.
+) -> int:
+    """Sees to the requests that may touch further blocks than they have ``reached`` [R], which it moves on.
 
-    ``pairs`` are the sections of last pairs, pairs' tiles and starts; ``places`` where they, pairs' blocks and the
-    levels of the tree begin in ``buffer``. ``tree`` holds by level and request the number of children and the last of
-    them, and by level the number of children in all. Returns the number of pairs, or NO_ROOM, and after how many steps
-    the next request enters a block.
+    They touch positions from ``first`` to before ``stop`` [R]. ``ring`` is the number of own blocks of a row;
+    ``last_pair`` [R] is the pair that each was in; ``pairs`` are the sections of pairs' tiles and starts; ``places``
+    where rows' own blocks, these two, pairs' blocks and the levels of the tree begin in ``buffer``. ``tree`` holds by
+    level and request the number of children and the last of them, and by level the number of children in all. Returns
+    the number of pairs, or NO_ROOM.
     """
-    last_pair, pair_tile, pair_start = pairs
+    pair_tile, pair_start = pairs
     blocks_per_tile = kv_tile // block_size
-    steps = block_size
     for tile in range(len(rows)):
-        position = positions[tile]
-        block = position // block_size
-        offset = position - block * block_size
-        steps = min(steps, block_size - offset)
-        if offset:
-            continue
-        if position % kv_tile == 0:
-            first = 0
-            if window:
-                first = max(0, position - window + 1)
-            elif chunk:
-                first = position // chunk * chunk
-            pair = fallen_pair(tile, first, kv_tile, num_pairs, pair_tile, pair_start)
-            if pair < 0:
-                pair = num_pairs
-                num_pairs += 1
-                if num_pairs == len(pair_tile):  # The last pair stays neutral.
-                    return NO_ROOM, 0
-                write(buffer, entries, num_entries, places[1] + pair, tile)
-                hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)
-            write(buffer, entries, num_entries, places[2] + pair, position)
-            write(buffer, entries, num_entries, places[0] + tile, pair)
-        place = places[3] + last_pair[tile] * blocks_per_tile + block % blocks_per_tile
-        write(buffer, entries, num_entries, place, block_table[rows[tile], block])
-    return num_pairs, steps
+        row, last = rows[tile], (stop[tile] - 1) // block_size
+        for block in range(reached[tile] + 1, last + 1):
+            if block % blocks_per_tile == 0:
+                pair = fallen_pair(
+                    tile, first_seen(first[tile], window, chunk), kv_tile, num_pairs, pair_tile, pair_start
+                )
+                if pair < 0:
+                    pair = num_pairs
+                    num_pairs += 1
+                    if num_pairs == len(pair_tile):  # The last pair stays neutral.
+                        return NO_ROOM
+                    write(buffer, entries, num_entries, places[1] + pair, tile)
+                    hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)
+                write(buffer, entries, num_entries, places[2] + pair, block * block_size)
+                last_pair[tile] = pair
+            block_id = block_table[row, block] if block < num_blocks[row] else 0
+            place = places[3] + last_pair[tile] * blocks_per_tile + block % blocks_per_tile
+            write(buffer, entries, num_entries, place, block_id)
+            write(buffer, entries, num_entries, places[0] + tile * ring + block % ring, block_id)
+        reached[tile] = max(reached[tile], last)
+    return num_pairs
 
 
 @compiled

@@ -72,7 +72,7 @@ class LineCaches(PagedCaches):
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         if size.kind != StepKind.LINES:
             return super().fill(batch, size, views)
-        fill_starts(views["token_ids"], batch.num_computed, views["decode_starts"])
+        fill_starts(batch.rows, views["token_ids"], batch.row_len, batch.num_computed, views["decode_starts"])
         for index, group in enumerate(self.groups):
             lines = lines_of(group, batch.rows)
             pad_into(views[f"token_lines.{index}"], lines, 0)

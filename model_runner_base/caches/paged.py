@@ -11,7 +11,8 @@ packed (docs/architecture.md has all of it):
     decode_starts      [-5, 0]             row 4's position is on the device; padding
     decode_pair_tile   [0, 0, 0, ...]      "a" meets KV tiles 0, 1, 2
     decode_pair_start  [0, 64, 128, FAR, ...]
-    decode_last_pair   [2, P - 1]          where the key of position 130 goes; padding goes to the null block
+    decode_own_blocks  [[block 8 of row 4], [0]]  where the key of position 130 goes, with blocks of 16; padding goes
+                                           to the null block
     chunk_tile_starts  [0, 64, 100, ...]   tokens 0 to 63 and 64 to 99 of the chunks are a tile each
     chunk_tile_positions [0, 64, ...]
     chunk_pair_tile    [0, 1, ...]         both tiles meet KV tile 0
@@ -36,12 +37,13 @@ from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, 
 from model_runner_base.attention.plan import PairCount, PairGeometry
 from model_runner_base.attention.trace import LayerTrace, trace_plan
 from model_runner_base.caches.chunk_tiles import ChunkTiles
+from model_runner_base.caches.decode_rows import LENGTHS, DecodeRows, fill_ring, ring_size
 from model_runner_base.caches.group import AttentionGroup, CacheKind, DeviceStarts
 from model_runner_base.caches.growth import GrowingPlan
-from model_runner_base.requests.device_rows import known_or
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import Array, PackedStep, Section
+from model_runner_base.step.packing import Array, PackedStep, Section, pad_into
 from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 
@@ -66,11 +68,14 @@ def plan_dims(decode: Tiling, chunk: Tiling) -> tuple[Dim, ...]:
 class _Names(NamedTuple):
     """A group's sections of one of the two plans."""
 
-    last_pair: str
     pair_tile: str
     pair_start: str
     pair_blocks: str
     levels: list[str]
+    own_blocks: str
+    """Of decode rows."""
+    last_pair: str
+    """Of chunk tiles."""
 
     @classmethod
     def of(cls, plan: str, index: int, geometry: PairGeometry) -> "_Names":
@@ -78,7 +83,8 @@ class _Names(NamedTuple):
             return f"{plan}_{part}.{index}"
 
         levels = [f"{name('tree')}.{level}" for level in range(geometry.num_levels)]
-        return cls(name("last_pair"), name("pair_tile"), name("pair_start"), name("pair_blocks"), levels)
+        pairs = name("pair_tile"), name("pair_start"), name("pair_blocks")
+        return cls(*pairs, levels, name("own_blocks"), name("last_pair"))
 
     def levels_of(self, arrays: dict[str, Array]) -> tuple[Array, ...]:
         return tuple([arrays[level] for level in self.levels])
@@ -103,6 +109,7 @@ class _Counted(NamedTuple):
 
     batch: InputBatch
     decodes: _Requests
+    """With all positions that the rows may touch in place of their new tokens."""
     decode_counts: list[PairCount]
     chunks: _Requests | None = None
     chunk_counts: Sequence[PairCount] = ()
@@ -115,6 +122,7 @@ class PagedCaches(CacheKind):
         self.groups = groups
         self.limits = limits
         self.dims = plan_dims(limits.decode, limits.chunk)
+        self.order = BatchOrder(limits.decode.query, row_len=limits.decode.query)
         self._planned = list(self._plan_groups())
         self._counted: _Counted
 
@@ -124,7 +132,7 @@ class PagedCaches(CacheKind):
             decode, chunk = (
                 PairGeometry(group.block_table.block_size, query, keys, -(-limits.max_model_len // keys), group.sight)
                 for query, keys in (
-                    (limits.decode.query, group.kv_tile),
+                    (limits.decode_reach, group.kv_tile),
                     (limits.chunk.query, group.chunk_kv_tile),
                 )
             )
@@ -135,19 +143,29 @@ class PagedCaches(CacheKind):
 
     def needs(self, batch: InputBatch) -> list[StepSize]:
         rows = batch.num_decodes
-        decodes = batch.query_len[:rows], batch.num_computed[:rows], batch.rows[:rows]
+        decodes = self._reach_of(batch)
         decode_counts = [planned.decode.count(*decodes[:2], rows) for planned in self._planned]
         decode_pairs = max([count.num_pairs for count in decode_counts], default=0)
         if batch.is_decode:
             self._counted = _Counted(batch, decodes, decode_counts)
             return [self.limits.decode_size(rows, decode_pairs)]
         chunks = batch.query_len[rows:], batch.num_computed[rows:], batch.rows[rows:]
-        num_chunks, num_tokens = batch.num_reqs - rows, batch.num_tokens - rows
+        num_chunks, num_tokens = batch.num_reqs - rows, int(chunks[0].sum())
         chunk_counts = [planned.chunk.count(*chunks[:2], num_tokens) for planned in self._planned]
         self._counted = _Counted(batch, decodes, decode_counts, chunks, chunk_counts)
         chunk_pairs = max([count.num_pairs for count in chunk_counts], default=0)
         num_tiles = max([count.num_tiles for count in chunk_counts], default=0)
         return [self.limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, num_tiles)]
+
+    def _reach_of(self, batch: InputBatch) -> _Requests:
+        """The decode rows: how many positions each may touch in this step, and from which one on."""
+        limits, rows = self.limits, batch.num_decodes
+        query_len, num_computed = batch.query_len[:rows], batch.num_computed[:rows]
+        if limits.decode_reach > 1:
+            stop = np.minimum(num_computed + query_len + limits.ahead, limits.max_model_len)
+            num_computed = np.maximum(num_computed - limits.unread, 0)
+            query_len = stop - num_computed
+        return query_len, num_computed, batch.rows[:rows]
 
     def _dims(self, size: StepSize) -> tuple[int, ...]:
         """Decode rows and pairs; chunk tokens, tiles and pairs."""
@@ -159,9 +177,13 @@ class PagedCaches(CacheKind):
     def sections(self, size: StepSize) -> list[Section]:
         num_rows, num_pairs, num_tokens, num_tiles, num_chunk_pairs = self._dims(size)
         sections = [Section("decode_starts", (num_rows,))]
+        if self.limits.decode.query > 1:
+            sections.append(Section(LENGTHS, (num_rows,)))
         # Only a plan of pure decode is ever added to: its nodes have room for children.
         is_mixed = size.kind == StepKind.MIXED
         for planned in self._planned:
+            ring = ring_size(self.limits.decode_reach, planned.decode.block_size)
+            sections.append(Section(planned.decode_names.own_blocks, (num_rows, ring)))
             sections += _pair_sections(planned.decode_names, planned.decode, num_rows, num_pairs, has_starts=is_mixed)
         if is_mixed:
             sections += [
@@ -170,6 +192,7 @@ class PagedCaches(CacheKind):
                 Section("chunk_token_slots", (num_tokens,)),
             ]
             for planned in self._planned:
+                sections.append(Section(planned.chunk_names.last_pair, (num_tiles,)))
                 sections += _pair_sections(
                     planned.chunk_names, planned.chunk, num_tiles, num_chunk_pairs, has_starts=True
                 )
@@ -179,9 +202,13 @@ class PagedCaches(CacheKind):
         counted = self._counted
         assert counted.batch is batch
         decodes, num_pairs, is_mixed = counted.decodes, self._dims(size)[1], size.kind == StepKind.MIXED
-        fill_starts(views["token_ids"], decodes[1], views["decode_starts"])
+        self._fill_rows(batch, views)
         for planned, count in zip(self._planned, counted.decode_counts, strict=True):
-            _fill_pairs(planned.decode, *decodes, planned.group.block_table.table, planned.decode_names, views)
+            table, names = planned.group.block_table, planned.decode_names
+            _fill_pairs(planned.decode, *decodes, table.table, names, views)
+            reach, first, rows = decodes
+            own = rows, table.table, table.num_blocks, views[names.own_blocks]
+            fill_ring(planned.decode.block_size, first, first + reach, *own)
             levels = planned.decode_names.levels_of(views)
             if is_mixed:
                 fill_node_starts(levels, count.per_tile)
@@ -191,9 +218,19 @@ class PagedCaches(CacheKind):
             assert counted.chunks is not None, "a step without chunks runs at a size of decode"
             self._fill_chunks(counted.chunks, counted.chunk_counts, views)
 
+    def _fill_rows(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
+        """What decode rows have beside plans."""
+        rows = batch.num_decodes
+        places = views["token_ids"], batch.row_len, batch.num_computed[:rows], views["decode_starts"]
+        fill_starts(batch.rows[:rows], *places)
+        if batch.row_len > 1:
+            pad_into(views[LENGTHS], batch.query_len[:rows], 0)
+
     def _fill_chunks(self, chunks: _Requests, counts: Sequence[PairCount], views: dict[str, np.ndarray]) -> None:
         for planned, count in zip(self._planned, counts, strict=True):
-            _fill_pairs(planned.chunk, *chunks, planned.group.block_table.table, planned.chunk_names, views)
+            names = planned.chunk_names
+            _fill_pairs(planned.chunk, *chunks, planned.group.block_table.table, names, views)
+            pad_into(views[names.last_pair], count.per_tile.cumsum() - 1, len(views[names.pair_tile]) - 1)
             fill_node_starts(planned.chunk_names.levels_of(views), count.per_tile)
         fill_tiles(
             self.limits.chunk.query,
@@ -213,36 +250,38 @@ class PagedCaches(CacheKind):
 
     def _growing(self, batch: InputBatch, step: PackedStep) -> Iterator[RepeatPart]:
         for planned, count in zip(self._planned, self._counted.decode_counts, strict=True):
-            table = planned.group.block_table.table
-            yield GrowingPlan(planned.decode, planned.decode_names, step, count, table, batch.rows)
+            names = planned.decode_names
+            sections = names.own_blocks, names.pair_tile, names.pair_start, names.pair_blocks, names.levels
+            table = planned.group.block_table
+            yield GrowingPlan(planned.decode, sections, step, count, table, batch.rows, self.limits)
 
     # ---- On the device ----
 
     def bind(self, call: ModelCall) -> None:
+        tiles = ChunkTiles.of(call, self.limits.chunk.query) if call.size.kind == StepKind.MIXED else None
+        self.bind_rows(call, DecodeRows.of(call, self.limits.decode.query), tiles)
+
+    def bind_rows(self, call: ModelCall, rows: DecodeRows, tiles: ChunkTiles | None = None) -> None:
+        """``bind`` for rows of any number of tokens, at positions that the step may touch, and for chunks or none."""
         arrays = call.arrays
-        starts = arrays["decode_starts"]
-        num_rows = starts.shape[0]
-        decode_positions = known_or(starts, call.computed)
-        tiles = None
-        call.positions = decode_positions
-        if call.size.kind == StepKind.MIXED:
-            tiles = ChunkTiles.of(call, self.limits.chunk.query)
-            call.positions = torch.cat((decode_positions, tiles.positions))
+        call.positions = rows.positions.reshape(-1)
+        num_tokens = call.positions.shape[0]
+        if tiles is not None:
+            call.positions = torch.cat((call.positions, tiles.positions))
         for planned in self._planned:
-            blocks, parts = [], []
-            decode = _decode_plan(planned, call, decode_positions)
-            parts.append(decode)
-            blocks.append(_own_blocks(decode, arrays[planned.decode_names.last_pair], decode_positions, planned.decode))
+            chunks = None
+            block_size = planned.decode.block_size
+            blocks = rows.own_blocks(arrays[planned.decode_names.own_blocks], block_size)
             if tiles is not None:
                 chunks = _chunk_plan(planned, call, tiles)
-                parts.append(chunks)
-                blocks.append(tiles.own_blocks(arrays[planned.chunk_names.last_pair], chunks, planned.chunk))
+                own = tiles.own_blocks(arrays[planned.chunk_names.last_pair], chunks, planned.chunk)
+                blocks = torch.cat((blocks, own))
             metadata = PagedAttentionMetadata(
-                slot_blocks=torch.cat(blocks) if tiles is not None else blocks[0],
-                slot_offsets=call.positions % planned.decode.block_size,
-                num_decode_tokens=num_rows,
-                decode=decode,
-                chunks=None if tiles is None else parts[1],
+                slot_blocks=blocks,
+                slot_offsets=call.positions % block_size,
+                num_decode_tokens=num_tokens,
+                decode=_decode_plan(planned, call, rows),
+                chunks=chunks,
             )
             call.metadata.update(dict.fromkeys(planned.group.layer_names, metadata))
 
@@ -262,7 +301,6 @@ def _pair_sections(
     """Those of one plan; ``has_starts``: of its merge tree where the children of each node start, not each child."""
     levels = zip(names.levels, geometry.level_sizes(num_tiles, num_pairs), strict=True)
     return [
-        Section(names.last_pair, (num_tiles,)),
         Section(names.pair_tile, (num_pairs,)),
         Section(names.pair_start, (num_pairs,)),
         Section(names.pair_blocks, (num_pairs, geometry.blocks_per_tile)),
@@ -290,31 +328,26 @@ def _fill_pairs(
         views[names.pair_tile],
         views[names.pair_start],
         views[names.pair_blocks],
-        views[names.last_pair],
     )
 
 
-def _own_blocks(
-    plan: PairPlan, last_pair: torch.Tensor, positions: torch.Tensor, geometry: PairGeometry
-) -> torch.Tensor:
-    """[rows] the block that each row's key goes to: its last pair holds it."""
-    assert plan.pair_blocks is not None
-    return plan.pair_blocks[last_pair, positions % geometry.kv_tile // geometry.block_size]
-
-
-def _decode_plan(planned: _Planned, call: ModelCall, positions: torch.Tensor) -> PairPlan:
-    """A tile is a row; its token is the last that it sees."""
+def _decode_plan(planned: _Planned, call: ModelCall, rows: DecodeRows) -> PairPlan:
+    """A tile is a row; a token is the last that it sees itself."""
     names, arrays = planned.decode_names, call.arrays
     pair_tile, pair_start = arrays[names.pair_tile], arrays[names.pair_start]
-    first = planned.group.sight.first(positions)
+    kv_start = pair_start.unsqueeze(1)
+    last, first = rows.positions, planned.group.sight.first(rows.positions)
+    if rows.is_token is not None:
+        last = torch.where(rows.is_token, last, NEVER)
+        first = None if first is None else torch.where(rows.is_token, first, FAR)
     return PairPlan(
         block_size=planned.decode.block_size,
         kv_tile=planned.decode.kv_tile,
         pair_tile=pair_tile,
         pair_start=pair_start,
         pair_blocks=arrays[names.pair_blocks],
-        last=(positions[pair_tile] - pair_start).unsqueeze(1),
-        first=None if first is None else (first[pair_tile] - pair_start).unsqueeze(1),
+        last=last[pair_tile] - kv_start,
+        first=None if first is None else first[pair_tile] - kv_start,
         merge_tree=_merge_tree(call, names),
     )
 

@@ -13,7 +13,7 @@ class SampledStep:
     """What sampling left on the device: S padded rows of logits."""
 
     tokens: torch.Tensor
-    """[S] int32"""
+    """[S] int32, -1 for what was sampled behind a draft that was wrong."""
     logprobs: DeviceLogprobs | None = None
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
     num_nans: torch.Tensor | None = None

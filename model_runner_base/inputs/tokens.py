@@ -41,6 +41,8 @@ class TokenInputs:
             batch.query_len,
             batch.num_computed,
             batch.is_sampled,
+            batch.num_decodes,
+            batch.row_len,
             requests.num_known,
             requests.token_ids,
             views["token_ids"],
@@ -54,7 +56,7 @@ class TokenInputs:
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
         """What keeps the sections up while the step, all decode rows, is repeated."""
-        return [_DeviceTokens(step.views["token_ids"], batch.rows)]
+        return [_DeviceTokens(step.views["token_ids"], batch.rows, batch.row_len)]
 
     def prepare(self, batch: InputBatch) -> None:
         """Called before every run of a batch."""
@@ -76,12 +78,14 @@ class TokenInputs:
 class _DeviceTokens:
     """While a step is repeated the device knows all its tokens."""
 
-    def __init__(self, token_ids: np.ndarray, rows: np.ndarray) -> None:
+    def __init__(self, token_ids: np.ndarray, rows: np.ndarray, row_len: int) -> None:
         self._token_ids = token_ids
         self._rows = rows
+        self._row_len = row_len
 
     def begin(self, positions: np.ndarray) -> None:
-        self._token_ids[: len(self._rows)] = -self._rows - 1
+        tokens = self._rows[:, None] * self._row_len + np.arange(self._row_len)
+        self._token_ids[: tokens.size] = -tokens.reshape(-1) - 1
 
     def follow(self, positions: np.ndarray) -> bool:
         return True
@@ -94,30 +98,42 @@ def fill_tokens(
     query_len: np.ndarray,
     num_computed: np.ndarray,
     is_sampled: np.ndarray,
+    num_decodes: int,
+    row_len: int,
     num_known: np.ndarray,
     known: np.ndarray,
     token_ids: np.ndarray,
     logits_indices: np.ndarray,
     sample_rows: np.ndarray,
 ) -> None:
-    """What each token is, and for each request its last token and the row that what is drawn there goes to.
+    """What each token is, and for each row of logits its token and the row that what is drawn there goes to.
 
-    ``known`` [rows, positions] int32 are the ids on the host, ``num_known`` [rows] of them. At most the last token of a
-    request is unknown to the host, the one sampled in its last step: it is ``-(row + 1)``, the device knows. A row with
-    prompt left yields no token: what is drawn for it goes to the padding row, where nobody looks.
+    ``known`` [rows, positions] int32 are the ids on the host, ``num_known`` [rows] of them. What the host does not know
+    is the token that was sampled in a request's last step, and drafts behind it: the number K of the row in the
+    device's ``tokens``, all rows one behind another, is ``-(K + 1)``. A chunk has logits of its last token, a decode
+    row of each of its tokens. What yields no token, where there is prompt left or no draft, is drawn for the padding
+    row, where nobody looks.
     """
     padding_row = len(num_known)
-    end = 0
+    end = logits = 0
     for request in range(len(rows)):
         row, start, count, token = rows[request], num_computed[request], query_len[request], query_start[request]
         token_ids[end:token] = 0
-        for index in range(count):
+        num_unknown = max(0, start + count - max(start, num_known[row]))
+        for index in range(count - num_unknown):
             token_ids[token + index] = known[row, start + index]
+        for place in range(num_unknown):
+            token_ids[token + count - num_unknown + place] = -(row * row_len + place) - 1
         end = token + count
-        if start + count > num_known[row]:
-            token_ids[end - 1] = -row - 1
-        logits_indices[request] = end - 1
-        sample_rows[request] = row if is_sampled[request] else padding_row
+        if request < num_decodes and row_len > 1:
+            for place in range(row_len):
+                logits_indices[logits + place] = token + place
+                sample_rows[logits + place] = row if place < count else padding_row
+            logits += row_len
+        else:
+            logits_indices[logits] = end - 1
+            sample_rows[logits] = row if is_sampled[request] else padding_row
+            logits += 1
     token_ids[end:] = 0
-    logits_indices[len(rows) :] = 0
-    sample_rows[len(rows) :] = padding_row
+    logits_indices[logits:] = 0
+    sample_rows[logits:] = padding_row

@@ -122,7 +122,7 @@ def prompts_alone(limits: StepLimits, num_tokens: int, requests: Sequence[int]) 
     pairs = int((tile_ends // limits.chunk.keys + 1).sum())
     num_tiles = limits.num_tiles(num_tokens, num_prompts)
     size = limits.mixed_size(0, 0, num_tokens, num_prompts, num_prompts * (pairs + 1), num_tiles)
-    return limits.but(size, requests=num_reqs, logits=num_reqs)
+    return limits.but(size, requests=num_reqs, logits=num_reqs * limits.decode.query)
 
 
 def _from_row(row: list[int]) -> StepSize:
@@ -136,14 +136,16 @@ def _candidate(limits: StepLimits, need: StepSize) -> StepSize:
     if need.kind == StepKind.DECODE:
         num_rows = min(_round_up(dims["decode_rows"], 4), limits.max_num_reqs)
         num_pairs = min(_round_up(dims["decode_pairs"] - 1, 8), num_rows * limits.max_kv_tiles)
-        return limits.but(limits.decode_size(num_rows, num_pairs), requests=num_reqs, logits=num_reqs)
+        return limits.but(
+            limits.decode_size(num_rows, num_pairs), requests=num_reqs, logits=num_reqs * limits.decode.query
+        )
     num_rows = min(_round_up(dims["decode_rows"], 1), limits.max_num_reqs)
     num_pairs = min(_round_up(dims["decode_pairs"] - 1, 4), num_rows * limits.max_kv_tiles)
     num_tokens = min(_round_up(max(dims["chunk_tokens"], SMALLEST_MIXED), 4), limits.max_num_tokens)
     num_tiles = max(_round_up(dims["chunk_tiles"], 2), limits.num_tiles(num_tokens, 1))
     chunk_pairs = min(_round_up(dims["chunk_pairs"] - 1, 4), num_tiles * limits.max_chunk_kv_tiles)
     size = limits.mixed_size(num_rows, num_pairs, num_tokens, num_reqs, chunk_pairs, num_tiles)
-    return limits.but(size, requests=num_reqs, logits=num_reqs)
+    return limits.but(size, requests=num_reqs, logits=num_reqs * limits.decode.query)
 
 
 def _round_up(value: int, steps: int) -> int:

@@ -45,7 +45,9 @@ class Starting(Protocol):
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
-    def _dummy_run(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    def _dummy_run(self, size: StepSize) -> list[torch.Tensor]: ...
+
+    def _warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None: ...
 
     def _pack_at(self, size: StepSize, batch: Any) -> Any: ...
 
@@ -98,12 +100,14 @@ def parts_of(runner: Starting, size: StepSize) -> SizeParts:
 
     Sizes of as many tokens, or rows of logits, share what is made for these.
     """
-    inputs, head = runner.parts.inputs, runner.parts.head
+    parts = runner.parts
+    inputs, head = parts.inputs, parts.head
     results: list[torch.Tensor] = []
     yield "inputs", inputs.warm_up
     yield size, lambda: results.extend(runner._dummy_run(size))
     yield ("tokens", size.num_tokens), lambda: head.warm_up_tokens(results[2])
     yield ("logits", size.num_logits), lambda: head.warm_up_logits(results[0], results[1])
+    yield ("drafts", size), lambda: runner._warm_up_drafter(size, results)
 
 
 def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:
@@ -122,16 +126,17 @@ def compile_host_loops(runner: Starting) -> None:
     info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0])
     most_tokens = min(2, runner.max_model_len, runner.vllm_config.scheduler_config.max_num_batched_tokens)
     for num_tokens in range(1, 1 + most_tokens):
-        row = parts.requests.admit(req_id, info, [0], 0)
+        num_computed = min(2, runner.max_model_len) - num_tokens  # Behind its prompt it has a decode row.
+        row = parts.requests.admit(req_id, info, [0], num_computed)
         for table in parts.block_tables:
             table.append([row], [[]])
-        step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens)
+        step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens, [num_computed])
         batch = parts.batches.build(step)
         paged = runner.graph_policy.dispatch(parts.caches.needs(batch)[0])
         runner._pack_at(paged, batch)
         runner._prepare_sampling(batch)
         block_size = max((table.block_size for table in parts.block_tables), default=0)
-        for _ in range(min(block_size, runner.max_model_len - 1)):
+        for _ in range(min(block_size, runner.max_model_len - num_computed - 1)):
             if parts.repeat.follow(step) is None:
                 break
     parts.requests.forget(req_id)

@@ -11,7 +11,12 @@ from vllm.forward_context import ForwardContext, create_forward_context
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import attention_groups, bind, num_lines
 from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.draft.choice import make_drafter
+from model_runner_base.draft.device import DraftParts
+from model_runner_base.draft.drafter import Drafter
+from model_runner_base.draft.loading import draft_of
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.heads.generate import GenerateHead, LogitsOf
 from model_runner_base.heads.sampling.params import SamplingMode
@@ -27,6 +32,7 @@ from model_runner_base.step.packing import Packer, Section
 from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.step.state import GraphState, HeldTensors
+from model_runner_base.vllm_port.speculation import read_speculation
 
 
 class Unwired(Protocol):
@@ -80,6 +86,7 @@ class StepParts:
     forward: StepFunction
     """``_run_model`` as the device runs it."""
     head: GenerateHead
+    drafter: Drafter
 
 
 def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
@@ -89,7 +96,8 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
 
     # Requests: rows on the host, rows on the device, cache blocks.
     requests = RequestStates(max_num_reqs, max_model_len)
-    rows = DeviceRows(max_num_reqs, device_ops)
+    speculation = read_speculation(config)
+    rows = DeviceRows(max_num_reqs, device_ops, 1 + speculation.num_drafts)
     tiles = runner.KV_TILE, runner.CHUNK_KV_TILE
     block_tables, groups = attention_groups(layout, config, max_num_reqs, max_model_len, tiles)
 
@@ -97,6 +105,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     state = GraphState()
     tensors, index_of = runner._make_kv_caches(layout)
     kv_caches = state.hold(tensors)
+    rows.tensors = state.hold(rows.tensors)
 
     def bind_kv_caches() -> None:
         bind(kv_caches, index_of, config)
@@ -104,7 +113,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     bind_kv_caches()
 
     # What a step sends: sizes, caches, inputs.
-    reads_lines = all(group.reads_lines for group in groups)
+    reads_lines = all(group.reads_lines for group in groups) and not speculation.num_drafts
     limits = runner._step_limits(num_lines(layout, config) if reads_lines else 0)
     policy.configure(limits)
     caches = runner._make_caches(groups, limits)
@@ -112,10 +121,10 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     inputs = make_inputs(config.model_config, requests, max_num_tokens, policy.wrap, device_ops)
 
     def sections(size: StepSize) -> list[Section]:
-        return [*inputs.sections(size), *caches.sections(size)]
+        return [*inputs.sections(size), *caches.sections(size), *drafter.sections(size)]
 
     # What runs on the device: the model, then its head.
-    forward = policy.wrap(runner._run_model, state.tensors)
+    forward = policy.wrap(runner._run_model, kv_caches)
     logits = LogitsOf(runner.model, runner.vocabulary)
     samplers = {mode: policy.wrap(runner._make_sampler(mode), rows.tensors) for mode in SamplingMode}
     sampling = SamplingPipeline(
@@ -130,6 +139,25 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         runner.vocabulary,
         device_ops,
     )
+
+    # What drafts the next tokens.
+    def draft_parts(caches: PagedCaches) -> DraftParts:
+        return DraftParts(
+            model=draft_of(runner.model),
+            caches=caches,
+            sections=sections,
+            rows=rows,
+            tables=sampling.tables,
+            num_drafts=speculation.num_drafts,
+            max_length=min(max_model_len, speculation.max_length),
+            is_async=speculation.is_async,
+            sort_limits=policy.sort_limits,
+            wrap=policy.wrap,
+            state=state.tensors,
+            device_ops=device_ops,
+        )
+
+    drafter = make_drafter(speculation, requests, caches, draft_parts)
     return StepParts(
         requests=requests,
         block_tables=block_tables,
@@ -145,4 +173,5 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         forward_context=create_forward_context(None, config),
         forward=forward,
         head=GenerateHead(logits, sampling),
+        drafter=drafter,
     )

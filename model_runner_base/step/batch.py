@@ -1,7 +1,9 @@
 """The batch of one step: which requests, from where in them, how many tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +35,10 @@ class InputBatch:
     """How many do."""
     num_decodes: int
     """How many of the requests, from the first on, have a decode row."""
+    row_len: int = 1
+    """Tokens that a decode row has room for; more than one where drafts are verified."""
+    drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """As ``Schedule`` has them."""
     is_repeat: bool = False
     """Whether this is the last step's batch, every request one token further (see ``Repeat``)."""
 
@@ -53,3 +59,44 @@ class InputBatch:
     def is_decode(self) -> bool:
         """Whether every request has a decode row."""
         return self.num_decodes == self.num_reqs
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Of decode rows, room for drafts counted."""
+        return self.num_decodes * self.row_len
+
+    # ---- Rows of logits: as many as a decode row has tokens, one for a chunk ----
+
+    def logits_start(self, requests: np.ndarray) -> np.ndarray:
+        """[N] the first row of logits of each of N requests, which are indices in the batch."""
+        if self.row_len == 1:
+            return requests
+        return requests + np.minimum(requests, self.num_decodes) * (self.row_len - 1)
+
+    def num_logits(self, requests: np.ndarray) -> np.ndarray:
+        """[N] how many rows of logits are sampled of each of N requests, from its first one on."""
+        return np.where(requests < self.num_decodes, self.query_len[requests], 1)
+
+    def logits_rows(self, requests: np.ndarray) -> "LogitsRows":
+        """All rows of logits that are sampled of N requests."""
+        if self.row_len == 1:
+            return LogitsRows(requests, np.arange(len(requests)), np.zeros_like(requests))
+        counts = self.num_logits(requests)
+        owner = np.repeat(np.arange(len(requests)), counts)
+        place = np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
+        return LogitsRows(self.logits_start(requests)[owner] + place, owner, place)
+
+
+class LogitsRows(NamedTuple):
+    """S rows of logits of some requests of a batch.
+
+    Example: rows have room for 4 tokens; the first request decodes with 2 drafts, the second is a chunk. All rows of
+    both: rows [0, 1, 2, 4], owner [0, 0, 0, 1], place [0, 1, 2, 0].
+    """
+
+    rows: np.ndarray
+    """[S] among all rows of logits."""
+    owner: np.ndarray
+    """[S] whose it is, of the requests asked for."""
+    place: np.ndarray
+    """[S] how many drafts of the request come before what is sampled there."""

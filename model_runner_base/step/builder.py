@@ -18,6 +18,9 @@ class BatchOrder(NamedTuple):
     fresh_last: bool = False
     """Whether requests that have nothing in the cache come last, however many tokens they have: the order that vLLM's
     backends expect (``reorder_batch_to_split_decodes_and_prefills`` in vllm/v1/attention/backends/utils.py)."""
+    row_len: int = 1
+    """Tokens that every decode row takes up, whether it has as many or not. More than one where drafts are verified:
+    then requests have a decode row once all their tokens are output, and the scheduler says how far they are."""
 
 
 class BatchBuilder:
@@ -30,17 +33,24 @@ class BatchBuilder:
     def build(self, schedule: Schedule) -> InputBatch:
         """From scratch: any step."""
         requests = self._requests
-        req_ids = list(schedule.num_tokens)
+        req_ids, row_len = list(schedule.num_tokens), self._order.row_len
+        if row_len > 1 and schedule.continued:
+            # Whether drafts were right the device alone knows; their requests' progress is the scheduler's bound.
+            requests.num_computed[requests.rows_of(schedule.continued)] = schedule.num_computed
         rows = requests.rows_of(req_ids)
         query_len = int_array(schedule.num_tokens.values())
         keys = np.empty(len(rows), np.int64)
-        num_decodes, is_sorted = order_of(rows, query_len, requests.num_computed, *self._order, keys)
+        num_decodes, is_sorted = order_of(
+            rows, query_len, requests.num_computed, requests.num_known, *self._order, keys
+        )
         if not is_sorted:
             order = np.argsort(keys, kind="stable")
             req_ids = [req_ids[index] for index in order.tolist()]
             rows, query_len = rows[order], query_len[order]
         counts, is_sampled = np.empty((3, len(rows)), np.int64), np.empty(len(rows), np.bool_)
-        num_sampled = advance(rows, query_len, requests.num_computed, requests.num_known, counts, is_sampled)
+        num_sampled = advance(
+            rows, query_len, requests.num_computed, requests.num_known, num_decodes, row_len, counts, is_sampled
+        )
         query_start, num_computed, seq_lens = counts
         return InputBatch(
             req_ids=req_ids,
@@ -53,6 +63,8 @@ class BatchBuilder:
             is_sampled=is_sampled,
             num_sampled=num_sampled,
             num_decodes=num_decodes,
+            row_len=row_len,
+            drafts=schedule.drafts,
         )
 
 
@@ -61,14 +73,19 @@ def order_of(
     rows: np.ndarray,
     query_len: np.ndarray,
     progress: np.ndarray,
+    num_known: np.ndarray,
     decode_len: int,
     fresh_last: bool,
+    row_len: int,
     keys: np.ndarray,
 ) -> tuple[int, bool]:
     """Fills ``keys`` [R] that a batch is sorted by; returns how many have a decode row, and whether it is sorted."""
     num_decodes, is_sorted = 0, True
     for index in range(len(rows)):
-        key = 0 if query_len[index] <= decode_len else 1
+        if row_len > 1:
+            key = 0 if progress[rows[index]] >= num_known[rows[index]] else 1
+        else:
+            key = 0 if query_len[index] <= decode_len else 1
         num_decodes += 1 - key
         if fresh_last and progress[rows[index]] == 0:
             key = 2
@@ -84,10 +101,13 @@ def advance(
     query_len: np.ndarray,
     progress: np.ndarray,
     num_known: np.ndarray,
+    num_decodes: int,
+    row_len: int,
     counts: np.ndarray,
     is_sampled: np.ndarray,
 ) -> int:
     """Moves the ``progress`` of requests, by row, on by ``query_len``; ``num_known`` [rows] are the tokens on the host.
+    The first ``num_decodes`` have a decode row, and take up ``row_len`` tokens of the step if that is more.
 
     Fills ``is_sampled`` and, as ``counts`` [3, R], ``query_start``, ``num_computed`` and ``seq_lens`` of an
     ``InputBatch``; returns its ``num_sampled``.
@@ -100,5 +120,5 @@ def advance(
         counts[0, request], counts[1, request], counts[2, request] = token, before, after
         is_sampled[request] = after >= num_known[row]
         num_sampled += is_sampled[request]
-        token += query_len[request]
+        token += max(query_len[request], row_len) if request < num_decodes else query_len[request]
     return num_sampled

@@ -24,7 +24,7 @@ class ModelCall:
     tokens: torch.Tensor
     """[rows + 1, K] of ``DeviceRows``."""
     computed: torch.Tensor
-    """[rows + 1] of ``DeviceRows``."""
+    """[rows + 1] of ``DeviceRows``; as the step found it, whatever has been sampled since."""
     token_ids: torch.Tensor
     """[T] int32"""
     positions: torch.Tensor = field(init=False)
@@ -46,9 +46,25 @@ class ModelCall:
         computed: torch.Tensor,
     ) -> "ModelCall":
         arrays = unpack(packed, sections)
-        return cls(size, arrays, tokens, computed, known_or(arrays["token_ids"], tokens[:, 0]))
+        return cls(size, arrays, tokens, computed, known_or(arrays["token_ids"], tokens.view(-1)))
+
+    def again(self, computed: torch.Tensor | None = None) -> "ModelCall":
+        """The call with nothing bound, as a step that began where ``computed`` says."""
+        return ModelCall(
+            self.size, self.arrays, self.tokens, self.computed if computed is None else computed, self.token_ids
+        )
 
     @property
     def sample_slots(self) -> torch.Tensor:
-        """[2, L] int32: the row that each row of logits is recorded in, and the position its token will have."""
-        return torch.stack((self.arrays["sample_rows"], self.positions[self.arrays["logits_indices"]] + 1))
+        """[2, L] int32: the row that each row of logits is recorded in, and the position its token will have.
+
+        Where drafts are verified [3, L]: also the draft for that position, or -1 if there is none.
+        """
+        rows, indices = self.arrays["sample_rows"], self.arrays["logits_indices"]
+        slots = [rows, self.positions[indices] + 1]
+        if self.tokens.shape[1] > 1:
+            # It is the token of the next row of logits, if that is of the same request.
+            has_draft = (rows[1:] == rows[:-1]) & (rows[1:] != self.tokens.shape[0] - 1)
+            drafts = torch.where(has_draft, self.token_ids[indices[1:]], -1)
+            slots.append(torch.cat((drafts, torch.full_like(rows[:1], -1))))
+        return torch.stack(slots)

@@ -70,7 +70,7 @@ class PackedStep:
         """A writable view of each section, with what the last step of this size left there."""
         self.offsets = dict(zip(self.views, offsets_of(sections), strict=True))
         """Where each section begins in the buffer."""
-        self.entries = Entries(len(self.buffer), capacity=16 + size.num_reqs // 4)
+        self.entries = Entries(len(self.buffer), capacity=16 + size.num_reqs // 2)
         self._sent: torch.Tensor | None = None
         self._sent_entries: torch.Tensor | None = None
         self._no_entries: torch.Tensor | None = None

@@ -1,5 +1,7 @@
 """A step that repeats the last one: the same requests, one token each, every one a token further.
 
+Where drafts are verified: as many drafts each, every one as far as the scheduler says that it may be.
+
 Most steps of a server are such. Nothing is planned or packed for them: the device knows each row's token and position
 (``DeviceRows``), the graph works out whatever follows from them, and what is left are the entries of the packed buffer
 that change where a request enters a cache block. It applies from the second step of the same requests on, until a
@@ -12,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from model_runner_base.host_loops import compiled
-from model_runner_base.requests.states import RequestStates
+from model_runner_base.requests.states import RequestStates, put_ints
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.schedule import Schedule
@@ -25,7 +27,8 @@ class RepeatPart(Protocol):
         """Called once, before the first repeat; ``positions`` [R] int64 are those of the step that was packed."""
 
     def follow(self, positions: np.ndarray) -> bool:
-        """Follows the positions, which have moved on by one; False if the buffer has no room for that."""
+        """Follows the positions, which have moved on by one, or where drafts are verified by some tokens; False if the
+        buffer has no room for that."""
 
 
 class RepeatingRoom(Protocol):
@@ -50,10 +53,11 @@ class Repeat:
     def watch(self, batch: InputBatch, step: PackedStep, *rooms: RepeatingRoom) -> None:
         """The next step may repeat this one, which was just packed by ``rooms``.
 
-        So it is if all its requests decode and yield a token, and every room can keep its sections up.
+        So it is if all its requests decode, each with all the tokens that its row has room for, and yield a token; and
+        every room can keep its sections up.
         """
         self._batch = None
-        if batch.num_sampled == batch.num_tokens and batch.is_decode:
+        if batch.is_decode and batch.num_sampled == batch.num_reqs and batch.num_tokens == batch.num_decode_tokens:
             parts = [room.repeat(batch, step) for room in rooms]
             if None not in parts:
                 self._batch, self._step, self._rows = batch, step, None
@@ -75,7 +79,7 @@ class Repeat:
     def follow(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
         """The step moved on to the scheduled one; None if that is another, or has no room, and must be built."""
         batch, same, self._same = self._batch, self._same, None
-        if batch is None or schedule.total_num_tokens != batch.num_reqs or schedule.arrivals:
+        if batch is None or schedule.total_num_tokens != batch.num_tokens or schedule.arrivals:
             return None
         if schedule.continued is not same and schedule.continued != batch.req_ids:
             return None
@@ -83,7 +87,11 @@ class Repeat:
         if is_first:
             self._begin(batch)
         step.entries.clear()
-        move_on(self._requests.num_computed, batch.rows, batch.num_computed, batch.seq_lens)
+        if batch.row_len == 1:
+            move_on(self._requests.num_computed, batch.rows, batch.num_computed, batch.seq_lens)
+        else:
+            put_ints(schedule.num_computed, batch.num_computed)
+            batch.seq_lens[:] = batch.num_computed + batch.row_len
         for part in self._parts:
             if not part.follow(batch.num_computed):
                 self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.

@@ -48,6 +48,11 @@ class Schedule:
     num_tokens: Mapping[str, int]
     """Tokens to run of every request of this step, in the scheduler's order."""
     total_num_tokens: int
+    num_computed: Sequence[int] = ()
+    """For each of ``continued``: tokens that lie in the cache already, if every draft that was scheduled is right; of
+    steps that the scheduler has read it knows the truth."""
+    drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Drafts to verify, which count among ``num_tokens``, by request; -1 where the device alone knows them."""
     encoder_inputs: Mapping[str, Any] = field(default_factory=dict)
     """Multimodal items to encode, by request."""
 
@@ -57,4 +62,5 @@ class Grammar(NamedTuple):
 
     req_ids: Sequence[str]
     bitmask: np.ndarray
-    """[rows, ceil(V / 32)] int32: token t at bit t % 32 of word t // 32; a row a request."""
+    """[rows, ceil(V / 32)] int32: token t at bit t % 32 of word t // 32; a row for the next token of each request, and
+    one behind each of its drafts."""

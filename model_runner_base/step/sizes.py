@@ -120,6 +120,15 @@ class StepLimits:
     dims: tuple[Dim, ...] = COMMON_DIMS
     num_lines: int = 0
     """Lines of a contiguous cache, if decode may read all of them; else 0."""
+    unread: int = 0
+    """Tokens by which the scheduler may overstate a decode row's progress: drafts whose fate it has not read yet."""
+    ahead: int = 0
+    """Positions behind a decode row's tokens that drafting runs ahead to."""
+
+    @property
+    def decode_reach(self) -> int:
+        """Positions that a decode row may touch in one step, wherever it truly is."""
+        return self.unread + self.decode.query + self.ahead
 
     @property
     def max_kv_tiles(self) -> int:
@@ -167,12 +176,13 @@ class StepLimits:
 
         There is a row of padding at least, so that no array of a graph is empty.
         """
+        num_logits = num_rows * self.decode.query + num_chunks
         num_rows = max(1, num_rows)
         tokens = num_rows * self.decode.query
         planned = (
             tokens + chunk_tokens,
             min(num_rows + num_chunks, self.max_num_reqs),
-            min(tokens + num_chunks, self.max_num_reqs * self.decode.query),
+            min(max(num_logits, tokens), self.max_num_reqs * self.decode.query),
             num_rows,
             num_pairs + 1,
             chunk_tokens,

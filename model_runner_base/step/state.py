@@ -4,7 +4,8 @@ A policy that compiles a function may replace the tensors by new ones (``GraphPo
 through what ``hold`` returned.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ class GraphState:
         return HeldTensors(self.tensors, start, len(self.tensors))
 
 
-class HeldTensors(Sequence[torch.Tensor]):
-    """A part of a graph's state."""
+class HeldTensors(MutableSequence[torch.Tensor]):
+    """A part of a graph's state; the state of a graph that updates no other part."""
 
     def __init__(self, tensors: list[torch.Tensor], start: int, stop: int) -> None:
         self._tensors = tensors
@@ -36,6 +37,15 @@ class HeldTensors(Sequence[torch.Tensor]):
         if isinstance(index, slice):
             return [self._tensors[place] for place in self._range[index]]
         return self._tensors[self._range[index]]
+
+    def __setitem__(self, index, tensor):  # type: ignore[no-untyped-def]
+        self._tensors[self._range[index]] = tensor
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError("a part of a graph's state has as many tensors as it was made with")
+
+    def insert(self, index: int, tensor: torch.Tensor) -> None:
+        del self[index]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._tensors[self._range.start : self._range.stop])

@@ -7,10 +7,17 @@ from typing import Any
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from model_runner_base.attention.layout import CacheLayout, GroupLayout, LayerCache, TensorLayout
 from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.vllm_port.speculation import read_speculation
 
 __all__ = [
     "KVCacheConfig",
@@ -62,6 +69,11 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
         if not isinstance(spec, AttentionSpec):
             raise UnsupportedConfigError(
                 f"layer {name} keeps a {type(spec).__name__}; such layers are not supported yet"
+            )
+        if read_speculation(vllm_config).unread and not isinstance(spec, FullAttentionSpec):
+            raise UnsupportedConfigError(
+                f"layer {name} forgets what lies behind a window, and asynchronous scheduling would give up its blocks "
+                "before the fate of drafts is known: set async_scheduling=False, or leave out speculative_config"
             )
         specs[name] = spec
     return specs

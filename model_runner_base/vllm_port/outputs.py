@@ -1,6 +1,13 @@
 """A step's results as vLLM's ``ModelRunnerOutput``."""
 
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+import numpy as np
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    LogprobsLists,
+    ModelRunnerOutput,
+)
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.sampled import SampledStep
@@ -17,16 +24,18 @@ class StepOutput(AsyncModelRunnerOutput):
         self._req_ids = batch.req_ids
         self._req_id_to_index = batch.req_id_to_index
         self._unsampled = batch.unsampled
+        self._num_decodes, self._row_len = batch.num_decodes, batch.row_len
         self._sampled = sampled
         self._tokens = device_ops.begin_to_host(sampled.tokens)
         logprobs, num_nans = sampled.logprobs, sampled.num_nans
-        self._logprobs = None if logprobs is None else logprobs.begin_to_host(batch.num_reqs, device_ops)
+        num_logits = batch.num_decode_tokens + batch.num_reqs - batch.num_decodes
+        self._logprobs = None if logprobs is None else logprobs.begin_to_host(num_logits, device_ops)
         self._num_nans = None if num_nans is None else device_ops.begin_to_host(num_nans)
         self._device_ops = device_ops
 
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
-        tokens = self._tokens()[:num_reqs, None].tolist()
+        tokens = self._tokens()[:num_reqs, None].tolist() if self._row_len == 1 else self._yielded(self._tokens())
         for index in self._unsampled:
             tokens[index] = []
         output = ModelRunnerOutput(
@@ -35,12 +44,36 @@ class StepOutput(AsyncModelRunnerOutput):
             sampled_token_ids=tokens,
         )
         if self._logprobs is not None:
-            output.logprobs = self._logprobs()
+            output.logprobs = self._logprobs() if self._row_len == 1 else self._of_yielded(self._logprobs(), tokens)
         for chunk in sampled.prompt_chunks:
             chunk.store(self._device_ops)
             if chunk.is_last:
                 output.prompt_logprobs_dict[chunk.req_id] = chunk.whole
         if self._num_nans is not None:
-            counts = self._num_nans()[:num_reqs].tolist()
+            counts = self._num_nans()[self._logits_start()].tolist()
             output.num_nans_in_logits = dict(zip(self._req_ids, counts, strict=True))
         return output
+
+    # ---- Where drafts are verified: several tokens a request, as many as were right and one more ----
+
+    def _logits_start(self) -> np.ndarray:
+        """[R] the first row of logits of each request."""
+        requests = np.arange(len(self._req_ids))
+        return requests + np.minimum(requests, self._num_decodes) * (self._row_len - 1)
+
+    def _yielded(self, tokens: np.ndarray) -> list[list[int]]:
+        """Of every request; ``tokens`` [S] of rows of logits end with -1 behind what counts."""
+        num_decode_tokens = self._num_decodes * self._row_len
+        decodes = tokens[:num_decode_tokens].reshape(-1, self._row_len)
+        counts = (decodes >= 0).sum(axis=1).tolist()
+        chunks = tokens[num_decode_tokens : num_decode_tokens + len(self._req_ids) - self._num_decodes, None]
+        return [row[:count] for row, count in zip(decodes.tolist(), counts, strict=True)] + chunks.tolist()
+
+    def _of_yielded(self, every: LogprobsLists, tokens: list[list[int]]) -> LogprobsLists:
+        """Those of the yielded tokens alone, one request's behind another's."""
+        counts = np.array([len(each) for each in tokens])
+        first = counts.cumsum() - counts
+        owner = np.repeat(np.arange(len(tokens)), counts)
+        kept = self._logits_start()[owner] + np.arange(len(owner)) - first[owner]
+        ids, values, ranks = every.logprob_token_ids, every.logprobs, every.sampled_token_ranks
+        return LogprobsLists(ids[kept], values[kept], ranks[kept], first.tolist())

@@ -24,6 +24,8 @@ def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
         new_blocks,
         scheduler_output.num_scheduled_tokens,
         scheduler_output.total_num_scheduled_tokens,
+        cached.num_computed_tokens,
+        scheduler_output.scheduled_spec_decode_tokens,
         scheduler_output.scheduled_encoder_inputs,
     )
 

@@ -36,6 +36,8 @@ class NkiAttentionImpl(PagedAttentionImpl):
         require_nki()
         super().__init__(*args, **kwargs)
         lacking = [name for name in ("alibi_slopes", "sinks") if getattr(self, name) is not None]
+        if get_current_vllm_config().speculative_config is not None:
+            lacking.append("the verification of drafts")
         if lacking:
             raise NotImplementedError(
                 f"the NKI attention kernel does not support {' and '.join(lacking)}: set {NKI_VARIABLE}=0 to run "

@@ -11,6 +11,7 @@ from model_runner_base.limits import UnsupportedConfigError, check_config
 
 MODEL = {
     "is_multimodal_model": False,
+    "enable_prompt_embeds": False,
     "runner_type": "generate",
     "is_encoder_decoder": False,
     "use_mla": False,
@@ -38,11 +39,28 @@ SERVED = SimpleNamespace(
 )
 
 
+def draft(**options: Any) -> SimpleNamespace:
+    """A speculative config of two drafts."""
+    config = {
+        "method": "eagle",
+        "num_speculative_tokens": 2,
+        "parallel_drafting": False,
+        "speculative_token_tree": None,
+    }
+    return SimpleNamespace(**(config | options))
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
         ("lora_config", object(), "LoRA adapters are not supported yet: leave out enable_lora"),
-        ("speculative_config", object(), "speculative decoding is not supported yet: leave out speculative_config"),
+        (
+            "speculative_config",
+            draft(method="suffix"),
+            "speculative method suffix is not supported yet: use one of ngram",
+        ),
+        ("speculative_config", draft(parallel_drafting=True), "leave parallel_drafting out of speculative_config"),
+        ("speculative_config", draft(speculative_token_tree="[(0,), (1,)]"), "leave speculative_token_tree out"),
         ("kv_transfer_config", object(), "KV transfer is not supported yet: leave out kv_transfer_config"),
         ("ec_transfer_config", object(), "encoder-cache transfer is not supported yet: leave out ec_transfer_config"),
         ("cache_config.kv_offloading_size", 0.0, "KV offloading is not supported yet: leave out kv_offloading_size"),

@@ -263,13 +263,13 @@ def test_a_repeat_sends_what_changed_and_nothing_else() -> None:
         _, packed, _ = decoding.step()
         counts.append(int(packed.entries.count[0]) if not packed.is_whole else None)
     assert decoding.num_built == 1 and counts[:2] == [None, None]
-    # Both at once: a block's id; at a KV tile also the pair's tile and start, its place in the tree, the last pair.
-    assert counts[2:] == [2, 0, 0, 0, 10, 0, 0, 0] * 2 + [2, 0]
+    # Both at once: a block's id in two places; at a KV tile also the pair's tile and start, its place in the tree.
+    assert counts[2:] == [4, 0, 0, 0, 10, 0, 0, 0] * 2 + [4, 0]
 
 
 def test_more_entries_than_there_is_room_for_send_all_of_the_buffer() -> None:
     """And nothing of theirs is sent again by the steps that follow."""
-    decoding = Decoding([CAUSAL], 1, 4, [3] * 7 + [4, 5, 6], 300)
+    decoding = Decoding([CAUSAL], 2, 2, [3] * 7 + [4, 5, 6], 300)
     whole = []
     for _ in range(40):
         _, packed, _ = decoding.step()

@@ -113,7 +113,7 @@ MUTATIONS = [
     Mutation(
         "a repeat does not look up a block that a request enters",
         "caches/growth.py",
-        "        write(buffer, entries, num_entries, place, block_table[rows[tile], block])\n",
+        "            write(buffer, entries, num_entries, place, block_id)\n",
         "",
         STEPS,
     ),
@@ -171,8 +171,8 @@ MUTATIONS = [
     Mutation(
         "a decode row sees the key behind its own",
         "caches/paged.py",
-        "last=(positions[pair_tile] - pair_start).unsqueeze(1)",
-        "last=(positions[pair_tile] - pair_start + 1).unsqueeze(1)",
+        "last=last[pair_tile] - kv_start,\n        first=None if first is None else first[pair_tile]",
+        "last=last[pair_tile] - kv_start + 1,\n        first=None if first is None else first[pair_tile]",
         REPEAT,
     ),
     Mutation(
@@ -213,8 +213,8 @@ MUTATIONS = [
     Mutation(
         "keys are written one slot further",
         "caches/paged.py",
-        "slot_offsets=call.positions % planned.decode.block_size",
-        "slot_offsets=(call.positions + 1) % planned.decode.block_size",
+        "slot_offsets=call.positions % block_size",
+        "slot_offsets=(call.positions + 1) % block_size",
         REPEAT,
     ),
     Mutation(
@@ -227,7 +227,7 @@ MUTATIONS = [
     Mutation(
         "the padding of decode rows is not counted before chunks",
         "model_runner.py",
-        "        batch.query_start[num_decodes:] += parts.caches.chunk_start(size, num_decodes) - num_decodes\n",
+        "        batch.query_start[batch.num_decodes :] += parts.caches.chunk_start(size, num_tokens) - num_tokens\n",
         "",
         STEPS,
     ),
@@ -257,8 +257,8 @@ MUTATIONS = [
     Mutation(
         "the host waits for each step",
         "model_runner.py",
-        "        output = self._make_output(pending.batch, sampled)\n",
-        "        output = self._make_output(pending.batch, sampled)\n        output.get_output()\n",
+        "        launched = self._make_output(batch, sampled)\n",
+        "        launched = self._make_output(batch, sampled)\n        launched.get_output()\n",
         "test_host_does_not_wait",
     ),
     Mutation(
@@ -343,9 +343,101 @@ MUTATIONS = [
     Mutation(
         "min_tokens ends one token early",
         "heads/sampling/token_edits.py",
-        "if num_outputs < params.min_tokens:",
-        "if num_outputs < params.min_tokens - 1:",
+        "if count < params.min_tokens:",
+        "if count < params.min_tokens - 1:",
         "test_min_tokens",
+    ),
+    # Speculation
+    Mutation(
+        "a draft is accepted whatever was sampled",
+        "requests/device_rows.py",
+        "is_right = tokens == draft\n",
+        "is_right = draft >= 0\n",
+        "test_greedy_tokens and wrong",
+    ),
+    Mutation(
+        "a step counts one token fewer than were right",
+        "requests/device_rows.py",
+        "for _ in range(num_tokens - 1):",
+        "for _ in range(num_tokens - 2):",
+        "test_greedy_tokens and always-right",
+    ),
+    Mutation(
+        "drafts are drawn with the noise of the position before",
+        "draft/device.py",
+        "position = rows.position + place + 1",
+        "position = rows.position + place",
+        "test_acceptance and always-right",
+    ),
+    Mutation(
+        "drafts are drawn without the row's own top-k",
+        "draft/device.py",
+        "token, _ = draw(mode, self",
+        "token, _ = draw(SamplingMode.RANDOM, self",
+        "test_acceptance and always-right",
+    ),
+    Mutation(
+        "what an earlier step yielded is counted again by penalties",
+        "requests/device_rows.py",
+        "    recent.index_put_((begins,), torch.cat((nothing, last[begins, :1]), dim=1))\n",
+        "",
+        "test_drawn_tokens and prompt-lookup",
+    ),
+    Mutation(
+        "penalties do not count the drafts before a place",
+        "heads/sampling/penalties.py",
+        "    if sample_slots.shape[0] == 3:\n",
+        "    if sample_slots.shape[0] == 4:\n",
+        "test_drawn_tokens and prompt-lookup",
+    ),
+    Mutation(
+        "bad words do not see the drafts before a place",
+        "heads/sampling/token_edits.py",
+        "infos[owner].output_token_ids + drafts[index - place : index]",
+        "infos[owner].output_token_ids",
+        "test_drawn_tokens and prompt-lookup",
+    ),
+    Mutation(
+        "a grammar masks the first place of a row alone",
+        "heads/sampling/token_masks.py",
+        "zip(every.rows.tolist(), grammar.bitmask, strict=True)",
+        "zip(every.rows[every.place == 0].tolist(), grammar.bitmask[every.place == 0], strict=True)",
+        "test_rules and prompt-lookup",
+    ),
+    Mutation(
+        "the progress of wrong drafts is not taken back",
+        "step/builder.py",
+        "requests.num_computed[requests.rows_of(schedule.continued)] = schedule.num_computed",
+        "pass",
+        "test_arrivals and wrong",
+    ),
+    Mutation(
+        "a repeated step does not list the positions that drafts may be at",
+        "caches/growth.py",
+        "limits.decode.query + limits.ahead)",
+        "1)",
+        "test_preemption and always-right",
+    ),
+    Mutation(
+        "the draft model's cache is one token behind",
+        "draft/model.py",
+        "torch.stack((rows.position - 1, rows.position), dim=1)",
+        "torch.stack((rows.position - 2, rows.position - 1), dim=1)",
+        "test_acceptance and always-right",
+    ),
+    Mutation(
+        "prompts do not go through the draft model",
+        "draft/model.py",
+        "        if call.size.kind == StepKind.MIXED:\n            tiles",
+        "        if call.size.kind == StepKind.LINES:\n            tiles",
+        "test_acceptance and always-right",
+    ),
+    Mutation(
+        "log probabilities of one wrong draft go to the next request",
+        "vllm_port/outputs.py",
+        "return LogprobsLists(ids[kept], values[kept], ranks[kept], first.tolist())",
+        "return LogprobsLists(ids, values, ranks, first.tolist())",
+        "test_rules and wrong",
     ),
     # Start
     Mutation(

@@ -234,3 +234,31 @@ def test_an_error_while_compiling_ahead_ends_the_phase(monkeypatch: pytest.Monke
         patch.setattr(Executable, "compile", fail)
         function(x)
     assert not compiler.is_ahead
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_an_assignment_by_mask_holds_for_every_mask(dims: int) -> None:
+    """The lazy trace itself would keep the places of the first one."""
+    device = torch_xla.device()
+
+    def step(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        before = doubled.sum()
+        doubled[positions == 0] = 7
+        return doubled + before
+
+    compiled = CompiledFunction(step, [])
+    for positions in ([0, 1, 2], [1, 0, 0], [1, 2, 3], [0, 0, 0]):
+        given = torch.arange(3 * 2.0).view(3, 2)[:, : dims * 2 - 1].squeeze(1), torch.tensor(positions)
+        assert compiled(*(each.to(device) for each in given)).cpu().equal(step(*given))
+
+
+def test_an_assignment_by_mask_to_what_others_see_is_refused() -> None:
+    def step(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        doubled[0][positions == 0] = 7
+        return doubled
+
+    device = torch_xla.device()
+    with pytest.raises(UnsupportedGraphError, match=r"boolean mask: use torch\.where"):
+        CompiledFunction(step, [])(torch.ones(2, 3).to(device), torch.arange(3).to(device))

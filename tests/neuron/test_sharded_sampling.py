@@ -110,7 +110,7 @@ def test_ranks_draw_what_one_draws_from_whole_rows(data: st.DataObject) -> None:
         own = vocabulary.own(padded[:, vocabulary.start :][:, :width])
         assert vocabulary.whole(own).equal(logits)
         last, computed = rows()
-        tokens = sample(mode, False, limits, own, slots, *states.tables(), last, computed, vocabulary)
+        tokens = sample(mode, False, limits, own, slots, *states.tables(), last, computed, vocabulary=vocabulary)
         assert isinstance(tokens, torch.Tensor) and last[:, 0].tolist() == [*tokens.tolist(), -1]
         assert computed.tolist() == [*slots[1].tolist(), -1]
         return tokens
@@ -138,7 +138,7 @@ def test_little_is_handed_over(limits: SortLimits, modes: list[SamplingMode]) ->
         ranks.num_gathered = 0
         ranks.each(
             lambda rank, vocabulary, mode=mode: sample(
-                mode, False, limits, logits[:, :500], slots, *tables, *recorded, vocabulary
+                mode, False, limits, logits[:, :500], slots, *tables, *recorded, vocabulary=vocabulary
             )
         )
         candidates = limits.max_candidates or 0

@@ -42,7 +42,7 @@ def _top(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids and values [S, 1 + NUM_ON_DEVICE], ranks [S], of logits [S, V] and chosen tokens [S]."""
     values = _values(takes_logits, logits)
-    chosen = tokens.view(-1, 1)
+    chosen = tokens.clamp(min=0).view(-1, 1)  # Where drafts are verified some are none.
     chosen_value = values.gather(-1, chosen.long())
     top_values, top_tokens = likeliest(values, min(NUM_ON_DEVICE, values.shape[-1]), max_width)
     ranks = (values >= chosen_value).sum(dim=-1).to(torch.int32)

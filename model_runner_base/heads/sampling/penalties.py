@@ -8,6 +8,8 @@ repetition penalty if positive, multiplied if negative (Keskar et al., arXiv:190
 in the output and presence penalty x (count > 0) are subtracted.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
@@ -26,31 +28,48 @@ NEUTRAL = (0.0, 0.0, 1.0)
 
 
 def _penalise(
+    num_tokens: int,
     counts: torch.Tensor,
     logits: torch.Tensor,
     sample_slots: torch.Tensor,
     is_new: torch.Tensor,
     penalties: torch.Tensor,
-    last_tokens: torch.Tensor,
+    yielded: torch.Tensor,
 ) -> torch.Tensor:
-    """Adds each row's last token to its counts, where ``is_new``, and applies the penalties.
+    """Adds what each row's last step yielded to its counts, where ``is_new``, and applies the penalties.
 
     Args:
         counts: [rows, V] int32, updated in place.
         logits: [S, V] float32.
-        sample_slots: [2, S] int32, of which the first are the request rows.
-        is_new: [S] int32 0 or 1: whether the row's last token has not been counted yet.
+        sample_slots: [2, S] or, where drafts are verified, [3, S] int32 (``ModelCall.sample_slots``).
+        is_new: [S] int32 0 or 1: whether what the row's last step yielded has not been counted yet; 1 once a row.
         penalties: [S, 3] presence, frequency, repetition.
-        last_tokens: [rows, K] int32, of which the first were sampled last.
+        yielded: [rows, ...] int32, of which the first ``num_tokens`` columns are tokens, or -1.
     """
     rows = sample_slots[0]
-    counts.index_put_((rows, last_tokens[rows, 0]), is_new, accumulate=True)
+    tokens = yielded[rows, :num_tokens]
+    is_new = is_new.unsqueeze(1) * (tokens >= 0)
+    counts.index_put_((rows.unsqueeze(1).expand_as(tokens), tokens.clamp(min=0)), is_new, accumulate=True)
     count = counts[rows]
+    if sample_slots.shape[0] == 3:
+        count = _with_drafts(count, rows, sample_slots[2], num_tokens)
     in_output = count & (IN_PROMPT - 1)
     presence, frequency, repetition = penalties.unsqueeze(-1).unbind(1)
     repetition = torch.where(count > 0, repetition, 1.0)
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - frequency * in_output - presence * (in_output > 0)
+
+
+def _with_drafts(count: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The counts [S, V], each row's with the drafts that stand before what is sampled there."""
+    index = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    for distance in range(1, num_tokens):
+        # Further rows than there are have nothing before them.
+        before = (index - distance).clamp(min=0)
+        draft = drafts[before]
+        is_before = (index >= distance) & (rows[before] == rows) & (draft >= 0)
+        count = count.index_put((index, draft.clamp(min=0)), is_before.to(torch.int32), accumulate=True)
+    return count
 
 
 def _set_row(counts: torch.Tensor, row: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -71,13 +90,13 @@ class Penalties(LogitsStage):
         self._counts = [device_ops.zeros((max_num_reqs + 1, vocab_size), torch.int32)]
         self._device_rows = device_rows
         self._padding_row = max_num_reqs
-        self._penalise = wrap(_penalise, self._counts)
+        self._penalise = wrap(partial(_penalise, device_rows.num_tokens), self._counts)
         self._set_row = wrap(_set_row, self._counts)
         self._device_ops = device_ops
         self._vocab_size = vocab_size
         self._penalties = np.zeros((max_num_reqs, 3), np.float32)
-        self._num_counted = np.zeros(max_num_reqs, np.int64)
-        """[rows] tokens of the request, prompt included, that the counts hold."""
+        self._is_behind = np.zeros(max_num_reqs, np.int32)
+        """[rows] 1 if the request's last step has yielded what the counts do not hold yet."""
 
     def asked_by(self, params: SamplingParams) -> bool:
         return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != NEUTRAL
@@ -90,24 +109,25 @@ class Penalties(LogitsStage):
             counts[0, info.prompt_token_ids] += IN_PROMPT
         to_device = self._device_ops.to_device
         self._set_row(self._counts[0], to_device(np.array([row], np.int32)), to_device(counts))
-        self._num_counted[row] = len(token_ids)
+        self._is_behind[row] = 0
 
     def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         batch, num_rows = inputs.batch, logits.shape[0]
         rows = batch.rows[asking]
         is_new = np.zeros(num_rows, np.int32)
-        is_new[asking] = batch.seq_lens[asking] > self._num_counted[rows]
-        self._num_counted[rows] = batch.seq_lens[asking]
+        is_new[batch.logits_start(asking)] = self._is_behind[rows]
+        self._is_behind[rows] = 1
+        every = batch.logits_rows(asking)
         penalties = np.tile(np.array(NEUTRAL, np.float32), (num_rows, 1))
-        penalties[asking] = self._penalties[rows]
+        penalties[every.rows] = self._penalties[rows[every.owner]]
         return self._run(logits, inputs.sample_slots, is_new, penalties)
 
     def _run(
         self, logits: torch.Tensor, sample_slots: torch.Tensor, is_new: np.ndarray, penalties: np.ndarray
     ) -> torch.Tensor:
         to_device = self._device_ops.to_device
-        counts, last_tokens = self._counts[0], self._device_rows.tensors[0]
-        return self._penalise(counts, logits, sample_slots, to_device(is_new), to_device(penalties), last_tokens)
+        counts, yielded = self._counts[0], self._device_rows.yielded
+        return self._penalise(counts, logits, sample_slots, to_device(is_new), to_device(penalties), yielded)
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
         num_rows = logits.shape[0]

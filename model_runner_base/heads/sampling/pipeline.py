@@ -113,7 +113,7 @@ class SamplingPipeline:
         self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, applies_min_p)
         stages: list[LogitsStage | None] = [
             AllowedTokens(self._masks),
-            TokenEdits(requests, history, vocab_size, wrap, device_ops),
+            TokenEdits(requests, history, vocab_size, device_rows.num_tokens > 1, wrap, device_ops),
             LogitsProcessors(others, requests, history, device_ops) if others else None,
             Penalties(max_num_reqs, vocab_size, device_rows, wrap, device_ops),
             InvariantLogitsProcessors(invariant, requests, history, device_ops) if invariant else None,
@@ -202,8 +202,9 @@ class SamplingPipeline:
             logits = stage.apply(inputs, asking, logits)
         tokens, processed = self._draw(plan.mode, logits, inputs.sample_slots)
         if len(plan.looking_back):
-            infos = self._requests.infos_of(inputs.batch.rows[plan.looking_back])
-            self._history.record(plan.looking_back, infos, tokens)
+            batch, indices = inputs.batch, plan.looking_back
+            infos = self._requests.infos_of(batch.rows[indices])
+            self._history.record(batch.logits_start(indices), batch.num_logits(indices), infos, tokens)
         sampled = SampledStep(tokens, num_nans=self._count_nans(whole))
         if plan.num_logprobs != NO_LOGPROBS:
             values = processed if self._reads_processed else raw
@@ -216,6 +217,10 @@ class SamplingPipeline:
         """Tokens [S], and the logits [S, V] that they were drawn from if log probabilities are taken from those."""
         results = self._call(self._samplers[mode], logits, sample_slots)
         return results if self._reads_processed else (results, logits)
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of ``SamplingStates``, on the device."""
+        return self._states.tables()
 
     def _call(self, sampler: StepFunction, logits: torch.Tensor, sample_slots: torch.Tensor) -> Any:
         return sampler(logits, sample_slots, *self._states.tables(), *self._device_rows.tensors)

@@ -22,8 +22,7 @@ def sample(
     slots: torch.Tensor,
     floats: torch.Tensor,
     ints: torch.Tensor,
-    tokens_by_row: torch.Tensor,
-    computed: torch.Tensor,
+    *device_rows: torch.Tensor,
     vocabulary: Vocabulary = WHOLE,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Samples one token a row of logits and records it in ``DeviceRows``, in place.
@@ -31,16 +30,32 @@ def sample(
     Args:
         logits: [S, V] float32, or this rank's part if ``vocabulary`` is cut.
         slots: [2, S] int32: the request row of each logits row (the padding row where nothing is to be recorded), and
-            the position its token will have.
+            the position its token will have. Where drafts are verified [3, S]: also the draft for that position.
         floats, ints: the tables of ``SamplingStates``.
-        tokens_by_row, computed: the tensors of ``DeviceRows``.
+        device_rows: the tensors of ``DeviceRows``.
         vocabulary: one whose ``modes`` hold ``mode``, or WHOLE.
 
     Returns:
-        Token ids [S] int32; if ``returns_logits`` also the logits [S, V] that they were drawn from: divided by the
-        temperature, -inf where a token was cut off.
+        Token ids [S] int32, -1 for what was sampled behind a draft that was wrong; if ``returns_logits`` also the
+        logits [S, V] that they were drawn from: divided by the temperature, -inf where a token was cut off.
     """
-    rows, positions = slots[0], slots[1]
+    tokens, scaled = draw(mode, sort_limits, logits, slots[0], slots[1], floats, ints, vocabulary)
+    tokens = commit(device_rows, slots, tokens)
+    # A copy: where all are greedy these are the input, and a graph hands out nothing that it was handed.
+    return (tokens, scaled.clone()) if returns_logits else tokens
+
+
+def draw(
+    mode: SamplingMode,
+    sort_limits: SortLimits,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    floats: torch.Tensor,
+    ints: torch.Tensor,
+    vocabulary: Vocabulary = WHOLE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [S] int32 for request ``rows`` [S] at ``positions`` [S], and the logits that they were drawn from."""
     candidates = scaled = logits
     if mode != SamplingMode.GREEDY:
         temperature, top_p, min_p = floats[rows].unsqueeze(-1).unbind(1)
@@ -54,10 +69,7 @@ def sample(
         scaled = torch.where((scaled >= floor) | is_greedy, scaled, float("-inf"))
         noise = gumbel_noise(seed_low, seed_high, positions, logits.shape[-1], vocabulary.start)
         candidates = torch.where(is_greedy, scaled, scaled + noise)
-    tokens = vocabulary.argmax(candidates)
-    commit([tokens_by_row, computed], slots, tokens)
-    # A copy: where all are greedy these are the input, and a graph hands out nothing that it was handed.
-    return (tokens, scaled.clone()) if returns_logits else tokens
+    return vocabulary.argmax(candidates), scaled
 
 
 def _descending(logits: torch.Tensor, sort_limits: SortLimits, vocabulary: Vocabulary) -> torch.Tensor:

@@ -13,20 +13,24 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.packing import PackedStep
 
 
 @dataclass
 class SampleInputs:
-    """What a step's forward leaves for sampling: S padded requests, T padded tokens."""
+    """What a step's forward leaves for sampling: S padded rows of logits, T padded tokens."""
 
     batch: InputBatch
+    step: PackedStep
+    """As the forward left it."""
     logits: torch.Tensor
     """[S, V] float32, or this rank's part of the rows if the vocabulary is cut"""
     sample_slots: torch.Tensor
-    """[2, S] int32: the request row of each logits row (the padding row if it yields no token), and the position its
-    token will have."""
+    """[2, S] or [3, S] int32, as ``ModelCall.sample_slots`` has them."""
     hidden_states: torch.Tensor
     """[T, hidden]"""
+    kept: tuple[torch.Tensor, ...] = ()
+    """What drafting needs beside."""
 
 
 class LogitsStage:
@@ -46,7 +50,8 @@ class LogitsStage:
     def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         """The logits [S, V] float32 with the stage's rules applied.
 
-        ``asking``: indices in the batch, at least one, of the requests that asked for the stage and yield a token.
+        ``asking``: indices in the batch, at least one, of the requests that asked for the stage and yield a token; what
+        rows of logits they have the batch says.
         """
         raise NotImplementedError
 

@@ -5,6 +5,7 @@ forbids a token. The list goes to the device in pieces of a static length: its l
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,12 +35,15 @@ class TokenEdits(LogitsStage):
         requests: RequestStates,
         history: OutputHistory,
         vocab_size: int,
+        has_drafts: bool,
         wrap: WrapFunction,
         device_ops: DeviceOps,
     ) -> None:
         self._requests = requests
         self._history = history
         self._vocab_size = vocab_size
+        self._has_drafts = has_drafts
+        """Then only a request's history tells how many output tokens it has."""
         self._function = wrap(_add, [])
         self._device_ops = device_ops
 
@@ -47,22 +51,37 @@ class TokenEdits(LogitsStage):
         return bool(params.min_tokens or params.logit_bias or params.bad_words_token_ids)
 
     def looks_back(self, params: SamplingParams) -> bool:
-        return bool(params.bad_words_token_ids)
+        return bool(params.bad_words_token_ids or (self._has_drafts and params.min_tokens))
 
     def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         batch = inputs.batch
         infos = self._requests.infos_of(batch.rows[asking])
-        if any(info.sampling_params.bad_words_token_ids for info in infos):
+        if any(self.looks_back(info.sampling_params) for info in infos):
             self._history.catch_up()
         edits: list[tuple[int, int, float]] = []
-        for index, info in zip(asking.tolist(), infos, strict=True):
-            num_outputs = int(batch.seq_lens[index]) - info.num_prompt_tokens
+        for index, info, outputs in self._contexts(inputs, asking, infos):
             # A stop token that no logit belongs to needs no forbidding.
-            known = ((token, value) for token, value in _edits(info, num_outputs) if 0 <= token < self._vocab_size)
+            known = ((token, value) for token, value in _edits(info, outputs) if 0 <= token < self._vocab_size)
             edits.extend((index, token, value) for token, value in known)
         for start in range(0, len(edits), PIECE):
             logits = self._add_all(logits, edits[start : start + PIECE])
         return logits
+
+    def _contexts(
+        self, inputs: SampleInputs, asking: np.ndarray, infos: list[RequestInfo]
+    ) -> Iterator[tuple[int, RequestInfo, "_Outputs"]]:
+        """Each row of logits of some requests, with the output tokens that its token follows."""
+        batch = inputs.batch
+        if not self._has_drafts:
+            num_outputs = (batch.seq_lens[asking] - [info.num_prompt_tokens for info in infos]).tolist()
+            for index, info, count in zip(asking.tolist(), infos, num_outputs, strict=True):
+                yield index, info, _Outputs(count, info.output_token_ids)
+            return
+        every = batch.logits_rows(asking)
+        drafts = self._device_ops.to_host(inputs.sample_slots)[2].tolist()
+        for index, owner, place in zip(*(values.tolist() for values in every), strict=True):
+            tokens = infos[owner].output_token_ids + drafts[index - place : index]
+            yield index, infos[owner], _Outputs(len(tokens), tokens)
 
     def _add_all(self, logits: torch.Tensor, edits: list[tuple[int, int, float]]) -> torch.Tensor:
         rows, tokens, amounts = zip(*edits, strict=True) if edits else ((), (), ())
@@ -76,14 +95,22 @@ class TokenEdits(LogitsStage):
         self._add_all(logits, [])
 
 
-def _edits(info: RequestInfo, num_outputs: int) -> Iterator[tuple[int, float]]:
-    """What is to be added to which token's logit, for a request's token after ``num_outputs`` others."""
-    params = info.sampling_params
+class _Outputs(NamedTuple):
+    """Output tokens of a request."""
+
+    num_tokens: int
+    tokens: list[int]
+    """All of them, where a rule looks back on them."""
+
+
+def _edits(info: RequestInfo, outputs: _Outputs) -> Iterator[tuple[int, float]]:
+    """What is to be added to which token's logit, for a request's token after ``outputs``."""
+    params, count = info.sampling_params, outputs.num_tokens
     for word in params.bad_words_token_ids or ():
         prefix = len(word) - 1
-        if prefix <= num_outputs and info.output_token_ids[num_outputs - prefix : num_outputs] == word[:-1]:
+        if prefix <= count and outputs.tokens[count - prefix : count] == word[:-1]:
             yield word[-1], FORBIDDEN
-    if num_outputs < params.min_tokens:
+    if count < params.min_tokens:
         for token in params.all_stop_token_ids:
             yield token, FORBIDDEN
     yield from (params.logit_bias or {}).items()

@@ -47,9 +47,9 @@ class TokenMasks:
         """Masks the requests with structured output; the others in the batch are free."""
         if grammar is None:
             return logits
-        index_of = {req_id: index for index, req_id in enumerate(batch.req_ids)}
-        masks = zip(grammar.req_ids, grammar.bitmask, strict=True)
-        return self.apply(logits, {index_of[req_id]: mask for req_id, mask in masks if req_id in index_of})
+        index_of = batch.req_id_to_index
+        every = batch.logits_rows(np.array([index_of[req_id] for req_id in grammar.req_ids], np.int64))
+        return self.apply(logits, dict(zip(every.rows.tolist(), grammar.bitmask, strict=True)))
 
 
 class AllowedTokens(LogitsStage):
@@ -68,5 +68,6 @@ class AllowedTokens(LogitsStage):
         self._words[row] = np.packbits(bits, bitorder="little").view("<i4")
 
     def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        rows = inputs.batch.rows[asking].tolist()
-        return self._masks.apply(logits, {index: self._words[row] for index, row in zip(asking, rows, strict=True)})
+        every = inputs.batch.logits_rows(asking)
+        words = [self._words[row] for row in inputs.batch.rows[asking[every.owner]].tolist()]
+        return self._masks.apply(logits, dict(zip(every.rows.tolist(), words, strict=True)))

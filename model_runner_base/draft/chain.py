@@ -1,0 +1,143 @@
+"""Drafting one token after another, by a model with a KV cache of its own.
+
+The draft model's layers share the block tables of the target's. A step's first pass brings the draft's cache up to what
+the step has computed, and yields a request's first draft; each further pass takes the draft before it. Prompts only go
+through the first pass: their requests have their first drafts after their first step of decode.
+
+Example, with 3 drafts: row 4 verified [17, 5, 9, 4] at positions 130 to 133, and yielded 5, 9, 7. Its next token is 7,
+at position 133. The first pass covers what the draft's cache lacks, and yields a draft for position 134; two more take
+the drafts at 134 and 135, and yield those for 135 and 136. ``DeviceRows.tokens[4]`` is then 7 and the three drafts.
+"""
+
+from abc import abstractmethod
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+
+from model_runner_base.caches.chunk_tiles import ChunkTiles
+from model_runner_base.caches.decode_rows import DecodeRows
+from model_runner_base.draft.device import MODES, DeviceDrafter, DraftParts, DraftRows, Outcome, Shared
+from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.sizes import StepSize
+
+
+class ChainDrafter(DeviceDrafter):
+    """A kind of draft model says how its passes are called."""
+
+    unrolls = True
+    """Whether all passes are one graph, which suits a draft of one layer; else each is a launch, and hands on nothing
+    but its token."""
+
+    def __init__(self, parts: DraftParts) -> None:
+        super().__init__(parts)
+        self._first, self._later = (
+            {mode: parts.wrap(partial(function, mode), parts.state) for mode in MODES}
+            for function in (self._first_passes, self._later_pass)
+        )
+        self._places = [parts.device_ops.to_device(np.array([place], np.int32)) for place in range(parts.num_drafts)]
+
+    # ---- What a kind of draft model does; part of the graph ----
+
+    @abstractmethod
+    def begin(
+        self, call: ModelCall, rows: DraftRows, yielded: torch.Tensor, features: torch.Tensor, shared: Shared
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The first pass: hidden states [R, hidden] that the first draft follows from, and what the next pass takes.
+
+        ``call`` is the step's as it began, of which nothing is bound; ``yielded`` [S] are its tokens, -1 where none
+        counts; ``features`` [T, ...] are the target's hidden states.
+        """
+
+    @abstractmethod
+    def follow(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, carried: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A later pass, over one token a row, [R] each; returns as ``begin``."""
+
+    # ---- Launching ----
+
+    def keep(self, output: Any, call: ModelCall) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        # Sampling moves the rows on; the first pass has to know where the step began.
+        return output, (call.computed.clone(),)
+
+    def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
+        parts, sent = self.parts, (step.size, step.on_device)
+        began, *others = outcome.kept
+        given = outcome.yielded, began, *(others or [outcome.features])
+        token = self._first[mode](*sent, *given, *parts.tables(), *parts.rows.tensors)
+        if outcome.has_rows and not self.unrolls:
+            for place in self._places[1:]:
+                token = self._later[mode](*sent, place, token, *parts.tables(), *parts.rows.tensors)
+
+    # ---- The graphs ----
+
+    def _first_passes(
+        self,
+        mode: SamplingMode,
+        size: StepSize,
+        packed: torch.Tensor,
+        yielded: torch.Tensor,
+        began: torch.Tensor,
+        features: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        """The first pass, and the others if they are unrolled; returns the last drafts [R]."""
+        call, rows, shared = self.unpack(size, packed, tensors)
+        hidden, carried = self.begin(call.again(began), rows, yielded, features, shared)
+        token = self.put(mode, rows, 0, self.parts.model.compute_logits(hidden), shared)
+        if self.unrolls:
+            for place in range(1, self.parts.num_drafts):
+                hidden, carried = self._pass(call, rows, place, token, carried)
+                token = self.put(mode, rows, place, self.parts.model.compute_logits(hidden), shared)
+        return token
+
+    def _later_pass(
+        self,
+        mode: SamplingMode,
+        size: StepSize,
+        packed: torch.Tensor,
+        place: torch.Tensor,
+        token: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        """One pass more, where ``place`` [1] drafts stand, the last of them ``token`` [R]."""
+        call, rows, shared = self.unpack(size, packed, tensors)
+        hidden, _ = self._pass(call, rows, place, token, None)
+        return self.put(mode, rows, place, self.parts.model.compute_logits(hidden), shared)
+
+    def _pass(
+        self,
+        call: ModelCall,
+        rows: DraftRows,
+        place: int | torch.Tensor,
+        token: torch.Tensor,
+        carried: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Over the drafts in ``place``."""
+        positions = self.bind_rows(call, rows, (rows.position + place).unsqueeze(1))
+        return self.follow(token, positions, carried)
+
+    def bind_rows(
+        self, call: ModelCall, rows: DraftRows, positions: torch.Tensor, tiles: ChunkTiles | None = None
+    ) -> torch.Tensor:
+        """Tells attention where the tokens of a pass are, of rows [R, Q] and chunks; returns all positions [T].
+
+        What lies behind the positions that the draft model knows is drafted anyhow, and writes no keys.
+        """
+        last = self.parts.max_length - 1
+        is_token = rows.is_row.unsqueeze(1) & (positions <= last) & (positions >= 0)
+        call = call.again()
+        self.parts.caches.bind_rows(call, DecodeRows(positions.clamp(0, last), is_token), tiles)
+        get_forward_context().attn_metadata = call.metadata
+        return call.positions.clamp(max=last)
+
+    def bind_step(self, call: ModelCall) -> torch.Tensor:
+        """Tells attention of the step's own tokens, once more; returns their positions [T]."""
+        self.parts.caches.bind(call)
+        get_forward_context().attn_metadata = call.metadata
+        return call.positions.clamp(max=self.parts.max_length - 1)

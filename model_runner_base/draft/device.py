@@ -1,0 +1,152 @@
+"""What drafters on the device share: their launches behind a step's sampling, and the rows that they draft for.
+
+Tokens are drawn as the target's are, by the row's own temperature and filters and with the noise of their position: at
+any temperature a draft is right where the two models agree on the likeliest of the noisy tokens.
+"""
+
+from collections.abc import Callable, MutableSequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+
+from model_runner_base.caches.decode_rows import LENGTHS
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.draft.drafter import Drafter
+from model_runner_base.graph_policy import SortLimits, WrapFunction
+from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.sampler import draw
+from model_runner_base.heads.sampling.stage import SampleInputs
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.sizes import StepSize
+from model_runner_base.vllm_port.outputs import DraftTokenIds
+
+MODES = (SamplingMode.RANDOM, SamplingMode.SORTED)
+"""Greedy rows are drawn rightly in either."""
+
+
+class DraftParts(NamedTuple):
+    """What a drafter on the device works with."""
+
+    model: Any
+    caches: PagedCaches
+    sections: Callable[[StepSize], list[Section]]
+    """All of the packed buffer."""
+    rows: DeviceRows
+    tables: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    """Those of ``SamplingStates``."""
+    num_drafts: int
+    max_length: int
+    """Positions that the draft model knows."""
+    is_async: bool
+    sort_limits: SortLimits
+    wrap: WrapFunction
+    state: MutableSequence[torch.Tensor]
+    """What drafting updates: KV caches and rows."""
+    device_ops: DeviceOps
+
+
+class DraftRows(NamedTuple):
+    """The decode rows of a step whose drafts have been verified; R of them, padding included."""
+
+    row: torch.Tensor
+    """[R] int32 request row; of padding the padding row."""
+    is_row: torch.Tensor
+    """[R] bool: not padding."""
+    position: torch.Tensor
+    """[R] int32 of the request's last token, which no pass has taken yet."""
+
+
+class Shared(NamedTuple):
+    """What every launch takes last."""
+
+    floats: torch.Tensor
+    ints: torch.Tensor
+    """The tables of ``SamplingStates``."""
+    tokens: torch.Tensor
+    computed: torch.Tensor
+    recent: torch.Tensor
+    """Those of ``DeviceRows``."""
+
+
+class Outcome(NamedTuple):
+    """What a step leaves for drafting."""
+
+    yielded: torch.Tensor
+    """[S] int32 the tokens sampled, -1 where none counts."""
+    features: torch.Tensor
+    """[T, hidden] the target's hidden states."""
+    kept: tuple[torch.Tensor, ...]
+    """What ``Drafter.keep`` kept."""
+    has_rows: bool
+    """Whether anybody decodes."""
+
+
+class DeviceDrafter(Drafter):
+    """Says nothing of how the drafts are made."""
+
+    def __init__(self, parts: DraftParts) -> None:
+        self.parts = parts
+        self._last_batch: InputBatch | None = None
+
+    def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
+        """Launches the graphs for a step."""
+        raise NotImplementedError
+
+    def draft(self, inputs: SampleInputs, sampled: SampledStep, mode: SamplingMode) -> None:
+        self._last_batch = batch = inputs.batch
+        mode = max(mode, SamplingMode.RANDOM)
+        outcome = Outcome(sampled.tokens, inputs.hidden_states, inputs.kept, batch.num_decodes > 0)
+        self.launch(inputs.step, mode, outcome)
+
+    def warm_up(self, step: PackedStep, results: list[torch.Tensor]) -> None:
+        _, slots, features, *kept = results
+        yielded = self.parts.device_ops.to_device(np.zeros(slots.shape[1], np.int32))
+        for mode in MODES:
+            self.launch(step, mode, Outcome(yielded, features, tuple(kept), has_rows=True))
+
+    def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
+        tokens = self.parts.device_ops.to_host(self.parts.rows.tensors[0])[list(requests.values()), 1:].tolist()
+        batch = self._last_batch
+        if not self.parts.is_async and batch is not None:
+            # For chunks nothing was drafted: no guess costs less than a poor one.
+            chunks = set(batch.req_ids[batch.num_decodes :])
+            tokens = [[] if req_id in chunks else drafts for req_id, drafts in zip(requests, tokens, strict=True)]
+        return DraftTokenIds(list(requests), tokens)
+
+    # ---- Parts of the graphs ----
+
+    def unpack(
+        self, size: StepSize, packed: torch.Tensor, tensors: tuple[torch.Tensor, ...]
+    ) -> tuple[ModelCall, DraftRows, Shared]:
+        shared = Shared(*tensors)
+        call = ModelCall.unpack(size, packed, self.parts.sections(size), shared.tokens, shared.computed)
+        is_row = call.arrays[LENGTHS] > 0
+        num_rows, num_places = is_row.shape[0], shared.tokens.shape[1]
+        row = call.arrays["sample_rows"][: num_rows * num_places].view(num_rows, num_places)[:, 0]
+        row = torch.where(is_row, row, shared.tokens.shape[0] - 1)
+        return call, DraftRows(row, is_row, shared.computed[row]), shared
+
+    def last_places(self, rows: DraftRows, yielded: torch.Tensor, num_places: int) -> torch.Tensor:
+        """[R] the token of the step, for each row, behind which its last token was sampled."""
+        num_rows = rows.row.shape[0]
+        num_yielded = (yielded[: num_rows * num_places].view(num_rows, num_places) >= 0).sum(dim=1)
+        first = torch.arange(num_rows, dtype=torch.int32, device=yielded.device) * num_places
+        return first + num_yielded.clamp(min=1) - 1
+
+    def put(
+        self, mode: SamplingMode, rows: DraftRows, place: int | torch.Tensor, logits: torch.Tensor, shared: Shared
+    ) -> torch.Tensor:
+        """Draws the drafts [R] behind ``place`` others from logits [R, V], and writes them to the rows."""
+        get_forward_context().attn_metadata = None  # type: ignore[assignment]
+        position = rows.position + place + 1
+        tables = shared.floats, shared.ints
+        token, _ = draw(mode, self.parts.sort_limits, logits.float(), rows.row, position, *tables)
+        shared.tokens.index_put_((rows.row, torch.zeros_like(rows.row) + place + 1), token)
+        return token

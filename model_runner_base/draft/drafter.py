@@ -1,0 +1,64 @@
+"""What the step asks of a drafter; this one drafts nothing.
+
+Drafts are guesses: whatever they are, a request's tokens are those that it would have without them
+(``requests/device_rows.py``). A drafter may leave some out, or draft for a part of the requests.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.stage import SampleInputs
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.repeat import RepeatPart
+from model_runner_base.step.sizes import StepSize
+from model_runner_base.vllm_port.outputs import DraftTokenIds, ModelRunnerOutput
+
+
+class Drafter:
+    """Nobody speculates."""
+
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
+        """A request took a row; ``token_ids`` are its prompt and its output so far."""
+
+    # ---- A step's forward ----
+
+    def sections(self, size: StepSize) -> list[Section]:
+        """The drafter's part of the packed buffer."""
+        return []
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        """Writes the sections, behind inputs and caches."""
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        """What keeps the sections up while the step is repeated; None if they cannot be."""
+        return ()
+
+    def keep(self, output: Any, call: ModelCall) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The model's hidden states [T, hidden], and what drafting needs beside. Part of the graph."""
+        return output, ()
+
+    # ---- Behind the step's sampling ----
+
+    def draft(self, inputs: SampleInputs, sampled: SampledStep, mode: SamplingMode) -> None:
+        """Launches the drafting of each request's next tokens into ``DeviceRows``; nothing is waited for."""
+
+    def read(self, batch: InputBatch, output: ModelRunnerOutput) -> None:
+        """Called with what a step yielded, where the engine reads each step before it schedules the next."""
+
+    def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
+        """What was drafted last for ``requests``, rows by id; waits for it."""
+        return None
+
+    def warm_up(self, step: PackedStep, results: list[torch.Tensor]) -> None:
+        """Runs what there is on the device once at a size, whose forward returned ``results``."""
+
+
+NO_DRAFTS = Drafter()

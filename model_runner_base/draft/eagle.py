@@ -1,0 +1,116 @@
+"""Heads over the target's own hidden states: EAGLE, EAGLE-3, and the layers of multi-token prediction.
+
+A head's input for a token is the token behind it, beside the target's hidden state of the token itself; it yields a
+guess of the next hidden state, from which the next token is drawn, and which takes the target's place in the next pass
+(EAGLE, arXiv:2401.15077). EAGLE-3 reads the states of three of the target's layers (arXiv:2503.01840).
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_runner_base.draft.chain import ChainDrafter
+from model_runner_base.draft.device import DraftParts, DraftRows, Shared
+from model_runner_base.host_loops import compiled
+from model_runner_base.requests.device_rows import known_or
+from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import Section
+from model_runner_base.step.sizes import PLANNED, StepKind, StepSize
+
+SECTION = "next_token_ids"
+_CHUNK_TOKENS = PLANNED.index("chunk_tokens")
+
+
+class EagleDrafter(ChainDrafter):
+    """All passes are one graph. The first covers the step's own tokens, each moved on by one."""
+
+    def __init__(self, requests: RequestStates, parts: DraftParts) -> None:
+        super().__init__(parts)
+        self._requests = requests
+
+    def sections(self, size: StepSize) -> list[Section]:
+        return [Section(SECTION, (size.dims[_CHUNK_TOKENS],))] if size.kind == StepKind.MIXED else []
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        if size.kind == StepKind.MIXED:
+            rows, requests = batch.num_decodes, self._requests
+            chunks = batch.rows[rows:], batch.num_computed[rows:], batch.query_len[rows:]
+            fill_next(*chunks, batch.num_decode_tokens, requests.num_known, requests.token_ids, views[SECTION])
+
+    def begin(
+        self, call: ModelCall, rows: DraftRows, yielded: torch.Tensor, features: torch.Tensor, shared: Shared
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        num_places = call.tokens.shape[1]
+        token_ids = yielded[: rows.row.shape[0] * num_places]
+        if call.size.kind == StepKind.MIXED:
+            token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], yielded)))
+        positions = self.bind_step(call)
+        hidden, carried = self.run(token_ids.clamp(min=0), positions, self.combine(features))
+        last = self.last_places(rows, yielded, num_places)
+        return hidden[last], carried[last]
+
+    def follow(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, carried: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert carried is not None
+        return self.run(token_ids, positions, carried)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] that the head takes."""
+        return features
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states that logits follow from, and those that the next pass takes."""
+        return self.parts.model(input_ids=token_ids, positions=positions, hidden_states=hidden_states)
+
+
+class Eagle3Drafter(EagleDrafter):
+    """The target returns the states of some of its layers beside its last."""
+
+    def keep(self, output: Any, call: ModelCall) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        if isinstance(output, torch.Tensor):  # A head that was trained without the other layers.
+            return super().keep(output, call)
+        hidden_states, of_layers = output
+        return hidden_states, (call.computed.clone(), torch.cat(of_layers, dim=-1))
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        return self.parts.model.combine_hidden_states(features)
+
+
+class MtpDrafter(EagleDrafter):
+    """Of several layers of multi-token prediction the first one is run again and again, as vLLM does."""
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.parts.model(input_ids=token_ids, positions=positions, hidden_states=hidden_states)
+        return hidden, hidden
+
+
+@compiled
+def fill_next(
+    rows: np.ndarray,
+    num_computed: np.ndarray,
+    query_len: np.ndarray,
+    first_logits: int,
+    num_known: np.ndarray,
+    known: np.ndarray,
+    next_ids: np.ndarray,
+) -> None:
+    """The token behind each of the chunks' tokens; what is sampled in row L of the step's logits is ``-(L + 1)``.
+
+    A chunk has one row of logits, from ``first_logits`` on.
+    """
+    token = 0
+    for chunk in range(len(rows)):
+        row, position = rows[chunk], num_computed[chunk]
+        for _ in range(query_len[chunk]):
+            position += 1
+            next_ids[token] = known[row, position] if position < num_known[row] else -(first_logits + chunk) - 1
+            token += 1
+    next_ids[token:] = 0

@@ -1,0 +1,96 @@
+"""Loading the model that drafts, and sharing with it what its checkpoint leaves to the target."""
+
+from typing import Any
+
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.spec_decode.utils import create_vllm_config_for_draft_model
+
+from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.vllm_port.speculation import read_speculation
+
+ATTRIBUTE = "draft_model"
+"""Of the target: a device that moves or re-lays the target's weights does so with the draft's."""
+
+
+def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
+    """Loads the draft model that ``speculative_config`` names, if it names one, and makes it a part of the target.
+
+    Raises UnsupportedConfigError where the two do not go together.
+    """
+    method, config = read_speculation(vllm_config).method, vllm_config.speculative_config
+    draft: Any
+    if config is None or method == "ngram":
+        return
+    _check_equal_parallelism(config)
+    if method == "draft_model":
+        config.verify_equal_vocab_size_if_draft_model()
+        draft = get_model(vllm_config=create_vllm_config_for_draft_model(vllm_config), prefix=ATTRIBUTE)
+    else:
+        draft = get_model(vllm_config=vllm_config, model_config=config.draft_model_config)
+        if method != "medusa":
+            share_embeddings(draft, target)
+            share_logits_head(draft, target)
+    if method == "eagle3" and draft.model.use_aux_hidden_state:
+        return_states_of_layers(target, config.draft_model_config.hf_config)
+    setattr(target, ATTRIBUTE, draft)
+
+
+def draft_of(target: Any) -> Any:
+    """The draft model of a target."""
+    return getattr(target, ATTRIBUTE)
+
+
+def _check_equal_parallelism(config: Any) -> None:
+    draft, target = (
+        each.tensor_parallel_size for each in (config.draft_parallel_config, config.target_parallel_config)
+    )
+    if draft != target:
+        raise UnsupportedConfigError(
+            f"draft_tensor_parallel_size={draft} is not supported: what drafts is cut like the target, over "
+            f"tensor_parallel_size={target}; leave it out"
+        )
+
+
+def share_embeddings(draft: Any, target: Any) -> None:
+    """A head whose checkpoint has no token embeddings looks tokens up in the target's.
+
+    vLLM's classes of heads say by ``has_own_embed_tokens`` whether it has; those of multi-token prediction, which do
+    not, always share (``vllm/v1/spec_decode/eagle.py``).
+    """
+    if not getattr(draft, "has_own_embed_tokens", False):
+        inner = getattr(target, "model", target)
+        names = [name for name in ("embed_tokens", "embedding") if hasattr(inner, name)]
+        if not names:
+            raise UnsupportedConfigError(
+                f"the draft has no token embeddings of its own, and {type(target).__name__} has none where heads look "
+                "for them: use a draft checkpoint with embed_tokens"
+            )
+        draft.model.embed_tokens = getattr(inner, names[0])
+
+
+def share_logits_head(draft: Any, target: Any) -> None:
+    """The same of the head that logits are computed with."""
+    if not getattr(draft, "has_own_lm_head", False) and hasattr(target, "lm_head"):
+        draft.lm_head = target.lm_head
+        # Layers of multi-token prediction may each have a head.
+        layers: Any = getattr(draft.model, "layers", None) or ()
+        each: Any
+        for each in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+            if hasattr(each, "shared_head"):
+                each.shared_head.head = target.lm_head
+
+
+def return_states_of_layers(target: Any, draft_config: Any) -> None:
+    """Has the target return the states that EAGLE-3 reads, of the layers that the draft's config names."""
+    if not getattr(target, "supports_eagle3", False):
+        raise UnsupportedConfigError(f"{type(target).__name__} returns no states of its layers, which EAGLE-3 reads")
+    layers = getattr(draft_config, "eagle_aux_hidden_state_layer_ids", None)
+    layers = tuple(layers or target.get_eagle3_aux_hidden_state_layers())
+    if len(set(layers)) < len(layers) or min(layers) < 1:
+        raise UnsupportedConfigError(
+            f"EAGLE-3 would read the states before layers {list(layers)}: they must be different layers, none the "
+            "first; set eagle_aux_hidden_state_layer_ids in the draft's config.json"
+        )
+    target.set_aux_hidden_state_layers(layers)

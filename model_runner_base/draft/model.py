@@ -1,0 +1,44 @@
+"""A smaller model of the same vocabulary as the draft.
+
+Its cache holds what it has drafted, so where drafts were right nothing is left to do: the first pass takes the last two
+tokens of a request. The one before the last has not been through the draft where all drafts were right, or the request
+has just had its prompt; else it is written once more, which changes nothing.
+"""
+
+import torch
+
+from model_runner_base.caches.chunk_tiles import ChunkTiles
+from model_runner_base.draft.chain import ChainDrafter
+from model_runner_base.draft.device import DraftRows, Shared
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.sizes import StepKind
+
+
+class DraftModelDrafter(ChainDrafter):
+    """Each pass is a launch, so that graphs do not grow with the number of drafts."""
+
+    unrolls = False
+
+    def begin(
+        self, call: ModelCall, rows: DraftRows, yielded: torch.Tensor, features: torch.Tensor, shared: Shared
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        recent, num_places = shared.recent[rows.row], shared.tokens.shape[1]
+        num_yielded = (recent[:, :num_places] >= 0).sum(dim=1)
+        # Before the last of them; before the only one what was the last then, which stands behind all.
+        before = torch.where(num_yielded > 1, num_yielded - 2, num_places)
+        pair = torch.stack((recent.gather(1, before.unsqueeze(1).long()).squeeze(1), shared.tokens[rows.row, 0]), dim=1)
+        token_ids, tiles = pair.view(-1), None
+        if call.size.kind == StepKind.MIXED:
+            tiles = ChunkTiles.of(call, self.parts.caches.limits.chunk.query)
+            token_ids = torch.cat((token_ids, call.token_ids[rows.row.shape[0] * num_places :]))
+        positions = self.bind_rows(call, rows, torch.stack((rows.position - 1, rows.position), dim=1), tiles)
+        hidden = self._run(token_ids.clamp(min=0), positions)
+        return hidden[: pair.numel()].view(*pair.shape, -1)[:, 1], None
+
+    def follow(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, carried: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._run(token_ids, positions), None
+
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.parts.model(input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)

@@ -1,0 +1,84 @@
+"""Draft models for the tiny checkpoints: one that is always right, one that often is, one that never is, and a head."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from model_runner_base.testing.models import TinyModel
+
+NUM_DRAFTS = 3
+
+
+def speculation(kind: str, model: TinyModel) -> dict[str, Any]:
+    """A ``speculative_config``; what it names is written beside the model's checkpoint."""
+    if kind == "ngram":
+        return {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    method, make = _DRAFTS[kind]
+    path = model.path.with_name(f"{model.path.name}-{kind}-draft")
+    if not path.exists():
+        path.mkdir()
+        config = json.loads((model.path / "config.json").read_text())
+        weights = load_file(model.path / "model.safetensors")
+        config, weights = make(config, weights)
+        (path / "config.json").write_text(json.dumps(config))
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+        for file in model.path.glob("*token*"):
+            shutil.copy(file, path)
+    return {"method": method, "model": str(path), "num_speculative_tokens": NUM_DRAFTS}
+
+
+Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def _same(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    return config, weights
+
+
+def _noisy(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """Near the model: the likeliest token is another at some places."""
+    generator = torch.Generator().manual_seed(0)
+    noise = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
+    return config, {name: tensor + 0.03 * tensor.std() * noise[name] for name, tensor in weights.items()}
+
+
+def _wrong(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """What the model finds likeliest it finds least likely. Its heads are others, too."""
+    head_size = config["hidden_size"] // config["num_attention_heads"]
+    config = config | {"num_key_value_heads": 1, "head_dim": head_size}
+    weights = {
+        name: tensor[:head_size].contiguous() if "k_proj" in name or "v_proj" in name else tensor
+        for name, tensor in weights.items()
+    }
+    return config, weights | {"lm_head.weight": -weights["lm_head.weight"]}
+
+
+def _head(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """An EAGLE head: the model's last layer, over half of each, the token's embedding and the hidden state."""
+    last = config["num_hidden_layers"] - 1
+    prefix = f"model.layers.{last}."
+    layer = {f"layers.0.{name.removeprefix(prefix)}": w for name, w in weights.items() if name.startswith(prefix)}
+    del layer["layers.0.input_layernorm.weight"]
+    half = 0.5 * torch.eye(config["hidden_size"])
+    config = config | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    return config, layer | {"fc.weight": torch.cat((half, half), dim=1)}
+
+
+_DRAFTS = {
+    "same": ("draft_model", _same),
+    "noisy": ("draft_model", _noisy),
+    "wrong": ("draft_model", _wrong),
+    "head": ("eagle", _head),
+}
+
+
+def kinds() -> list[str]:
+    return ["ngram", *_DRAFTS]
+
+
+def drafts_of(path: Path) -> str:
+    """The method of a draft checkpoint that was written here."""
+    return next(method for kind, (method, _) in _DRAFTS.items() if path.name.endswith(f"-{kind}-draft"))
