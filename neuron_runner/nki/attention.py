@@ -21,8 +21,19 @@ class NkiAttentionBackend(PagedAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:
-        """With ``enforce_eager`` the model runs on the host, where there are no kernels."""
-        return PagedAttentionImpl if get_current_vllm_config().model_config.enforce_eager else NkiAttentionImpl
+        """With ``enforce_eager`` the model runs on the host, where there are no kernels.
+
+        Raises NotImplementedError where drafts are to be verified.
+        """
+        config = get_current_vllm_config()
+        if config.model_config.enforce_eager:
+            return PagedAttentionImpl
+        if config.speculative_config is not None:
+            raise NotImplementedError(
+                f"the NKI attention kernel does not support the verification of drafts yet: set {NKI_VARIABLE}=0 to "
+                "run attention as plain torch, or leave out speculative_config"
+            )
+        return NkiAttentionImpl
 
 
 class NkiAttentionImpl(PagedAttentionImpl):
@@ -36,8 +47,6 @@ class NkiAttentionImpl(PagedAttentionImpl):
         require_nki()
         super().__init__(*args, **kwargs)
         lacking = [name for name in ("alibi_slopes", "sinks") if getattr(self, name) is not None]
-        if get_current_vllm_config().speculative_config is not None:
-            lacking.append("the verification of drafts")
         if lacking:
             raise NotImplementedError(
                 f"the NKI attention kernel does not support {' and '.join(lacking)}: set {NKI_VARIABLE}=0 to run "
