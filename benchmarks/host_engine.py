@@ -63,7 +63,7 @@ def init_process() -> None:
     ensure_model_parallel_initialized(1, 1)
 
 
-def make_config(is_async: bool, backend: type[AttentionBackend]) -> VllmConfig:
+def make_config(is_async: bool, backend: type[AttentionBackend], **options: Any) -> VllmConfig:
     config = EngineArgs(
         str(BUNDLED_MODEL),
         skip_tokenizer_init=True,
@@ -74,6 +74,7 @@ def make_config(is_async: bool, backend: type[AttentionBackend]) -> VllmConfig:
         block_size=BLOCK_SIZE,  # type: ignore[arg-type]
         enable_prefix_caching=False,
         async_scheduling=is_async,
+        **options,
     ).create_engine_config()
     config.compilation_config.static_forward_context.update({name: Layer(backend) for name in LAYERS})
     return config
@@ -138,16 +139,20 @@ class Sides:
 
     def make_scheduler(self, num_blocks: int, max_num_tokens: int) -> Scheduler:
         """A fresh one; it may be told less than the runners can take."""
-        self.config.cache_config.num_gpu_blocks = num_blocks
-        scheduler = (AsyncScheduler if self.is_async else Scheduler)(
-            self.config,
-            cache_config(num_blocks),
-            StructuredOutputManager(self.config),
-            BLOCK_SIZE,
-            log_stats=False,
-        )
-        scheduler.max_num_scheduled_tokens = max_num_tokens
-        return scheduler
+        return make_scheduler(self.config, self.is_async, num_blocks, max_num_tokens)
+
+
+def make_scheduler(config: VllmConfig, is_async: bool, num_blocks: int, max_num_tokens: int) -> Scheduler:
+    config.cache_config.num_gpu_blocks = num_blocks
+    scheduler = (AsyncScheduler if is_async else Scheduler)(
+        config,
+        cache_config(num_blocks),
+        StructuredOutputManager(config),
+        BLOCK_SIZE,
+        log_stats=False,
+    )
+    scheduler.max_num_scheduled_tokens = max_num_tokens
+    return scheduler
 
 
 def make_request(req_id: str, prompt: list[int], max_tokens: int, **params: Any) -> Request:

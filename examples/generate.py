@@ -9,6 +9,14 @@ import time
 from pathlib import Path
 
 MODEL = Path(__file__).parent / "models" / "kjv-2m"
+DRAFT_MODEL = MODEL.with_name("kjv-draft")
+SPECULATION = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "draft_model": {"method": "draft_model", "model": str(DRAFT_MODEL)},
+}
+"""What each way takes beside the number of drafts."""
+NUM_DRAFTS = 3
+STEPS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 PROMPTS = [
     "In the beginning God created",
     "And it came to pass, when the king heard",
@@ -34,6 +42,11 @@ def main() -> None:
         default="background",
         help="full: every size before the first prompt",
     )
+    parser.add_argument(
+        "--speculative",
+        choices=SPECULATION,
+        help="what drafts tokens that a step then verifies together; the text stays what it is without",
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no compilation, for debugging")
     args = parser.parse_args()
 
@@ -49,6 +62,8 @@ def main() -> None:
         max_num_batched_tokens=512,
         seed=args.seed,
         enforce_eager=args.enforce_eager,
+        speculative_config=args.speculative and SPECULATION[args.speculative] | {"num_speculative_tokens": NUM_DRAFTS},
+        disable_log_stats=args.speculative is None,
         # A few prompts: a quick start is worth more than steps without padding.
         additional_config={"neuron_config": {"max_padding": 0.4, "warm_up": args.warm_up}},
     )
@@ -66,6 +81,9 @@ def main() -> None:
         print(f"\n{output.prompt}\033[1m{output.outputs[0].text}\033[0m")
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{tokens} tokens in {done - ready:.2f} s: {tokens / (done - ready):.0f} tokens/s")
+    if args.speculative:
+        counts = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in (STEPS, ACCEPTED)}
+        print(f"{1 + counts[ACCEPTED] / counts[STEPS]:.2f} tokens a step of a request, with {NUM_DRAFTS} drafts")
     built, since = warm.compilations, later.compilations - warm.compilations
     print(f"{num_ready} of {len(policy.sizes)} model graphs when ready, {built} XLA compilations until then")
     print(f"{len(policy.offered)} of them at the end, {since} compilations later, beside the steps")

@@ -103,13 +103,15 @@ class PagedPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Lowers the limits that hold where the user gives none, and opens ``--block-size``.
+        """Lowers the limits that hold where the user gives none, opens ``--block-size``, and knows marked EAGLE heads.
 
         A step needs memory for the largest size within them, and a device with graphs captures every size at start-up:
         vLLM's own defaults (256 requests, 8,192 tokens) cost minutes and gigabytes there.
         """
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
+
+        from model_runner_base.vllm_port.eagle_marker import recognise_marked_heads
 
         def batch_defaults(world_size: int) -> tuple[dict[UsageContext | None, int], dict[UsageContext | None, int]]:
             contexts = (None, *UsageContext)
@@ -123,6 +125,7 @@ class PagedPlatform(Platform):
             if option is not None:
                 option.choices = None
         EngineArgs.get_batch_defaults = staticmethod(batch_defaults)  # type: ignore[assignment, method-assign]
+        recognise_marked_heads(EngineArgs)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -14,6 +14,10 @@ ATTRIBUTE = "draft_model"
 """Of the target: a device that moves or re-lays the target's weights does so with the draft's."""
 
 
+NUM_LAYERS_READ = 3
+"""By EAGLE-3."""
+
+
 def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
     """Loads the draft model that ``speculative_config`` names, if it names one, and makes it a part of the target.
 
@@ -88,9 +92,9 @@ def return_states_of_layers(target: Any, draft_config: Any) -> None:
         raise UnsupportedConfigError(f"{type(target).__name__} returns no states of its layers, which EAGLE-3 reads")
     layers = getattr(draft_config, "eagle_aux_hidden_state_layer_ids", None)
     layers = tuple(layers or target.get_eagle3_aux_hidden_state_layers())
-    if len(set(layers)) < len(layers) or min(layers) < 1:
+    if len(set(layers)) < NUM_LAYERS_READ or min(layers) < 1:
         raise UnsupportedConfigError(
-            f"EAGLE-3 would read the states before layers {list(layers)}: they must be different layers, none the "
-            "first; set eagle_aux_hidden_state_layer_ids in the draft's config.json"
+            f"EAGLE-3 would read the states before layers {list(layers)}: they must be {NUM_LAYERS_READ} different "
+            "layers, none the first; set eagle_aux_hidden_state_layer_ids in the draft's config.json"
         )
     target.set_aux_hidden_state_layers(layers)

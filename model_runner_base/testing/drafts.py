@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,18 +66,43 @@ def _head(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoin
     return config, layer | {"fc.weight": torch.cat((half, half), dim=1)}
 
 
+def _head_over_layers(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """An EAGLE-3 head: the model's last layer over the same halves, the hidden state that of its fourth layer."""
+    size, last = config["hidden_size"], config["num_hidden_layers"] - 1
+    prefix = f"model.layers.{last}."
+    layer = {f"midlayer.{name.removeprefix(prefix)}": w for name, w in weights.items() if name.startswith(prefix)}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = layer[f"midlayer.self_attn.{name}.weight"]
+        layer[f"midlayer.self_attn.{name}.weight"] = torch.cat((0.5 * weight, 0.5 * weight), dim=1)
+    config = config | {
+        "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config["vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+        "tie_word_embeddings": False,
+    }
+    return config, layer | {
+        "fc.weight": torch.cat((torch.zeros(size, 2 * size), torch.eye(size)), dim=1),
+        "midlayer.hidden_norm.weight": torch.ones(size),
+        "norm.weight": weights["model.norm.weight"].clone(),
+        "lm_head.weight": weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).clone(),
+    }
+
+
+def _further_heads(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """Medusa's heads, each of which drafts what the model finds likeliest next."""
+    size = config["hidden_size"]
+    heads = {f"blocks.{index}.layers.0.weight": torch.zeros(size, size) for index in range(NUM_DRAFTS)}
+    heads |= {f"lm_heads.{index}.weight": weights["lm_head.weight"].clone() for index in range(NUM_DRAFTS)}
+    config = {"hidden_size": size, "vocab_size": config["vocab_size"], "num_hidden_layers": 1}
+    return config | {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": NUM_DRAFTS}, heads
+
+
 _DRAFTS = {
     "same": ("draft_model", _same),
     "noisy": ("draft_model", _noisy),
     "wrong": ("draft_model", _wrong),
     "head": ("eagle", _head),
+    "head-over-layers": ("eagle3", _head_over_layers),
+    "further-heads": ("medusa", _further_heads),
 }
-
-
-def kinds() -> list[str]:
-    return ["ngram", *_DRAFTS]
-
-
-def drafts_of(path: Path) -> str:
-    """The method of a draft checkpoint that was written here."""
-    return next(method for kind, (method, _) in _DRAFTS.items() if path.name.endswith(f"-{kind}-draft"))

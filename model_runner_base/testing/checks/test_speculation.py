@@ -169,3 +169,15 @@ def test_arrivals_and_aborts(drafting: Start, text_model: TinyModel) -> None:
     check_equal(text_model, PROMPTS * 2, run_with_arrivals(llm, PROMPTS * 2, counts, rng), counts)
     (prompt,) = random_prompts(83, [230])
     check_equal(text_model, [prompt], tokens_of(generate(llm, [prompt], greedy(26))), [26])
+
+
+def test_windows(engine: Start, tiny_model: Callable[[str], TinyModel]) -> None:
+    """A sliding window, whose blocks are given back behind it; synchronous, as vLLM cannot do it otherwise."""
+    model = tiny_model("mistral-window")
+    config = speculation("noisy", model)
+    num_bytes = sum(cache_bytes(path, 300) for path in (model.path, config["model"]))
+    llm = engine(model.path, async_scheduling=False, speculative_config=config, kv_cache_memory_bytes=num_bytes)
+    before = accepted(llm)
+    prompts = random_prompts(84, [60, 70, 80, 90, 50, 45])
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(80))), [80] * len(prompts))
+    assert accepted(llm) > before, "no draft was ever right"

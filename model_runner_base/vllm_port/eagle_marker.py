@@ -1,0 +1,31 @@
+"""A draft whose ``config.json`` has ``"is_eagle": true`` is an EAGLE head: nobody need say so again.
+
+transformers-neuronx marks its heads so. vLLM itself goes by the checkpoint's name.
+"""
+
+import json
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+
+def is_marked(model: Any) -> bool:
+    """Whether a local checkpoint bears the mark."""
+    file = Path(str(model)) / "config.json"
+    return file.is_file() and bool(json.loads(file.read_text()).get("is_eagle"))
+
+
+def recognise_marked_heads(engine_args_cls: Any) -> None:
+    """Has vLLM's ``EngineArgs`` fill in ``method`` where ``speculative_config`` names a marked head and no method."""
+    create = engine_args_cls.create_speculative_config
+    if hasattr(create, "__wrapped__"):
+        return
+
+    @wraps(create)
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.speculative_config
+        if isinstance(config, dict) and not config.get("method") and is_marked(config.get("model")):
+            self.speculative_config = {**config, "method": "eagle"}
+        return create(self, *args, **kwargs)
+
+    engine_args_cls.create_speculative_config = create_speculative_config
