@@ -1,6 +1,6 @@
 """A draft whose ``config.json`` has ``"is_eagle": true`` is an EAGLE head: nobody need say so again.
 
-transformers-neuronx marks its heads so. vLLM itself goes by the checkpoint's name.
+Some toolchains mark the heads that they write so. vLLM itself goes by the checkpoint's name.
 """
 
 import json
