@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 MODEL = Path(__file__).parent / "models" / "kjv-2m"
-DRAFT_MODEL = MODEL.with_name("kjv-draft")
 SPECULATION = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
-    "draft_model": {"method": "draft_model", "model": str(DRAFT_MODEL)},
+    "draft_model": {"method": "draft_model", "model": str(MODEL.with_name("kjv-draft"))},
+    "eagle": {"method": "eagle", "model": str(MODEL.with_name("kjv-eagle"))},
 }
 """What each way takes beside the number of drafts."""
 NUM_DRAFTS = 3
