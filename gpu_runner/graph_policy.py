@@ -17,6 +17,7 @@ from gpu_runner.cuda_graphs import StepGraphs
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.vllm_port.kv_cache import attention_layers
+from model_runner_base.vllm_port.speculation import read_speculation
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -27,6 +28,9 @@ class CudaGraphPolicy(GraphPolicy):
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._graphs: list[StepGraphs] = []
+        points = vllm_config.compilation_config.compile_ranges_split_points
+        if points and vllm_config.speculative_config is not None:
+            points[-1] = max_step_tokens(vllm_config)  # What is compiled ends there; decode rows count whole.
 
     def configure(self, limits: StepLimits) -> None:
         super().configure(limits)
@@ -35,15 +39,24 @@ class CudaGraphPolicy(GraphPolicy):
         self._limits = limits
         self._decode, self._mixed = mode.decode_mode(), mode.mixed_mode()
         self._token_sizes = list(config.cudagraph_capture_sizes or ()) if mode != CUDAGraphMode.NONE else []
-        steps = [
-            self._size(kind, num_tokens, min(num_tokens, limits.max_num_reqs))
-            for kind in (StepKind.DECODE, StepKind.MIXED)
-            for num_tokens in self._token_sizes
-        ]
+        most, query = limits.max_num_reqs, limits.decode.query
+        whole = self._decode == CUDAGraphMode.FULL
+        self._row_sizes = sorted(
+            {size // query for size in self._token_sizes if whole and query <= size <= most * query}
+        )
+        """Requests of pure decode that graphs are made for; each has as many tokens as a decode row."""
+        steps = [self._mixed_size(num_tokens, min(num_tokens, most)) for num_tokens in self._token_sizes]
+        steps += map(self._decode_size, self._row_sizes)
         self.sizes = sorted({size for size in map(self.dispatch, steps) if self.mode_of(size) != CUDAGraphMode.NONE})
 
-    def _size(self, kind: StepKind, num_tokens: int, num_reqs: int) -> StepSize:
-        return self._limits.size(kind, tokens=num_tokens, requests=num_reqs, logits=num_reqs)
+    def _decode_size(self, num_reqs: int) -> StepSize:
+        tokens = num_reqs * self._limits.decode.query
+        return self._limits.size(StepKind.DECODE, tokens=tokens, requests=num_reqs, logits=tokens, decode_rows=num_reqs)
+
+    def _mixed_size(self, num_tokens: int, num_reqs: int) -> StepSize:
+        """Of chunks alone, where it matters whose tokens they are."""
+        dims = {"tokens": num_tokens, "requests": num_reqs, "logits": num_reqs, "chunk_tokens": num_tokens}
+        return self._limits.size(StepKind.MIXED, **dims)
 
     def warm_up_sizes(self) -> set[StepSize]:
         """Every graph; and steps without one, so that no kernel is compiled, by vLLM or at its first launch, later."""
@@ -51,30 +64,31 @@ class CudaGraphPolicy(GraphPolicy):
         tokens = {limits.max_num_tokens, *(size for size in config.compile_sizes or () if isinstance(size, int))}
         if config.mode == CompilationMode.VLLM_COMPILE:
             tokens.update(compile_range.end for compile_range in config.get_compile_ranges())
-        sizes = {self._size(StepKind.MIXED, size, min(size, limits.max_num_reqs)) for size in tokens}
-        sizes.add(self._size(StepKind.DECODE, limits.max_num_reqs, limits.max_num_reqs))
+        sizes = {self._mixed_size(size, min(size, limits.max_num_reqs)) for size in tokens}
+        sizes.add(self._decode_size(limits.max_num_reqs))
         return {*self.sizes, *map(self.dispatch, sizes)}
 
     def dispatch(self, need: StepSize) -> StepSize:
+        if need.kind == StepKind.DECODE:
+            index = bisect_left(self._row_sizes, need.num_reqs)
+            if index < len(self._row_sizes):
+                return self._decode_size(self._row_sizes[index])
         index = bisect_left(self._token_sizes, need.num_tokens)
-        if index == len(self._token_sizes):
+        if index == len(self._token_sizes) or self._mixed == CUDAGraphMode.NONE:
             return need
-        num_tokens, max_num_reqs = self._token_sizes[index], self._limits.max_num_reqs
-        if need.kind == StepKind.DECODE and self._decode == CUDAGraphMode.FULL and num_tokens <= max_num_reqs:
-            return self._size(StepKind.DECODE, num_tokens, num_tokens)
-        if self._mixed == CUDAGraphMode.NONE:
-            return need
-        num_reqs = min(num_tokens, max_num_reqs) if self._mixed == CUDAGraphMode.FULL else need.num_reqs
-        return self._size(StepKind.MIXED, num_tokens, num_reqs)
+        num_tokens = self._token_sizes[index]
+        if self._mixed == CUDAGraphMode.FULL:
+            return self._mixed_size(num_tokens, min(num_tokens, self._limits.max_num_reqs))
+        num_padding = num_tokens - need.num_tokens
+        dims = self._limits.named(need)
+        more = {"tokens": num_tokens, "chunk_tokens": dims["chunk_tokens"] + num_padding}
+        return self._limits.size(StepKind.MIXED, **(dims | more))
 
     def mode_of(self, size: StepSize) -> CUDAGraphMode:
         """How a step of a dispatched size runs: FULL, PIECEWISE or NONE."""
-        if size.num_tokens not in self._token_sizes:
-            return CUDAGraphMode.NONE
-        if size.kind != StepKind.DECODE:
-            return self._mixed
-        is_padded = size.num_reqs == size.num_tokens <= self._limits.max_num_reqs
-        return self._decode if self._decode == CUDAGraphMode.FULL and is_padded else CUDAGraphMode.NONE
+        if size.kind == StepKind.DECODE:
+            return CUDAGraphMode.FULL if size.num_reqs in self._row_sizes else CUDAGraphMode.NONE
+        return self._mixed if size.num_tokens in self._token_sizes else CUDAGraphMode.NONE
 
     def num_compilations(self) -> int:
         from vllm.compilation.counter import compilation_counter
@@ -83,10 +97,17 @@ class CudaGraphPolicy(GraphPolicy):
         return full + compilation_counter.num_cudagraph_captured + compilation_counter.num_backend_compilations
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
-        """Functions of a ``StepSize`` become graphs; what sampling does after them runs kernel by kernel."""
+        """Functions of a ``StepSize`` first of all become graphs; what samples and drafts after them runs kernel by
+        kernel."""
         graphs = StepGraphs(function, self.mode_of)
         self._graphs.append(graphs)
         return graphs
+
+
+def max_step_tokens(vllm_config: VllmConfig) -> int:
+    """The most tokens of a step, those counted that its decode rows have room for."""
+    scheduler, num_drafts = vllm_config.scheduler_config, read_speculation(vllm_config).num_drafts
+    return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * num_drafts
 
 
 def mark_views() -> None:
@@ -105,15 +126,19 @@ def resolve_mode(vllm_config: VllmConfig) -> CUDAGraphMode:
     mode = config.cudagraph_mode
     assert mode is not None
     name, support = _least_support(vllm_config)
-    if mode.mixed_mode() == CUDAGraphMode.FULL and support != AttentionCGSupport.ALWAYS:
+    has_drafts = vllm_config.speculative_config is not None
+    least = AttentionCGSupport.UNIFORM_BATCH if has_drafts else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    # A graph of mixed steps would have to know how many of its tokens are decode rows', which are drafted behind.
+    if mode.mixed_mode() == CUDAGraphMode.FULL and (support != AttentionCGSupport.ALWAYS or has_drafts):
         if support == AttentionCGSupport.NEVER:
             raise ValueError(
                 f"cudagraph_mode={mode.name} is not supported with {name}: use PIECEWISE with compilation mode "
                 "VLLM_COMPILE, or NONE"
             )
         is_cut = config.splitting_ops_contain_attention()
-        return _instead(mode, CUDAGraphMode.FULL_AND_PIECEWISE if is_cut else CUDAGraphMode.FULL_DECODE_ONLY, name)
-    if mode.decode_mode() == CUDAGraphMode.FULL and support == AttentionCGSupport.NEVER:
+        lesser = CUDAGraphMode.FULL_AND_PIECEWISE if is_cut else CUDAGraphMode.FULL_DECODE_ONLY
+        mode = _instead(mode, lesser, name if support != AttentionCGSupport.ALWAYS else "speculative decoding")
+    if mode.decode_mode() == CUDAGraphMode.FULL and support.value < least.value:
         is_cut = config.mode == CompilationMode.VLLM_COMPILE and (
             config.splitting_ops_contain_attention() or config.use_inductor_graph_partition
         )

@@ -10,8 +10,9 @@ from vllm.utils.mem_constants import GiB_bytes
 
 from gpu_runner.cuda_graphs import frozen_garbage
 from gpu_runner.device_ops import CudaDeviceOps
-from gpu_runner.graph_policy import CudaGraphPolicy, mark_views
+from gpu_runner.graph_policy import CudaGraphPolicy, mark_views, max_step_tokens
 from gpu_runner.static_inputs import StaticInputs
+from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
@@ -37,8 +38,10 @@ class GPUModelRunner(ModelRunnerBase):
         compilation = self.vllm_config.compilation_config
         if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
             self.model.compile(fullgraph=True, backend=compilation.init_backend(self.vllm_config))
-        inputs = StaticInputs(self.scheduler_config.max_num_batched_tokens, self.device)
-        self.model.register_forward_pre_hook(inputs, with_kwargs=True)
+        for model in (self.model, getattr(self.model, DRAFT, None)):
+            if model is not None:
+                inputs = StaticInputs(max_step_tokens(self.vllm_config), self.device)
+                model.register_forward_pre_hook(inputs, with_kwargs=True)
 
     def profile_run(self) -> int:
         """The largest step, measured, and the pool of prompt embeddings, which is allocated later."""

@@ -12,6 +12,7 @@ from model_runner_base.attention.layout import CacheLayout, LayerCache
 from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
 from model_runner_base.attention.sight import Sight
+from model_runner_base.caches.builders import decode_dims
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests, scratch_caches
@@ -274,7 +275,7 @@ def step_limits(
         max_model_len=max_model_len,
         decode=decode,
         chunk=chunk,
-        dims=(*COMMON_DIMS, *(plan_dims(decode, chunk) if has_plans else ())),
+        dims=(*COMMON_DIMS, *(plan_dims(decode, chunk) if has_plans else decode_dims(decode))),
         num_lines=num_lines,
         unread=speculation.unread,
         ahead=speculation.ahead,

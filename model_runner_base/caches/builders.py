@@ -3,11 +3,14 @@
 A step sends each request's row, where it starts, and how many tokens it has. Block tables lie on the device, a row a
 request, and only rows that changed are sent; positions, sequence lengths and cache slots are worked out there. So a
 step that repeats the last one sends nothing but the blocks that requests entered.
+
+Where drafts are verified, decode rows have 1 + k tokens each, those that a row lacks too: kernels take decode to be
+uniform. What is missing writes no key, and lies behind all tokens that count, so nobody looks at it.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 
 from model_runner_base.attention.trace import LayerTrace, SeenKeys
+from model_runner_base.caches.decode_rows import LENGTHS, DecodeRows
 from model_runner_base.caches.group import AttentionGroup, CacheKind, DeviceStarts
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.limits import UnsupportedConfigError
@@ -25,11 +29,36 @@ from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep, Section, pad_into, unpack
 from model_runner_base.step.repeat import RepeatPart
-from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
 
 NO_SLOT = -1
 """Kernels write nothing there."""
+
+
+def decode_dims(decode: Tiling) -> tuple[Dim, ...]:
+    """What sizes have beside the common dims where decode rows have more than one token."""
+    free = (0.0, 0.0, 0.0)
+    return (Dim("decode_rows", free), Dim("chunk_tokens", free)) if decode.query > 1 else ()
+
+
+class _Requests(NamedTuple):
+    """What builders are told of one run of the model: R requests, padding included."""
+
+    rows: torch.Tensor
+    """[R] int32"""
+    query_start_loc: torch.Tensor
+    """[R + 1] int32"""
+    seq_lens: torch.Tensor
+    """[R] int32"""
+    host_query_start_loc: np.ndarray
+    """[R + 1]"""
+    host_seq_lens: np.ndarray | None
+    """[R]; None where the device alone knows them."""
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    """A bound."""
 
 
 class BuilderCaches(CacheKind):
@@ -54,15 +83,19 @@ class BuilderCaches(CacheKind):
         ]
         thresholds = [builder.reorder_batch_threshold for builder in self._builders]
         threshold = min((value for value in thresholds if value is not None), default=None)
-        if threshold is not None:
-            self.order = BatchOrder(threshold, fresh_last=True)
+        self._query = limits.decode.query
+        self.order = BatchOrder(threshold or 1, fresh_last=threshold is not None, row_len=self._query)
         self._plans_each_step = not all(map(_has_views, groups))
-        self._tables = {id(group.block_table): _DeviceTable(group.block_table, device_ops) for group in groups}
+        num_missing = self._query - 1
+        self._tables = {
+            id(group.block_table): _DeviceTable(group.block_table, num_missing, device_ops) for group in groups
+        }
         self._block_tables = [
-            device_ops.zeros((limits.max_num_reqs, group.block_table.table.shape[1]), torch.int32) for group in groups
+            device_ops.zeros((limits.max_num_reqs, self._table_of(group).shape[1]), torch.int32) for group in groups
         ]
         """[max_num_reqs, blocks] a group: those of the step's requests, in its order."""
-        self._slots = [device_ops.zeros((limits.max_num_tokens,), torch.int64) for _ in groups]
+        max_num_tokens = limits.max_num_tokens + limits.max_num_reqs * num_missing
+        self._slots = [device_ops.zeros((max_num_tokens,), torch.int64) for _ in groups]
         self._query_start_loc = device_ops.zeros((limits.max_num_reqs + 1,), torch.int32)
         self._seq_lens = device_ops.zeros((limits.max_num_reqs,), torch.int32)
         self._wait_for_last: Callable[[], None] = lambda: None
@@ -70,32 +103,55 @@ class BuilderCaches(CacheKind):
         self._step: PackedStep
         self._metadata: dict[str, Any] = {}
 
+    def _table_of(self, group: AttentionGroup) -> torch.Tensor:
+        """[rows + 1, blocks] int32"""
+        return self._tables[id(group.block_table)].tensor
+
     # ---- On the host ----
 
     def needs(self, batch: InputBatch) -> list[StepSize]:
         """Only tokens and requests count: kernels cut the work into tiles themselves."""
-        kind = StepKind.DECODE if batch.num_tokens == batch.num_reqs else StepKind.MIXED
-        reqs = batch.num_reqs
-        return [self.limits.size(kind, tokens=batch.num_tokens, requests=reqs, logits=reqs)]
+        rows, reqs, num_tokens = batch.num_decodes, batch.num_reqs, batch.num_places
+        kind = StepKind.DECODE if batch.is_decode and num_tokens == reqs * self._query else StepKind.MIXED
+        dims = {
+            "tokens": num_tokens,
+            "requests": reqs,
+            "logits": batch.num_decode_tokens + reqs - rows,
+            "decode_rows": rows,
+            "chunk_tokens": num_tokens - batch.num_decode_tokens,
+        }
+        return [self.limits.size(kind, **dims)]
+
+    def _num_rows(self, size: StepSize) -> int:
+        """Decode rows, where their number has to be known."""
+        return 0 if self._query == 1 else self.limits.named(size)["decode_rows"]
 
     def sections(self, size: StepSize) -> list[Section]:
-        return [
+        sections = [
             Section("starts", (size.num_reqs,)),
             Section("query_start_loc", (size.num_reqs + 1,)),
         ]
+        if self._query > 1:
+            sections.append(Section(LENGTHS, (self._num_rows(size),)))
+        return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         """Padding requests have no tokens and an empty row."""
-        pad_into(views["query_start_loc"], batch.query_start, batch.num_tokens)
-        # A request of one token, which the device alone knows, has its position there too.
-        first = views["token_ids"][batch.query_start]
-        pad_into(views["starts"], np.where(first < 0, first, batch.num_computed), 0)
+        pad_into(views["query_start_loc"], batch.query_start, batch.num_places)
+        # A request whose next token the device alone knows has its position there too.
+        is_on_device = views["token_ids"][batch.query_start] < 0
+        pad_into(views["starts"], np.where(is_on_device, -batch.rows - 1, batch.num_computed), 0)
+        if self._query > 1:
+            pad_into(views[LENGTHS], batch.query_len[: batch.num_decodes], 0)
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         """Requests that share the tokens evenly, none longer than the model allows, and have nothing in the cache."""
-        requests = np.arange(size.num_reqs + 1)
-        even = requests * size.num_tokens // size.num_reqs
-        views["query_start_loc"][:] = np.minimum(even, requests * self.limits.max_model_len)
+        rows, query_start_loc = self._num_rows(size), views["query_start_loc"]
+        in_rows = rows * self._query
+        query_start_loc[:rows] = np.arange(rows) * self._query
+        chunks = np.arange(size.num_reqs - rows + 1)
+        even = chunks * (size.num_tokens - in_rows) // max(1, size.num_reqs - rows)
+        query_start_loc[rows:] = in_rows + np.minimum(even, chunks * self.limits.max_model_len)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
         return [DeviceStarts(step.views["starts"], batch.rows)]
@@ -107,33 +163,57 @@ class BuilderCaches(CacheKind):
             table.update()
         self._batch, self._step = batch, step
         if self._plans_each_step:
-            self._wait_for_last()  # Builders copy from host buffers of their own, which they fill again now.
             # Entries of a repeated step, which are not in the buffer yet, are never of these sections.
-            arrays, (_, computed) = unpack(step.on_device, step.sections), rows.tensors
-            self._metadata = self._build(step.size, arrays, computed)
-            self._wait_for_last = self._device_ops.mark()
+            arrays, computed = unpack(step.on_device, step.sections), rows.tensors[1]
+            self._metadata = self._plan(self._requests_of_step(step.size, arrays, computed))
 
     def bind(self, call: ModelCall) -> None:
         rows, call.positions = self._places(call)
-        for group, buffer in zip(self.groups, self._slots, strict=True):
-            table, block_size = self._tables[id(group.block_table)].tensor, group.block_table.block_size
-            slots = buffer[: call.size.num_tokens]
-            slots.copy_(self._slots_of(table, block_size, rows, call.positions))
-            call.slot_mapping.update(dict.fromkeys(group.layer_names, slots))
-        metadata = self._metadata if self._plans_each_step else self._build(call.size, call.arrays, call.computed)
+        self._bind_slots(call, rows)
+        metadata = self._metadata
+        if not self._plans_each_step:
+            metadata = self._build(self._requests_of_step(call.size, call.arrays, call.computed))
         call.metadata.update(metadata)
+
+    def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
+        table_rows, call.positions = self._places_of(call, rows, has_chunks)
+        self._bind_slots(call, table_rows)
+        call.metadata.update(self._plan(self._requests_of_rows(call, rows, has_chunks)))
+
+    def _bind_slots(self, call: ModelCall, rows: torch.Tensor) -> None:
+        """``rows`` [T] that of each token's request, the padding row for one that writes no key."""
+        for group, buffer in zip(self.groups, self._slots, strict=True):
+            slots = buffer[: len(rows)]
+            slots.copy_(self._slots_of(self._table_of(group), group.block_table.block_size, rows, call.positions))
+            call.slot_mapping.update(dict.fromkeys(group.layer_names, slots))
 
     def _places(self, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """[T] the row of each token's request, and the token's position; of padding the padding row, and 0."""
         rows, loc = call.arrays["rows"], call.arrays["query_start_loc"]
         starts = known_or(call.arrays["starts"], call.computed)
-        if call.size.kind == StepKind.DECODE:
+        if call.size.kind == StepKind.DECODE and self._query == 1:
             return rows, starts  # A request a token.
         token = torch.arange(call.size.num_tokens, dtype=torch.int32, device=loc.device)
         request = torch.searchsorted(loc[1:], token, right=True, out_int32=True).clamp(max=call.size.num_reqs - 1)
-        is_padding = token >= loc[-1]
+        ends = loc[1:]
+        if self._query > 1:
+            lengths = call.arrays[LENGTHS]
+            ends = torch.cat((loc[: len(lengths)] + lengths, ends[len(lengths) :]))
+        is_padding = token >= ends[request]
         positions = (starts - loc[:-1])[request] + token
         return rows[request].masked_fill(is_padding, self.limits.max_num_reqs), positions.masked_fill(is_padding, 0)
+
+    def _places_of(self, call: ModelCall, rows: DecodeRows, has_chunks: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``_places``, for ``bind_rows``."""
+        num_rows, query = rows.positions.shape
+        table_rows = call.arrays["rows"][:num_rows].unsqueeze(1).expand(-1, query)
+        if rows.is_token is not None:
+            table_rows = table_rows.masked_fill(~rows.is_token, self.limits.max_num_reqs)
+        places = table_rows.reshape(-1), rows.positions.reshape(-1)
+        if not has_chunks:
+            return places
+        chunks = (of_step[num_rows * self._query :] for of_step in self._places(call))
+        return tuple(torch.cat(each) for each in zip(places, chunks, strict=True))  # type: ignore[return-value]
 
     def _slots_of(
         self, table: torch.Tensor, block_size: int, rows: torch.Tensor, positions: torch.Tensor
@@ -142,16 +222,74 @@ class BuilderCaches(CacheKind):
         slots = table[rows, positions // block_size].long() * block_size + positions % block_size
         return slots.masked_fill(rows == self.limits.max_num_reqs, NO_SLOT)
 
-    def _build(self, size: StepSize, arrays: dict[str, torch.Tensor], computed: torch.Tensor) -> dict[str, Any]:
+    # ---- Metadata ----
+
+    def _requests_of_step(self, size: StepSize, arrays: dict[str, torch.Tensor], computed: torch.Tensor) -> _Requests:
+        """Those of the step itself. A run of padding stands for the largest step of its size."""
+        batch, loc = self._batch, arrays["query_start_loc"]
+        host_loc = self._step.views["query_start_loc"].copy()
+        query_len = np.diff(host_loc)
+        seq_lens = query_len.copy()
+        if batch is not None:
+            seq_lens[: batch.num_reqs] += batch.num_computed.astype(seq_lens.dtype)
+        longest = self.limits.max_model_len + self._query - 1 if batch is None else int(seq_lens.max())
+        is_decode = size.kind == StepKind.DECODE
+        return _Requests(
+            rows=arrays["rows"],
+            query_start_loc=loc,
+            seq_lens=known_or(arrays["starts"], computed) + loc.diff(),
+            host_query_start_loc=host_loc,
+            host_seq_lens=None if batch is not None and self.limits.unread else seq_lens,
+            # A graph of pure decode counts its padding, a request for each row; else kernels leave padding out.
+            num_tokens=size.num_tokens if batch is None or is_decode else batch.num_places,
+            max_query_len=self._query if is_decode else size.num_tokens if batch is None else int(query_len.max()),
+            max_seq_len=longest,
+        )
+
+    def _requests_of_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool) -> _Requests:
+        """Those of a pass of drafting, whose rows the device alone knows."""
+        batch, (num_rows, query) = self._batch, rows.positions.shape
+        num_reqs = call.size.num_reqs if has_chunks else num_rows
+        query_len = np.diff(self._step.views["query_start_loc"][: num_reqs + 1])
+        query_len[:num_rows] = query
+        host_loc = np.concatenate(([0], query_len.cumsum()))
+        loc = torch.arange(num_rows + 1, dtype=torch.int32, device=call.positions.device) * query
+        seq_lens = (rows.positions[:, -1] + 1).clamp(min=query)
+        if has_chunks:
+            step_loc = call.arrays["query_start_loc"]
+            loc = torch.cat((loc, step_loc[num_rows + 1 :] + num_rows * (query - self._query)))
+            starts = known_or(call.arrays["starts"], call.computed)
+            seq_lens = torch.cat((seq_lens, (starts + step_loc.diff())[num_rows:]))
+        longest = self.limits.max_model_len
+        if batch is not None:
+            longest = min(longest, int(batch.seq_lens.max()) + self.limits.ahead)
+        return _Requests(
+            rows=call.arrays["rows"][:num_reqs],
+            query_start_loc=loc,
+            seq_lens=seq_lens,
+            host_query_start_loc=host_loc,
+            host_seq_lens=None,
+            num_tokens=int(host_loc[-1]),
+            max_query_len=int(query_len.max()),
+            max_seq_len=max(longest, query),
+        )
+
+    def _plan(self, requests: _Requests) -> dict[str, Any]:
+        """``_build``, once the last plans' copies are through: builders fill their host buffers again."""
+        self._wait_for_last()
+        metadata = self._build(requests)
+        self._wait_for_last = self._device_ops.mark()
+        return metadata
+
+    def _build(self, requests: _Requests) -> dict[str, Any]:
         """Fills what builders and kernels read of requests, at fixed addresses, and calls the builders."""
-        loc = arrays["query_start_loc"]
-        self._query_start_loc[: size.num_reqs + 1].copy_(loc)
-        self._seq_lens[: size.num_reqs].copy_(known_or(arrays["starts"], computed) + loc.diff())
+        num_reqs = len(requests.seq_lens)
+        self._query_start_loc[: num_reqs + 1].copy_(requests.query_start_loc)
+        self._seq_lens[:num_reqs].copy_(requests.seq_lens)
         metadata = {}
         for index, (group, builder) in enumerate(zip(self.groups, self._builders, strict=True)):
-            table = self._tables[id(group.block_table)].tensor
-            torch.index_select(table, 0, arrays["rows"], out=self._block_tables[index][: size.num_reqs])
-            common = self._common_metadata(size, index)
+            torch.index_select(self._table_of(group), 0, requests.rows, out=self._block_tables[index][:num_reqs])
+            common = self._common_metadata(requests, index)
             if self._batch is None and self._plans_each_step:
                 built = builder.build_for_cudagraph_capture(common)
             else:
@@ -159,27 +297,20 @@ class BuilderCaches(CacheKind):
             metadata.update(dict.fromkeys(group.layer_names, built))
         return metadata
 
-    def _common_metadata(self, size: StepSize, index: int) -> Any:
-        """vLLM's, for one group. A run of padding stands for the largest step of its size."""
-        batch = self._batch
-        query_start_loc = torch.from_numpy(self._step.views["query_start_loc"].copy())
-        seq_lens = query_start_loc.diff()
-        if batch is not None:
-            seq_lens[: batch.num_reqs] = torch.from_numpy(batch.seq_lens).int()
-        # A graph of pure decode counts its padding, a request for each token; elsewhere kernels leave padding out.
-        num_tokens = size.num_tokens if batch is None or size.kind == StepKind.DECODE else batch.num_tokens
-        longest_query = size.num_tokens if batch is None else int(batch.query_len.max())
+    def _common_metadata(self, requests: _Requests, index: int) -> Any:
+        """vLLM's, for one group."""
+        num_reqs, seq_lens = len(requests.seq_lens), requests.host_seq_lens
         step = StepOnDevice(
-            query_start_loc=self._query_start_loc[: size.num_reqs + 1],
-            seq_lens=self._seq_lens[: size.num_reqs],
-            block_table=self._block_tables[index][: size.num_reqs],
-            slot_mapping=self._slots[index][:num_tokens],
+            query_start_loc=self._query_start_loc[: num_reqs + 1],
+            seq_lens=self._seq_lens[:num_reqs],
+            block_table=self._block_tables[index][:num_reqs],
+            slot_mapping=self._slots[index][: requests.num_tokens],
         )
         bounds = StepBounds(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            max_query_len=1 if size.kind == StepKind.DECODE else longest_query,
-            max_seq_len=self.limits.max_model_len if batch is None else int(batch.seq_lens.max()),
+            query_start_loc=torch.from_numpy(requests.host_query_start_loc).int(),
+            seq_lens=None if seq_lens is None else torch.from_numpy(seq_lens).int(),
+            max_query_len=requests.max_query_len,
+            max_seq_len=requests.max_seq_len,
         )
         return common_metadata(step, bounds)
 
@@ -189,13 +320,13 @@ class BuilderCaches(CacheKind):
         traces = {}
         for group in self.groups:
             size = group.block_table.block_size
-            table = self._device_ops.to_host(self._tables[id(group.block_table)].tensor).copy()
+            table = self._device_ops.to_host(self._table_of(group)).copy()
             slots = self._slots_of(torch.from_numpy(table), size, rows, call.positions).numpy()
             first = group.sight.first(call.positions)
             begin = torch.zeros_like(call.positions) if first is None else first
             places = zip(rows.tolist(), begin.tolist(), call.positions.tolist(), strict=True)
             seen = []
-            for row, start, position in islice(places, batch.num_tokens):
+            for row, start, position in islice(places, batch.num_places):
                 keys = np.arange(start, position + 1)
                 seen.append(SeenKeys(keys, table[row, keys // size].astype(np.int64) * size + keys % size))
             traces.update(dict.fromkeys(group.layer_names, LayerTrace(slots, seen)))
@@ -219,13 +350,14 @@ def _check_block_size(group: AttentionGroup) -> None:
 
 
 class _DeviceTable:
-    """A block table's copy on the device, with one row more, of null blocks, for padding."""
+    """A block table's copy on the device, with one row more, of null blocks, for padding; and with columns more, where
+    kernels read ``num_missing`` positions behind the longest request's."""
 
-    def __init__(self, table: BlockTable, device_ops: DeviceOps) -> None:
+    def __init__(self, table: BlockTable, num_missing: int, device_ops: DeviceOps) -> None:
         self._table = table
         self._device_ops = device_ops
         rows, blocks = table.table.shape
-        self.tensor = device_ops.zeros((rows + 1, blocks), torch.int32)
+        self.tensor = device_ops.zeros((rows + 1, blocks + -(-num_missing // table.block_size)), torch.int32)
 
     def update(self) -> None:
         """Sends the rows that changed, as far as they are in use."""

@@ -26,9 +26,9 @@ class DecodeRows(NamedTuple):
     """[R, Q] bool; None: every row has Q, and what padding rows have does no harm."""
 
     @classmethod
-    def of(cls, call: ModelCall, query: int) -> "DecodeRows":
-        """Those of a step."""
-        starts = known_or(call.arrays["decode_starts"], call.computed).unsqueeze(1)
+    def of(cls, call: ModelCall, starts: torch.Tensor, query: int) -> "DecodeRows":
+        """Those of a step; ``starts`` [R] as they were packed."""
+        starts = known_or(starts, call.computed).unsqueeze(1)
         if query == 1:
             return cls(starts)
         index = torch.arange(query, dtype=torch.int32, device=starts.device)

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.attention.trace import LayerTrace
+from model_runner_base.caches.decode_rows import DecodeRows
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch
@@ -28,7 +29,7 @@ from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.repeat import RepeatPart
-from model_runner_base.step.sizes import Dim, StepSize
+from model_runner_base.step.sizes import Dim, StepLimits, StepSize
 
 
 @dataclass
@@ -58,6 +59,7 @@ class CacheKind(ABC):
     dims: tuple[Dim, ...] = ()
     """What this kind adds to the size of a step."""
     order = BatchOrder()
+    limits: StepLimits
 
     @abstractmethod
     def needs(self, batch: InputBatch) -> list[StepSize]:
@@ -92,6 +94,11 @@ class CacheKind(ABC):
 
         Part of the graph.
         """
+
+    def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
+        """As ``bind``, for decode rows [R, Q] of any number of tokens, at positions that the step may touch, and behind
+        them the step's chunks or none. What drafts runs its passes so."""
+        raise NotImplementedError
 
     @abstractmethod
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:

@@ -258,12 +258,11 @@ class PagedCaches(CacheKind):
     # ---- On the device ----
 
     def bind(self, call: ModelCall) -> None:
-        tiles = ChunkTiles.of(call, self.limits.chunk.query) if call.size.kind == StepKind.MIXED else None
-        self.bind_rows(call, DecodeRows.of(call, self.limits.decode.query), tiles)
+        starts = call.arrays["decode_starts"]
+        self.bind_rows(call, DecodeRows.of(call, starts, self.limits.decode.query), call.size.kind == StepKind.MIXED)
 
-    def bind_rows(self, call: ModelCall, rows: DecodeRows, tiles: ChunkTiles | None = None) -> None:
-        """``bind`` for rows of any number of tokens, at positions that the step may touch, and for chunks or none."""
-        arrays = call.arrays
+    def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
+        arrays, tiles = call.arrays, ChunkTiles.of(call, self.limits.chunk.query) if has_chunks else None
         call.positions = rows.positions.reshape(-1)
         num_tokens = call.positions.shape[0]
         if tiles is not None:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from model_runner_base.caches.chunk_tiles import ChunkTiles
 from model_runner_base.caches.decode_rows import DecodeRows
 from model_runner_base.draft.device import MODES, DeviceDrafter, DraftParts, DraftRows, Outcome, Shared
 from model_runner_base.heads.sampling.params import SamplingMode
@@ -66,7 +65,7 @@ class ChainDrafter(DeviceDrafter):
         return output, (call.computed.clone(),)
 
     def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
-        parts, sent = self.parts, (step.size, step.on_device)
+        parts, sent = self.parts, (step.on_device, step.size)
         began, *others = outcome.kept
         given = outcome.yielded, began, *(others or [outcome.features])
         token = self._first[mode](*sent, *given, *parts.tables(), *parts.rows.tensors)
@@ -79,16 +78,18 @@ class ChainDrafter(DeviceDrafter):
     def _first_passes(
         self,
         mode: SamplingMode,
-        size: StepSize,
         packed: torch.Tensor,
+        size: StepSize,
         yielded: torch.Tensor,
         began: torch.Tensor,
         features: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """The first pass, and the others if they are unrolled; returns the last drafts [R]."""
-        call, rows, shared = self.unpack(size, packed, tensors)
+        call, rows, shared = self.unpack(packed, size, tensors)
         hidden, carried = self.begin(call.again(began), rows, yielded, features, shared)
+        if not rows.row.shape[0]:
+            return rows.row  # Chunks alone: there is nobody to draft for.
         token = self.put(mode, rows, 0, self.parts.model.compute_logits(hidden), shared)
         if self.unrolls:
             for place in range(1, self.parts.num_drafts):
@@ -99,14 +100,14 @@ class ChainDrafter(DeviceDrafter):
     def _later_pass(
         self,
         mode: SamplingMode,
-        size: StepSize,
         packed: torch.Tensor,
+        size: StepSize,
         place: torch.Tensor,
         token: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """One pass more, where ``place`` [1] drafts stand, the last of them ``token`` [R]."""
-        call, rows, shared = self.unpack(size, packed, tensors)
+        call, rows, shared = self.unpack(packed, size, tensors)
         hidden, _ = self._pass(call, rows, place, token, None)
         return self.put(mode, rows, place, self.parts.model.compute_logits(hidden), shared)
 
@@ -123,21 +124,24 @@ class ChainDrafter(DeviceDrafter):
         return self.follow(token, positions, carried)
 
     def bind_rows(
-        self, call: ModelCall, rows: DraftRows, positions: torch.Tensor, tiles: ChunkTiles | None = None
+        self, call: ModelCall, rows: DraftRows, positions: torch.Tensor, has_chunks: bool = False
     ) -> torch.Tensor:
-        """Tells attention where the tokens of a pass are, of rows [R, Q] and chunks; returns all positions [T].
+        """Tells attention where the tokens of a pass are, of rows [R, Q] and perhaps chunks; returns all positions [T].
 
         What lies behind the positions that the draft model knows is drafted anyhow, and writes no keys.
         """
         last = self.parts.max_length - 1
         is_token = rows.is_row.unsqueeze(1) & (positions <= last) & (positions >= 0)
         call = call.again()
-        self.parts.caches.bind_rows(call, DecodeRows(positions.clamp(0, last), is_token), tiles)
-        get_forward_context().attn_metadata = call.metadata
-        return call.positions.clamp(max=last)
+        self.parts.caches.bind_rows(call, DecodeRows(positions.clamp(0, last), is_token), has_chunks)
+        return self._tell(call)
 
     def bind_step(self, call: ModelCall) -> torch.Tensor:
         """Tells attention of the step's own tokens, once more; returns their positions [T]."""
         self.parts.caches.bind(call)
-        get_forward_context().attn_metadata = call.metadata
+        return self._tell(call)
+
+    def _tell(self, call: ModelCall) -> torch.Tensor:
+        context = get_forward_context()
+        context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
         return call.positions.clamp(max=self.parts.max_length - 1)

@@ -12,7 +12,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from model_runner_base.caches.decode_rows import LENGTHS
-from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.group import CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.graph_policy import SortLimits, WrapFunction
@@ -35,7 +35,7 @@ class DraftParts(NamedTuple):
     """What a drafter on the device works with."""
 
     model: Any
-    caches: PagedCaches
+    caches: CacheKind
     sections: Callable[[StepSize], list[Section]]
     """All of the packed buffer."""
     rows: DeviceRows
@@ -109,7 +109,7 @@ class DeviceDrafter(Drafter):
         _, slots, features, *kept = results
         yielded = self.parts.device_ops.to_device(np.zeros(slots.shape[1], np.int32))
         for mode in MODES:
-            self.launch(step, mode, Outcome(yielded, features, tuple(kept), has_rows=True))
+            self.launch(step, mode, Outcome(yielded, features, tuple(kept), has_rows=len(step.views[LENGTHS]) > 0))
 
     def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
         tokens = self.parts.device_ops.to_host(self.parts.rows.tensors[0])[list(requests.values()), 1:].tolist()
@@ -123,7 +123,7 @@ class DeviceDrafter(Drafter):
     # ---- Parts of the graphs ----
 
     def unpack(
-        self, size: StepSize, packed: torch.Tensor, tensors: tuple[torch.Tensor, ...]
+        self, packed: torch.Tensor, size: StepSize, tensors: tuple[torch.Tensor, ...]
     ) -> tuple[ModelCall, DraftRows, Shared]:
         shared = Shared(*tensors)
         call = ModelCall.unpack(size, packed, self.parts.sections(size), shared.tokens, shared.computed)

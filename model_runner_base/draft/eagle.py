@@ -18,10 +18,9 @@ from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import Section
-from model_runner_base.step.sizes import PLANNED, StepKind, StepSize
+from model_runner_base.step.sizes import StepKind, StepSize
 
 SECTION = "next_token_ids"
-_CHUNK_TOKENS = PLANNED.index("chunk_tokens")
 
 
 class EagleDrafter(ChainDrafter):
@@ -30,9 +29,13 @@ class EagleDrafter(ChainDrafter):
     def __init__(self, requests: RequestStates, parts: DraftParts) -> None:
         super().__init__(parts)
         self._requests = requests
+        self._chunk_tokens = [dim.name for dim in parts.caches.limits.dims].index("chunk_tokens")
+        """Where that number stands in a size."""
 
     def sections(self, size: StepSize) -> list[Section]:
-        return [Section(SECTION, (size.dims[_CHUNK_TOKENS],))] if size.kind == StepKind.MIXED else []
+        if size.kind != StepKind.MIXED:
+            return []
+        return [Section(SECTION, (size.dims[self._chunk_tokens],))]
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         if size.kind == StepKind.MIXED:

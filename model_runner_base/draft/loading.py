@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.spec_decode.utils import create_vllm_config_for_draft_model
@@ -30,9 +31,11 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
     _check_equal_parallelism(config)
     if method == "draft_model":
         config.verify_equal_vocab_size_if_draft_model()
-        draft = get_model(vllm_config=create_vllm_config_for_draft_model(vllm_config), prefix=ATTRIBUTE)
+        with set_model_tag(ATTRIBUTE):
+            draft = get_model(vllm_config=create_vllm_config_for_draft_model(vllm_config), prefix=ATTRIBUTE)
     else:
-        draft = get_model(vllm_config=vllm_config, model_config=config.draft_model_config)
+        with set_model_tag("eagle_head"):
+            draft = get_model(vllm_config=vllm_config, model_config=config.draft_model_config)
         if method != "medusa":
             share_embeddings(draft, target)
             share_logits_head(draft, target)

@@ -18,20 +18,20 @@ class MedusaDrafter(DeviceDrafter):
     def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
         if outcome.has_rows:
             parts = self.parts
-            given = step.on_device, outcome.yielded, outcome.features
-            self._functions[mode](step.size, *given, *parts.tables(), *parts.rows.tensors)
+            given = step.on_device, step.size, outcome.yielded, outcome.features
+            self._functions[mode](*given, *parts.tables(), *parts.rows.tensors)
 
     def _all_heads(
         self,
         mode: SamplingMode,
-        size: StepSize,
         packed: torch.Tensor,
+        size: StepSize,
         yielded: torch.Tensor,
         features: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """Every head over the state that each row's last token was sampled from; returns the last drafts [R]."""
-        _, rows, shared = self.unpack(size, packed, tensors)
+        _, rows, shared = self.unpack(packed, size, tensors)
         hidden = features[self.last_places(rows, yielded, shared.tokens.shape[1])]
         token = rows.row
         for place, logits in enumerate(self.parts.model.compute_logits(self.parts.model(hidden))):

@@ -7,7 +7,6 @@ has just had its prompt; else it is written once more, which changes nothing.
 
 import torch
 
-from model_runner_base.caches.chunk_tiles import ChunkTiles
 from model_runner_base.draft.chain import ChainDrafter
 from model_runner_base.draft.device import DraftRows, Shared
 from model_runner_base.step.call import ModelCall
@@ -27,13 +26,12 @@ class DraftModelDrafter(ChainDrafter):
         # Before the last of them; before the only one what was the last then, which stands behind all.
         before = torch.where(num_yielded > 1, num_yielded - 2, num_places)
         pair = torch.stack((recent.gather(1, before.unsqueeze(1).long()).squeeze(1), shared.tokens[rows.row, 0]), dim=1)
-        token_ids, tiles = pair.view(-1), None
-        if call.size.kind == StepKind.MIXED:
-            tiles = ChunkTiles.of(call, self.parts.caches.limits.chunk.query)
+        token_ids, has_chunks = pair.view(-1), call.size.kind == StepKind.MIXED
+        if has_chunks:
             token_ids = torch.cat((token_ids, call.token_ids[rows.row.shape[0] * num_places :]))
-        positions = self.bind_rows(call, rows, torch.stack((rows.position - 1, rows.position), dim=1), tiles)
+        positions = self.bind_rows(call, rows, torch.stack((rows.position - 1, rows.position), dim=1), has_chunks)
         hidden = self._run(token_ids.clamp(min=0), positions)
-        return hidden[: pair.numel()].view(*pair.shape, -1)[:, 1], None
+        return hidden[1 : pair.numel() : 2], None
 
     def follow(
         self, token_ids: torch.Tensor, positions: torch.Tensor, carried: torch.Tensor | None

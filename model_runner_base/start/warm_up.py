@@ -21,6 +21,7 @@ from model_runner_base.start.behind import SizeParts, SizesBehind
 from model_runner_base.start.wiring import StepParts
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepSize
+from model_runner_base.vllm_port.speculation import read_speculation
 
 
 class Starting(Protocol):
@@ -58,12 +59,13 @@ def profile_step(runner: Starting) -> None:
     """The largest step without KV caches, attention left out, and the sampling that takes most memory."""
     scheduler = runner.vllm_config.scheduler_config
     num_tokens = scheduler.max_num_batched_tokens
-    num_reqs = min(scheduler.max_num_seqs, num_tokens)
+    num_reqs = min(scheduler.max_num_seqs * (1 + read_speculation(runner.vllm_config).num_drafts), num_tokens)
     zeros = runner.device_ops.zeros
     token_ids = zeros((num_tokens,), torch.int32)
     with override_forward_context(create_forward_context(None, runner.vllm_config)):
         inputs = profile_inputs(runner.model_config, runner.model, token_ids)
-        hidden_states = runner.model(positions=token_ids, intermediate_tensors=None, **inputs)
+        output = runner.model(positions=token_ids, intermediate_tensors=None, **inputs)
+        hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else states of layers beside it.
         logits = LogitsOf(runner.model, runner.vocabulary).whole(hidden_states, token_ids[:num_reqs])
     tables = (zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
     rows = zeros((num_tokens, 1), torch.int32), token_ids

@@ -11,7 +11,6 @@ from vllm.forward_context import ForwardContext, create_forward_context
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import attention_groups, bind, num_lines
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.choice import make_drafter
 from model_runner_base.draft.device import DraftParts
@@ -141,7 +140,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     )
 
     # What drafts the next tokens.
-    def draft_parts(caches: PagedCaches) -> DraftParts:
+    def draft_parts() -> DraftParts:
         return DraftParts(
             model=draft_of(runner.model),
             caches=caches,
@@ -157,7 +156,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
             device_ops=device_ops,
         )
 
-    drafter = make_drafter(speculation, requests, caches, draft_parts)
+    drafter = make_drafter(speculation, requests, draft_parts)
     return StepParts(
         requests=requests,
         block_tables=block_tables,

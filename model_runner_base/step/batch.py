@@ -65,6 +65,13 @@ class InputBatch:
         """Of decode rows, room for drafts counted."""
         return self.num_decodes * self.row_len
 
+    @property
+    def num_places(self) -> int:
+        """``num_tokens``, room for drafts counted."""
+        if self.row_len == 1:
+            return self.num_tokens
+        return self.num_tokens + self.num_decode_tokens - int(self.query_len[: self.num_decodes].sum())
+
     # ---- Rows of logits: as many as a decode row has tokens, one for a chunk ----
 
     def logits_start(self, requests: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from model_runner_base.step.sizes import StepSize
 
 
 class SampledPlace(NamedTuple):
-    """Where a request is sampled."""
+    """Where a request is sampled; where drafts are verified, behind the first of its tokens."""
 
     token: int
     """Index among the request's tokens in this step."""
@@ -98,14 +98,15 @@ def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:
 
     packed, entries = on_host(step.on_device), on_host(step.entries_on_device)
     packed[entries[0].long()] = entries[1]
-    call = ModelCall.unpack(step.size, packed, step.sections, *map(on_host, parts.rows.tensors))
+    call = ModelCall.unpack(step.size, packed, step.sections, *map(on_host, parts.rows.tensors[:2]))
     layers = parts.caches.trace(call, batch)
     token_ids, positions = call.token_ids.numpy(), call.positions.numpy()
     indices = call.arrays["logits_indices"].tolist()
-    rows, sample_positions = call.sample_slots.tolist()
+    rows, sample_positions, *_ = call.sample_slots.tolist()
+    *logits, num_logits = batch.logits_start(np.arange(batch.num_reqs + 1)).tolist()
     requests = {}
     is_padding = np.ones(len(token_ids), np.bool_)
-    for index, req_id in enumerate(batch.req_ids):
+    for index, (req_id, logit) in enumerate(zip(batch.req_ids, logits, strict=True)):
         start = int(batch.query_start[index])
         tokens = slice(start, start + int(batch.query_len[index]))
         is_padding[tokens] = False
@@ -114,7 +115,7 @@ def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:
         requests[req_id] = RequestTrace(
             token_ids=token_ids[tokens].tolist(),
             positions=positions[tokens].tolist(),
-            sampled=SampledPlace(indices[index] - start, rows[index], sample_positions[index]),
+            sampled=SampledPlace(indices[logit] - start, rows[logit], sample_positions[logit]),
             slots={name: shares[id(layer)][0] for name, layer in layers.items()},
             seen={name: shares[id(layer)][1] for name, layer in layers.items() if layer.seen},
         )
@@ -122,6 +123,6 @@ def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:
         size=step.size,
         requests=requests,
         padding_slots={name: layer.slots[is_padding] for name, layer in layers.items()},
-        padding_rows=np.array(rows[batch.num_reqs :], np.int64),
+        padding_rows=np.array(rows[num_logits:], np.int64),
         num_sent=packed.numel() if step.is_whole else int(step.entries.count[0]),
     )

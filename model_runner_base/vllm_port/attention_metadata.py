@@ -24,14 +24,15 @@ class StepBounds(NamedTuple):
 
     query_start_loc: torch.Tensor
     """[R + 1] int32"""
-    seq_lens: torch.Tensor
-    """[R] int32"""
+    seq_lens: torch.Tensor | None
+    """[R] int32; None where the device alone knows them: a builder that wants them waits for it."""
     max_query_len: int
     max_seq_len: int
 
 
 def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMetadata:
     """For one KV-cache group."""
+    seq_lens = bounds.seq_lens
     return CommonAttentionMetadata(
         query_start_loc=step.query_start_loc,
         query_start_loc_cpu=bounds.query_start_loc,
@@ -42,6 +43,6 @@ def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMe
         max_seq_len=bounds.max_seq_len,
         block_table_tensor=step.block_table,
         slot_mapping=step.slot_mapping,
-        _seq_lens_cpu=bounds.seq_lens,
-        _num_computed_tokens_cpu=bounds.seq_lens - bounds.query_start_loc.diff(),
+        _seq_lens_cpu=seq_lens,
+        _num_computed_tokens_cpu=None if seq_lens is None else seq_lens - bounds.query_start_loc.diff(),
     )

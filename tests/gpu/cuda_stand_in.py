@@ -66,6 +66,7 @@ from vllm.v1.attention.backend import (  # noqa: E402
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 import gpu_runner.cuda_graphs  # noqa: E402
@@ -237,17 +238,21 @@ class PlanningBuilder(KernelBuilder):
         super().__init__(*args)
         mode = self.vllm_config.compilation_config.cudagraph_mode
         assert mode.mixed_mode() != CUDAGraphMode.FULL, "builders are made when the mode is resolved: they go by it"
-        self._init_reorder_batch_threshold(1)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._is_plain = self.vllm_config.speculative_config is None
         self._buffer = torch.zeros(self.vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32)
 
     def _lengths(self, common: CommonAttentionMetadata) -> torch.Tensor:
         assert RecordedGraph.current is None, "a planning builder is called outside graphs"
         query_len = common.query_start_loc_cpu.diff()
-        assert common.query_start_loc_cpu[-1] == common.num_actual_tokens or common.max_query_len == 1
+        is_uniform = common.num_actual_tokens == common.num_reqs * common.max_query_len
+        assert common.query_start_loc_cpu[-1] == common.num_actual_tokens or is_uniform
         assert len(common.slot_mapping) == common.num_actual_tokens
-        assert common._seq_lens_cpu.equal(common.seq_lens) and query_len.equal(common.query_start_loc.diff())
-        regions = torch.where(common._num_computed_tokens_cpu > 0, (query_len > 1).int(), 2)[query_len > 0]
+        assert common.seq_lens_cpu.equal(common.seq_lens) and query_len.equal(common.query_start_loc.diff())
+        is_extended = (query_len > 1).int() if self._is_plain else torch.zeros_like(query_len)
+        regions = torch.where(common.num_computed_tokens_cpu > 0, is_extended, 2)[query_len > 0]
         assert regions.diff().ge(0).all(), "decodes, extended requests, fresh prompts: that is the order"
+        split_decodes_and_prefills(common, self.reorder_batch_threshold)  # Raises where decodes do not come first.
         return _copy(self._buffer[: common.num_reqs], common.seq_lens)
 
 

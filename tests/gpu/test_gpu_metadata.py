@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from model_runner_base.caches.builders import BuilderCaches
+from model_runner_base.caches.builders import BuilderCaches, decode_dims
+from model_runner_base.caches.decode_rows import DecodeRows
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.tokens import TokenInputs
@@ -21,7 +22,7 @@ from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep, Packer, Section
-from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, Tiling
+from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 
 MAX_NUM_REQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 6, 24, 40
 BLOCK_SIZES = {"local": 4, "global": 16}
@@ -65,7 +66,7 @@ class Bench:
 
     def __init__(self, backend: type[ViewsBackend], limits: StepLimits = LIMITS) -> None:
         self.device_ops = DeviceOps(torch.device("cpu"))
-        self.rows = DeviceRows(limits.max_num_reqs, self.device_ops)
+        self.rows = DeviceRows(limits.max_num_reqs, self.device_ops, limits.decode.query)
         self.requests = RequestStates(limits.max_num_reqs, limits.max_model_len)
         self.inputs = TokenInputs(self.requests)
         self.tables = {
@@ -86,7 +87,7 @@ class Bench:
     def run(self, batch: InputBatch | None, step: PackedStep) -> ModelCall:
         """What a step's graph works out."""
         self.caches.prepare(batch, step, self.rows)
-        call = ModelCall.unpack(step.size, step.on_device, step.sections, *self.rows.tensors)
+        call = ModelCall.unpack(step.size, step.on_device, step.sections, *self.rows.tensors[:2])
         self.caches.bind(call)
         return call
 
@@ -273,3 +274,115 @@ def test_padding_is_requests_that_the_model_allows(
     assert (call.slot_mapping["local"] == -1).all() and not common.block_table_tensor.any()
     positions = np.concatenate([np.arange(length) for length in lengths])
     assert call.positions.tolist() == positions.tolist() + [0] * (num_tokens - len(positions))
+
+
+QUERY = 4
+DRAFT_LIMITS = StepLimits(
+    MAX_NUM_TOKENS,
+    MAX_NUM_REQS,
+    MAX_MODEL_LEN,
+    Tiling(QUERY, 64),
+    Tiling(64, 64),
+    dims=(*COMMON_DIMS, *decode_dims(Tiling(QUERY, 64))),
+    unread=QUERY - 1,
+    ahead=QUERY - 1,
+)
+
+
+@pytest.mark.parametrize("backend", [ViewsBackend, PlanningBackend])
+@settings(deadline=None)
+@given(st.data())
+def test_kernels_are_told_of_drafts(backend: type[ViewsBackend], data: st.DataObject) -> None:
+    """Rows of decode are uniform, where the device says; what a row lacks has no slot. Then a pass over two tokens of
+    each row and the chunks, and one over a token of each."""
+    bench, draw = Bench(backend, DRAFT_LIMITS), data.draw
+    rows = draw(st.lists(st.integers(0, MAX_NUM_REQS - 1), min_size=1, max_size=MAX_NUM_REQS, unique=True))
+    num_decodes = draw(st.integers(0, len(rows)))
+    starts, bounds, counts = [], [], []
+    for index in range(len(rows)):
+        count = draw(st.integers(1, QUERY if index < num_decodes else 5))
+        starts.append(draw(st.integers(1, MAX_MODEL_LEN - count)))
+        ahead = draw(st.integers(0, min(3, MAX_MODEL_LEN - count - starts[-1]))) if index < num_decodes else 0
+        bounds.append(starts[-1] + ahead)
+        counts.append(count)
+        for table in bench.tables.values():
+            blocks = -(-(bounds[-1] + count) // table.block_size)
+            table.assign(rows[index], [1 + 20 * rows[index] + block for block in range(blocks)])
+    batch = draft_batch(rows, num_decodes, np.array(bounds), np.array(counts))
+    computed = bench.rows.tensors[1]
+    for row, start, bound, index in zip(rows, starts, bounds, range(len(rows)), strict=True):
+        computed[row] = start if index < num_decodes else -9
+        bench.requests.num_known[row] = bound if index < num_decodes else MAX_MODEL_LEN
+    (size,) = bench.caches.needs(batch)
+    step = bench.packer.at(size)
+    bench.inputs.fill(batch, size, step.views)
+    bench.caches.fill(batch, size, step.views)
+    step.send()
+    call = bench.run(batch, step)
+    tokens = [QUERY] * num_decodes + counts[num_decodes:]
+    places = [[starts[i] + j if j < counts[i] else None for j in range(tokens[i])] for i in range(len(rows))]
+    check_places(bench, call, rows, places, [start + count for start, count in zip(starts, tokens, strict=True)])
+    for number, has_chunks in ((2, True), (1, False)):
+        has_chunks = has_chunks and num_decodes < len(rows)
+        if not num_decodes and not has_chunks:
+            continue
+        positions = torch.tensor(starts[:num_decodes], dtype=torch.int32)[:, None] + torch.arange(number)
+        positions, is_token = positions.clamp(max=MAX_MODEL_LEN - 1).int(), positions < MAX_MODEL_LEN
+        call = call.again()
+        bench.caches.bind_rows(call, DecodeRows(positions, is_token), has_chunks)
+        of_rows = [
+            [p if is_one else None for p, is_one in zip(*each, strict=True)]
+            for each in zip(positions.tolist(), is_token.tolist(), strict=True)
+        ]
+        ends = [max(number, each[-1] + 1) for each in positions.tolist()]
+        chunks = places[num_decodes:] if has_chunks else []
+        ends += [starts[i] + counts[i] for i in range(num_decodes, num_decodes + len(chunks))]
+        check_places(bench, call, rows, of_rows + chunks, ends)
+
+
+def draft_batch(rows: list[int], num_decodes: int, num_computed: np.ndarray, query_len: np.ndarray) -> InputBatch:
+    laid = np.where(np.arange(len(rows)) < num_decodes, QUERY, query_len)
+    return InputBatch(
+        req_ids=list(map(str, rows)),
+        num_tokens=int(query_len.sum()),
+        rows=np.array(rows),
+        query_len=query_len,
+        query_start=laid.cumsum() - laid,
+        num_computed=num_computed,
+        seq_lens=num_computed + query_len,
+        is_sampled=np.ones(len(rows), np.bool_),
+        num_sampled=len(rows),
+        num_decodes=num_decodes,
+        row_len=QUERY,
+    )
+
+
+def check_places(
+    bench: Bench, call: ModelCall, rows: list[int], places: list[list[int | None]], seq_lens: list[int]
+) -> None:
+    """``places`` the position of each request's tokens, None for one that is none."""
+    ends = np.cumsum([len(each) for each in places]).tolist()
+    flat = [(row, position) for row, each in zip(rows, places, strict=False) for position in each]
+    found = call.positions.tolist()
+    assert [p for p, (_, want) in zip(found, flat, strict=True) if want is not None] == [
+        want for _, want in flat if want is not None
+    ]
+    assert all(0 <= position < MAX_MODEL_LEN for position in found)
+    for name, table in bench.tables.items():
+        common, block_size = call.metadata[name], table.block_size
+        slots = [
+            -1
+            if position is None
+            else int(table.table[row, position // block_size]) * block_size + position % block_size
+            for row, position in flat
+        ]
+        assert call.slot_mapping[name].tolist() == common.slot_mapping.tolist() == slots
+        assert common.num_actual_tokens == len(slots)
+        assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, *ends]
+        assert common.seq_lens.tolist() == seq_lens
+        assert common.max_query_len >= max(map(len, places), default=0)
+        blocks_read = -(-np.array(seq_lens, dtype=int) // block_size)
+        assert blocks_read.max(initial=0) <= common.block_table_tensor.shape[1], "kernels read as far as a length says"
+        for row, read in zip(rows, common.block_table_tensor, strict=False):
+            count = table.num_blocks[row]
+            assert read[:count].tolist() == table.table[row, :count].tolist() and not read[count:].any()

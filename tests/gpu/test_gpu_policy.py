@@ -13,7 +13,8 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as StockRunner
 
 from gpu_runner.graph_policy import CudaGraphPolicy
-from model_runner_base.step.sizes import StepKind, StepLimits, Tiling
+from model_runner_base.caches.builders import decode_dims
+from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Tiling
 
 
 class Layer(AttentionLayerBase):
@@ -40,6 +41,8 @@ def make_config(mode: CUDAGraphMode, sizes: list[int], max_num_seqs: int, layer:
         cudagraph_capture_sizes=sizes,
         max_cudagraph_capture_size=sizes[-1],
         compile_sizes=None,
+        compile_ranges_split_points=None,
+        adjust_cudagraph_sizes_for_spec_decode=lambda query, tensor_parallel_size: None,
         cudagraph_specialize_lora=False,
         use_inductor_graph_partition=False,
         static_forward_context={"layer": layer},
@@ -49,18 +52,20 @@ def make_config(mode: CUDAGraphMode, sizes: list[int], max_num_seqs: int, layer:
     return SimpleNamespace(
         compilation_config=compilation,
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         speculative_config=None,
         lora_config=None,
     )
 
 
-def make_dispatcher(config: Any, layer: Layer) -> CudagraphDispatcher:
-    """vLLM's, after its own runner has resolved the mode."""
+def make_dispatcher(config: Any, layer: Layer, query: int) -> CudagraphDispatcher:
+    """vLLM's, after its own runner has resolved the mode; a request of pure decode has ``query`` tokens."""
     dispatcher = CudagraphDispatcher(config)
     runner: Any = SimpleNamespace(
         vllm_config=config,
         compilation_config=config.compilation_config,
-        uniform_decode_query_len=1,
+        uniform_decode_query_len=query,
+        parallel_config=config.parallel_config,
         cudagraph_dispatcher=dispatcher,
         kv_cache_config=None,
         speculative_config=None,
@@ -76,16 +81,29 @@ def make_dispatcher(config: Any, layer: Layer) -> CudagraphDispatcher:
     sizes=st.sets(st.integers(1, 40), min_size=1, max_size=6).map(sorted),
     max_num_seqs=st.integers(1, 24),
     steps=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 24)), min_size=1, max_size=8),
+    query=st.sampled_from([1, 3]),
 )
 def test_sizes_are_vllms(
-    mode: CUDAGraphMode, support: AttentionCGSupport, sizes: list[int], max_num_seqs: int, steps: list[tuple[int, int]]
+    mode: CUDAGraphMode,
+    support: AttentionCGSupport,
+    sizes: list[int],
+    max_num_seqs: int,
+    steps: list[tuple[int, int]],
+    query: int,
 ) -> None:
+    """With drafts too, which vLLM rounds the sizes for; but for graphs of any step, which drafting has no use for."""
     layer = Layer(support)
+    sizes = [query * size for size in sizes]
     ours, theirs = (make_config(mode, sizes, max_num_seqs, layer) for _ in range(2))
+    decode = Tiling(query, 64)
+    limits = StepLimits(150, max_num_seqs, 100, decode, Tiling(16, 64), dims=(*COMMON_DIMS, *decode_dims(decode)))
+    if query > 1:
+        ours.speculative_config = "drafts"
+        if mode == CUDAGraphMode.FULL and support == AttentionCGSupport.ALWAYS:
+            theirs.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     policy = CudaGraphPolicy(ours)
-    limits = StepLimits(50, max_num_seqs, 100, Tiling(1, 64), Tiling(16, 64))
     try:
-        dispatcher = make_dispatcher(theirs, layer)
+        dispatcher = make_dispatcher(theirs, layer, query)
     except ValueError:
         with pytest.raises(ValueError, match="PIECEWISE"):
             policy.configure(limits)
@@ -95,13 +113,18 @@ def test_sizes_are_vllms(
     for num_tokens, num_reqs in steps:
         num_reqs = min(num_tokens, num_reqs, max_num_seqs)
         is_decode = num_tokens == num_reqs
+        rows = num_reqs if is_decode else num_reqs // 2
+        num_chunk_tokens, num_tokens = num_tokens - rows, num_tokens + rows * (query - 1)
         expected, padded = dispatcher.dispatch(num_tokens, uniform_decode=is_decode)
         kind = StepKind.DECODE if is_decode else StepKind.MIXED
-        need = limits.size(kind, tokens=num_tokens, requests=num_reqs, logits=num_reqs)
+        dims = {"requests": num_reqs, "logits": rows * query + num_reqs - rows, "decode_rows": rows}
+        need = limits.size(kind, tokens=num_tokens, chunk_tokens=num_chunk_tokens, **dims)
         size = policy.dispatch(need)
         assert (policy.mode_of(size), size.num_tokens) == (expected, padded.num_tokens)
         assert size.holds(need._replace(kind=size.kind)) and size.num_reqs <= max_num_seqs
-        assert size.num_logits == size.num_reqs
+        num_rows = limits.named(size)["decode_rows"]
+        assert size.num_logits == size.num_reqs + num_rows * (query - 1)
+        assert query == 1 or size.num_tokens == num_rows * query + limits.named(size)["chunk_tokens"]
         if expected == CUDAGraphMode.FULL:
             assert size in policy.sizes, "captured ahead"
         elif expected == CUDAGraphMode.PIECEWISE:

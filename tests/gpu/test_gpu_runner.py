@@ -3,11 +3,13 @@
 Processes of their own, since each has one platform.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,12 @@ from transformers import AutoModelForCausalLM
 HERE = Path(__file__).parent
 PROMPTS = [[5, 17, 300, 42, 9], [1500], list(range(40, 90))]
 NEW_TOKENS = 6
+TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+"""vLLM's own backend, metadata builder and kernels, in Triton's interpreter."""
+EAGLE = {"method": "eagle", "model": str(BUNDLED_MODEL.with_name("kjv-eagle")), "num_speculative_tokens": 2}
 
 SERVE = """
-import sys
+import json, sys
 from model_runner_base.testing.platform_choice import choose_platform
 choose_platform(sys.argv[1])
 from vllm import LLM, SamplingParams
@@ -44,7 +49,7 @@ if sys.argv[2]:
     cuda_stand_in.KernelPlatform.attention = sys.argv[2]
 llm = LLM(
     sys.argv[3], worker_cls="cuda_stand_in.StandInWorker", max_num_seqs=3, max_num_batched_tokens=32, max_model_len=64,
-    enable_prompt_embeds=bool(sys.argv[6:]),
+    **json.loads(sys.argv[6]),
 )
 print("CAPTURED", [size.as_row() for size in cuda_stand_in.RecordedGraph.captured])
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[4]), ignore_eos=True)
@@ -87,16 +92,18 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("platform", "attention", "embeds"),
+    ("platform", "attention", "options"),
     [
-        ("KernelPlatform", "", ""),
-        ("PlanningPlatform", "", "embeds"),
-        # vLLM's own backend, metadata builder and kernels, in Triton's interpreter.
-        ("KernelPlatform", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend", ""),
+        ("KernelPlatform", "", {}),
+        ("PlanningPlatform", "", {"enable_prompt_embeds": True}),
+        ("KernelPlatform", TRITON, {}),
+        ("KernelPlatform", TRITON, {"speculative_config": EAGLE}),
     ],
-    ids=["graphs keep metadata", "metadata planned each step, prompts may be embeddings", "triton"],
+    ids=["graphs keep metadata", "metadata planned each step, prompts may be embeddings", "triton", "triton, drafts"],
 )
-def test_tokens_of_whole_graphs(platform: str, attention: str, embeds: str, expected: list[list[int]]) -> None:
+def test_tokens_of_whole_graphs(
+    platform: str, attention: str, options: dict[str, Any], expected: list[list[int]]
+) -> None:
     """All steps, or all of pure decode, are replayed graphs; the largest was captured first, none after warm-up.
 
     Steps that repeat the last one go by what the graph of that one left on the device.
@@ -104,14 +111,16 @@ def test_tokens_of_whole_graphs(platform: str, attention: str, embeds: str, expe
     # vLLM takes Triton without a GPU for usable only where no GPU is meant to be seen yet.
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if attention else {}
     platform = f"cuda_stand_in.{platform}"
-    out = run("-c", SERVE, platform, attention, BUNDLED_MODEL, NEW_TOKENS, PROMPTS, *embeds.split(), **environment)
+    out = run(
+        *("-c", SERVE, platform, attention, BUNDLED_MODEL, NEW_TOKENS, PROMPTS, json.dumps(options)), **environment
+    )
     assert f"TOKENS {expected}\n" in out
     captured = eval(re.search(r"CAPTURED (\[.*\])", out)[1])  # type: ignore[index]
     in_all = int(re.search(r"CAPTURED IN ALL (\d+)", out)[1])  # type: ignore[index]
     assert captured and in_all == len(captured)
     assert captured == sorted(captured, reverse=True)
     sent = eval(re.search(r"SENT (\[.*\])", out)[1])  # type: ignore[index]
-    assert sent.count(0) >= 2, "repeated steps send nothing"
+    assert sent.count(0) >= (1 if options.get("speculative_config") else 2), "repeated steps send nothing"
     assert "KINDS OF CALLS 1\n" in out
 
 
@@ -119,6 +128,8 @@ def test_tokens_of_whole_graphs(platform: str, attention: str, embeds: str, expe
     ("platform", "chosen", "count"),
     [
         ("KernelPlatform", "preemption and window or interrupted or host_does_not_wait", 3),
+        ("KernelPlatform", "test_arrivals_and_aborts and eagle", 2),
+        ("PlanningPlatform", "speculation and preempt and (often or lookup)", 3),
         ("PlanningPlatform", "prefix_hits and llama or interrupted or no_compilation or random_schedules and llama", 4),
     ],
 )
