@@ -105,9 +105,9 @@ class CudaGraphPolicy(GraphPolicy):
 
 
 def max_step_tokens(vllm_config: VllmConfig) -> int:
-    """The most tokens of a step, those counted that its decode rows have room for."""
-    scheduler, num_drafts = vllm_config.scheduler_config, read_speculation(vllm_config).num_drafts
-    return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * num_drafts
+    """The most tokens of a step, those counted that its decode rows have room for, and of a pass that drafts."""
+    scheduler, tokens = vllm_config.scheduler_config, read_speculation(vllm_config).pass_tokens
+    return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (tokens - 1)
 
 
 def mark_views() -> None:

@@ -9,7 +9,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "medusa")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 
 
 class UnsupportedConfigError(ValueError):
@@ -73,8 +73,8 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         f"speculative method {config.method} is not supported yet: use one of {', '.join(SPECULATIVE_METHODS)}": (
             config.method not in SPECULATIVE_METHODS
         ),
-        "parallel drafting is not supported yet: leave parallel_drafting out of speculative_config": (
-            config.parallel_drafting
+        f"parallel drafting is not supported with method {config.method}: use draft_model or eagle3": (
+            config.parallel_drafting and config.method not in ("draft_model", "eagle3")
         ),
         "token trees are not supported: leave speculative_token_tree out of speculative_config": (
             config.speculative_token_tree not in (None, chain)

@@ -279,4 +279,5 @@ def step_limits(
         num_lines=num_lines,
         unread=speculation.unread,
         ahead=speculation.ahead,
+        pass_tokens=speculation.pass_tokens,
     )

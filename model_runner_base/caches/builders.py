@@ -86,7 +86,7 @@ class BuilderCaches(CacheKind):
         self._query = limits.decode.query
         self.order = BatchOrder(threshold or 1, fresh_last=threshold is not None, row_len=self._query)
         self._plans_each_step = not all(map(_has_views, groups))
-        num_missing = self._query - 1
+        num_missing = limits.pass_tokens - 1
         self._tables = {
             id(group.block_table): _DeviceTable(group.block_table, num_missing, device_ops) for group in groups
         }
@@ -254,7 +254,7 @@ class BuilderCaches(CacheKind):
         query_len[:num_rows] = query
         host_loc = np.concatenate(([0], query_len.cumsum()))
         loc = torch.arange(num_rows + 1, dtype=torch.int32, device=call.positions.device) * query
-        seq_lens = (rows.positions[:, -1] + 1).clamp(min=query)
+        seq_lens = rows.positions[:, 0] + query
         if has_chunks:
             step_loc = call.arrays["query_start_loc"]
             loc = torch.cat((loc, step_loc[num_rows + 1 :] + num_rows * (query - self._query)))
@@ -262,7 +262,7 @@ class BuilderCaches(CacheKind):
             seq_lens = torch.cat((seq_lens, (starts + step_loc.diff())[num_rows:]))
         longest = self.limits.max_model_len
         if batch is not None:
-            longest = min(longest, int(batch.seq_lens.max()) + self.limits.ahead)
+            longest = min(longest, int(batch.seq_lens.max()))
         return _Requests(
             rows=call.arrays["rows"][:num_reqs],
             query_start_loc=loc,
@@ -271,7 +271,7 @@ class BuilderCaches(CacheKind):
             host_seq_lens=None,
             num_tokens=int(host_loc[-1]),
             max_query_len=int(query_len.max()),
-            max_seq_len=max(longest, query),
+            max_seq_len=longest + self.limits.ahead + query,
         )
 
     def _plan(self, requests: _Requests) -> dict[str, Any]:

@@ -9,7 +9,6 @@ at position 133. The first pass covers what the draft's cache lacks, and yields 
 the drafts at 134 and 135, and yield those for 135 and 136. ``DeviceRows.tokens[4]`` is then 7 and the three drafts.
 """
 
-from abc import abstractmethod
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,6 @@ class ChainDrafter(DeviceDrafter):
 
     # ---- What a kind of draft model does; part of the graph ----
 
-    @abstractmethod
     def begin(
         self, call: ModelCall, rows: DraftRows, yielded: torch.Tensor, features: torch.Tensor, shared: Shared
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -51,12 +49,13 @@ class ChainDrafter(DeviceDrafter):
         ``call`` is the step's as it began, of which nothing is bound; ``yielded`` [S] are its tokens, -1 where none
         counts; ``features`` [T, ...] are the target's hidden states.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def follow(
         self, token_ids: torch.Tensor, positions: torch.Tensor, carried: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A later pass, over one token a row, [R] each; returns as ``begin``."""
+        raise NotImplementedError
 
     # ---- Launching ----
 
@@ -124,14 +123,23 @@ class ChainDrafter(DeviceDrafter):
         return self.follow(token, positions, carried)
 
     def bind_rows(
-        self, call: ModelCall, rows: DraftRows, positions: torch.Tensor, has_chunks: bool = False
+        self,
+        call: ModelCall,
+        rows: DraftRows,
+        positions: torch.Tensor,
+        has_chunks: bool = False,
+        counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Tells attention where the tokens of a pass are, of rows [R, Q] and perhaps chunks; returns all positions [T].
+
+        ``counts`` [R, Q]: which of the rows' tokens are any; None: all.
 
         What lies behind the positions that the draft model knows is drafted anyhow, and writes no keys.
         """
         last = self.parts.max_length - 1
         is_token = rows.is_row.unsqueeze(1) & (positions <= last) & (positions >= 0)
+        if counts is not None:
+            is_token = is_token & counts
         call = call.again()
         self.parts.caches.bind_rows(call, DecodeRows(positions.clamp(0, last), is_token), has_chunks)
         return self._tell(call)

@@ -8,6 +8,8 @@ from model_runner_base.draft.eagle import Eagle3Drafter, EagleDrafter, MtpDrafte
 from model_runner_base.draft.medusa import MedusaDrafter
 from model_runner_base.draft.model import DraftModelDrafter
 from model_runner_base.draft.ngram import NgramDrafter
+from model_runner_base.draft.parallel import ParallelDraftModel, ParallelEagle3
+from model_runner_base.draft.suffix import SuffixDrafter
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.vllm_port.speculation import Speculation
 
@@ -18,10 +20,15 @@ def make_drafter(speculation: Speculation, requests: RequestStates, parts: Calla
         return NO_DRAFTS
     if speculation.method == "ngram":
         return NgramDrafter(requests, *speculation.lookup, speculation.num_drafts)
+    if speculation.suffix is not None:
+        return SuffixDrafter(requests, speculation.suffix, speculation.num_drafts)
+    is_parallel = speculation.mask_token is not None
     match speculation.method:
         case "draft_model":
-            return DraftModelDrafter(parts())
+            return (ParallelDraftModel if is_parallel else DraftModelDrafter)(parts())
         case "medusa":
             return MedusaDrafter(parts())
+        case "eagle3" if is_parallel:
+            return ParallelEagle3(requests, parts())
     heads = {"eagle": EagleDrafter, "eagle3": Eagle3Drafter, "mtp": MtpDrafter}
     return heads[speculation.method](requests, parts())

@@ -42,6 +42,8 @@ class DraftParts(NamedTuple):
     tables: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     """Those of ``SamplingStates``."""
     num_drafts: int
+    mask_token: int
+    """What stands where a parallel pass drafts."""
     max_length: int
     """Positions that the draft model knows."""
     is_async: bool

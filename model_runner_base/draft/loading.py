@@ -9,7 +9,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.spec_decode.utils import create_vllm_config_for_draft_model
 
 from model_runner_base.limits import UnsupportedConfigError
-from model_runner_base.vllm_port.speculation import read_speculation
+from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
 
 ATTRIBUTE = "draft_model"
 """Of the target: a device that moves or re-lays the target's weights does so with the draft's."""
@@ -26,7 +26,7 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
     """
     method, config = read_speculation(vllm_config).method, vllm_config.speculative_config
     draft: Any
-    if config is None or method == "ngram":
+    if config is None or method in HOST_METHODS:
         return
     _check_equal_parallelism(config)
     if method == "draft_model":

@@ -148,6 +148,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
             rows=rows,
             tables=sampling.tables,
             num_drafts=speculation.num_drafts,
+            mask_token=speculation.mask_token or 0,
             max_length=min(max_model_len, speculation.max_length),
             is_async=speculation.is_async,
             sort_limits=policy.sort_limits,

@@ -125,6 +125,9 @@ class StepLimits:
     ahead: int = 0
     """Positions behind a decode row's tokens that drafting runs ahead to."""
 
+    pass_tokens: int = 1
+    """The most tokens of a decode row that the model or what drafts takes at a time."""
+
     @property
     def decode_reach(self) -> int:
         """Positions that a decode row may touch in one step, wherever it truly is."""

@@ -27,7 +27,8 @@ def speculation(kind: str, model: TinyModel) -> dict[str, Any]:
         save_file(weights, path / "model.safetensors", {"format": "pt"})
         for file in model.path.glob("*token*"):
             shutil.copy(file, path)
-    return {"method": method, "model": str(path), "num_speculative_tokens": NUM_DRAFTS}
+    more = {"parallel_drafting": True} if kind == "parallel" else {}
+    return {"method": method, "model": str(path), "num_speculative_tokens": NUM_DRAFTS} | more
 
 
 Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -35,6 +36,11 @@ Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 def _same(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
     return config, weights
+
+
+def _with_masks(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """The model once more, with a token for masks that it was never trained on: its first draft is right, no other."""
+    return config | {"pard_token": 5}, weights
 
 
 def _noisy(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
@@ -100,6 +106,7 @@ def _further_heads(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> 
 
 _DRAFTS = {
     "same": ("draft_model", _same),
+    "parallel": ("draft_model", _with_masks),
     "noisy": ("draft_model", _noisy),
     "wrong": ("draft_model", _wrong),
     "head": ("eagle", _head),

@@ -223,15 +223,51 @@ def test_multi_token_prediction(is_eager: bool, tiny_model: Any, tmp_path: Path,
     assert num_accepted == accepted[0], "compiled, the layer drafts otherwise"
 
 
-def test_states_of_three_layers(tmp_path: Path) -> None:
-    """EAGLE-3, whose target has to have so many."""
+@pytest.mark.parametrize("kind", ["sequential", "parallel", "speculators"])
+def test_states_of_three_layers(kind: str, tmp_path: Path) -> None:
+    """EAGLE-3, whose target has to have so many: its drafts one after another, or all in one pass with masks behind
+    the tokens; or its checkpoint given as the model, as the library `speculators` writes it."""
     model = TinyModel(tmp_path / "kjv")
     copytree(BUNDLED_MODEL, model.path)
-    with engine(
-        model.path, dtype="float32", enforce_eager=True, speculative_config=speculation("head-over-layers", model)
-    ) as llm:
+    config = speculation("head-over-layers", model)
+    options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True}
+    if kind == "parallel":
+        config["parallel_drafting"] = True
+        add_masks(Path(config["model"]))
+    if kind == "speculators":
+        name_verifier(Path(config["model"]), model.path)
+        started = engine(config["model"], **options)
+    else:
+        started = engine(model.path, speculative_config=config, **options)
+    with started as llm:
         check_tokens(llm, model)
         assert metric(llm, "vllm:spec_decode_num_drafts") > 0
+
+
+def add_masks(draft: Path) -> None:
+    config, weights = json.loads((draft / "config.json").read_text()), load_file(draft / "model.safetensors")
+    (draft / "config.json").write_text(json.dumps(config | {"ptd_token_id": 7}))
+    weights["mask_hidden"] = torch.zeros(1, 3 * config["hidden_size"])
+    save_file(weights, draft / "model.safetensors", {"format": "pt"})
+
+
+def name_verifier(draft: Path, verifier: Path) -> None:
+    """Writes the config as `speculators` has it."""
+    layer = json.loads((draft / "config.json").read_text())
+    names = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    ours = {name: layer.pop(name) for name in names}
+    verified = {"name_or_path": str(verifier), "architectures": ["LlamaForCausalLM"]}
+    config = {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": verified,
+        },
+        "transformer_layer_config": layer,
+        "norm_before_residual": False,
+    }
+    (draft / "config.json").write_text(json.dumps(config | ours))
 
 
 def test_further_heads(tiny_model: Any) -> None:

@@ -285,6 +285,7 @@ DRAFT_LIMITS = StepLimits(
     Tiling(64, 64),
     dims=(*COMMON_DIMS, *decode_dims(Tiling(QUERY, 64))),
     unread=QUERY - 1,
+    pass_tokens=QUERY,
     ahead=QUERY - 1,
 )
 
@@ -334,7 +335,7 @@ def test_kernels_are_told_of_drafts(backend: type[ViewsBackend], data: st.DataOb
             [p if is_one else None for p, is_one in zip(*each, strict=True)]
             for each in zip(positions.tolist(), is_token.tolist(), strict=True)
         ]
-        ends = [max(number, each[-1] + 1) for each in positions.tolist()]
+        ends = [each[0] + number for each in positions.tolist()]
         chunks = places[num_decodes:] if has_chunks else []
         ends += [starts[i] + counts[i] for i in range(num_decodes, num_decodes + len(chunks))]
         check_places(bench, call, rows, of_rows + chunks, ends)

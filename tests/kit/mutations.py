@@ -428,9 +428,16 @@ MUTATIONS = [
     Mutation(
         "prompts do not go through the draft model",
         "draft/model.py",
-        "        if call.size.kind == StepKind.MIXED:\n            tiles",
-        "        if call.size.kind == StepKind.LINES:\n            tiles",
+        "pair.view(-1), call.size.kind == StepKind.MIXED",
+        "pair.view(-1), call.size.kind == StepKind.LINES",
         "test_acceptance and always-right",
+    ),
+    Mutation(
+        "a parallel pass takes the step's tokens one position behind",
+        "draft/parallel.py",
+        "positions = (rows.position - num_yielded).unsqueeze(1) + index",
+        "positions = (rows.position - num_yielded).unsqueeze(1) + index - 1",
+        "test_acceptance and in-parallel",
     ),
     Mutation(
         "log probabilities of one wrong draft go to the next request",

@@ -1,0 +1,64 @@
+"""Drafters on the host, which look over all of a request's tokens: each step is read before the next is scheduled."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from model_runner_base.draft.drafter import Drafter
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.repeat import RepeatPart
+from model_runner_base.step.sizes import StepSize
+from model_runner_base.vllm_port.outputs import DraftTokenIds, ModelRunnerOutput
+
+
+class HostDrafter(Drafter):
+    """Keeps what the requests have; a method says how it looks them over."""
+
+    def __init__(self, requests: RequestStates) -> None:
+        self._requests = requests
+        self._num_tokens = np.zeros(requests.max_num_reqs, np.int64)
+        """[rows] tokens of each request, output included."""
+        self._drafts: dict[str, list[int]] = {}
+
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
+        self._num_tokens[row] = len(token_ids)
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        """The drafts stand behind each row's last token, in place of what the device knows of none."""
+        token_ids = views["token_ids"]
+        for req_id, drafts in batch.drafts.items():
+            first = int(batch.query_start[batch.req_id_to_index[req_id]]) + 1
+            token_ids[first : first + len(drafts)] = drafts
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        """Each step has drafts of its own in the buffer."""
+        return None
+
+    def read(self, batch: InputBatch, output: ModelRunnerOutput) -> None:
+        self._drafts = {}
+        requests, drafted = self._requests, list[tuple[str, int, int]]()
+        for req_id, row, tokens in zip(batch.req_ids, batch.rows.tolist(), output.sampled_token_ids, strict=True):
+            start = self._num_tokens[row]
+            # A request that has reached the longest length is over; it has no room for more.
+            tokens = tokens[: max(0, requests.token_ids.shape[1] - start)]
+            requests.token_ids[row, start : start + len(tokens)] = tokens
+            self._num_tokens[row] += len(tokens)
+            if tokens:
+                drafted.append((req_id, row, len(tokens)))
+        if drafted:
+            req_ids, *numbers = map(list, zip(*drafted, strict=True))
+            rows, num_new = map(np.array, numbers)
+            drafts = self.look_up(req_ids, rows, self._num_tokens[rows], num_new)
+            self._drafts = dict(zip(req_ids, drafts, strict=True))
+
+    def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
+        return DraftTokenIds(list(self._drafts), list(self._drafts.values()))
+
+    def look_up(
+        self, req_ids: list[str], rows: np.ndarray, num_tokens: np.ndarray, num_new: np.ndarray
+    ) -> list[list[int]]:
+        """The drafts of the requests in ``rows`` [R]; some may have none. They have ``num_tokens`` [R], of which the
+        last ``num_new`` [R] have just been sampled."""
+        raise NotImplementedError

@@ -1,0 +1,133 @@
+"""All drafts in one pass: behind a request's tokens stand masks, and each yields a draft (PARD, arXiv:2504.18583).
+
+What the draft's cache holds of masks is worth nothing once tokens stand there. So the pass takes again every token that
+the step has yielded, each row from where the step began.
+
+Example, with 3 drafts and mask M: row 4 began at position 130, and yielded 5, 9 of four tokens verified. A head over
+hidden states takes [5, 9, M, M, -, -] at positions 130 to 135, and drafts behind 9 and both M. A draft model takes the
+token at 130 too: [17, 5, 9, M, M, -, -] at 130 to 136.
+"""
+
+from abc import abstractmethod
+
+import torch
+from torch.nn import functional as F
+
+from model_runner_base.draft.chain import ChainDrafter
+from model_runner_base.draft.device import DraftParts, DraftRows, Shared
+from model_runner_base.draft.eagle import SECTION, Eagle3Drafter
+from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.requests.device_rows import known_or
+from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.sizes import StepKind, StepSize
+
+
+class ParallelDrafter(ChainDrafter):
+    """A kind of draft model says what the pass takes."""
+
+    @abstractmethod
+    def run_rows(
+        self,
+        call: ModelCall,
+        rows: DraftRows,
+        num_yielded: torch.Tensor,
+        yielded: torch.Tensor,
+        features: torch.Tensor,
+        shared: Shared,
+    ) -> torch.Tensor:
+        """Hidden states [R, k, hidden] that the drafts follow from; ``num_yielded`` [R], the others as ``begin``."""
+
+    def _first_passes(
+        self,
+        mode: SamplingMode,
+        packed: torch.Tensor,
+        size: StepSize,
+        yielded: torch.Tensor,
+        began: torch.Tensor,
+        features: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        call, rows, shared = self.unpack(packed, size, tensors)
+        num_yielded = (shared.recent[rows.row, : call.tokens.shape[1]] >= 0).sum(dim=1, dtype=torch.int32).clamp(min=1)
+        hidden = self.run_rows(call.again(began), rows, num_yielded, yielded, features, shared)
+        token = rows.row
+        if rows.row.shape[0]:
+            for place in range(self.parts.num_drafts):
+                token = self.put(mode, rows, place, self.parts.model.compute_logits(hidden[:, place]), shared)
+        return token
+
+    def lay_out(
+        self, call: ModelCall, rows: DraftRows, num_yielded: torch.Tensor, known: torch.Tensor, num_known: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tells attention of rows that take ``num_known`` [R] of the tokens ``known`` [R, N], then masks.
+
+        Returns the tokens [R, N + k - 1], which of them are masks, and the positions of all tokens, chunks included.
+        """
+        num_masks = self.parts.num_drafts - 1
+        tokens = F.pad(known, (0, num_masks))
+        index = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+        is_mask, num_known = index >= num_known.unsqueeze(1), num_known.unsqueeze(1)
+        positions = (rows.position - num_yielded).unsqueeze(1) + index
+        has_chunks = call.size.kind == StepKind.MIXED
+        all_positions = self.bind_rows(call, rows, positions, has_chunks, index < num_known + num_masks)
+        return torch.where(is_mask, self.parts.mask_token, tokens), is_mask, all_positions
+
+    def behind(self, hidden: torch.Tensor, shape: torch.Size, num_known: torch.Tensor) -> torch.Tensor:
+        """[R, k, hidden] of the rows [R, N + k - 1], which come first: behind the last known token, and each mask."""
+        index = torch.arange(self.parts.num_drafts, device=hidden.device)
+        places = (num_known.unsqueeze(1) - 1 + index).unsqueeze(-1).long()
+        of_rows = hidden[: shape.numel()].view(*shape, hidden.shape[-1])
+        return of_rows.gather(1, places.expand(-1, -1, hidden.shape[-1]))
+
+
+class ParallelDraftModel(ParallelDrafter):
+    def run_rows(
+        self,
+        call: ModelCall,
+        rows: DraftRows,
+        num_yielded: torch.Tensor,
+        yielded: torch.Tensor,
+        features: torch.Tensor,
+        shared: Shared,
+    ) -> torch.Tensor:
+        recent, num_places = shared.recent[rows.row], shared.tokens.shape[1]
+        known = torch.cat((recent[:, num_places:], recent[:, :num_places]), dim=1).clamp(min=0)
+        tokens, _, positions = self.lay_out(call, rows, num_yielded, known, num_yielded + 1)
+        token_ids = tokens.view(-1)
+        if call.size.kind == StepKind.MIXED:
+            token_ids = torch.cat((token_ids, call.token_ids[rows.row.shape[0] * num_places :]))
+        hidden = self.parts.model(
+            input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+        )
+        return self.behind(hidden, tokens.shape, num_yielded + 1)
+
+
+class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
+    """A mask's hidden state is the checkpoint's."""
+
+    def __init__(self, requests: RequestStates, parts: DraftParts) -> None:
+        Eagle3Drafter.__init__(self, requests, parts)
+
+    def run_rows(
+        self,
+        call: ModelCall,
+        rows: DraftRows,
+        num_yielded: torch.Tensor,
+        yielded: torch.Tensor,
+        features: torch.Tensor,
+        shared: Shared,
+    ) -> torch.Tensor:
+        num_rows, num_places = rows.row.shape[0], shared.tokens.shape[1]
+        known = shared.recent[rows.row, :num_places].clamp(min=0)
+        tokens, is_mask, positions = self.lay_out(call, rows, num_yielded, known, num_yielded)
+        hidden, token_ids = self.combine(features), tokens.view(-1)
+        of_rows = hidden[: num_rows * num_places].view(num_rows, num_places, hidden.shape[-1])
+        of_rows = F.pad(of_rows, (0, 0, 0, self.parts.num_drafts - 1))
+        of_masks = self.combine(self.parts.model.mask_hidden)
+        states = torch.where(is_mask.unsqueeze(-1), of_masks, of_rows).flatten(0, 1)
+        if call.size.kind == StepKind.MIXED:
+            token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], yielded)))
+            states = torch.cat((states, hidden[num_rows * num_places :]))
+        after, _ = self.run(token_ids, positions, states)
+        return self.behind(after, tokens.shape, num_yielded)
