@@ -70,19 +70,9 @@ class GrowingPlan:
         """``positions`` [R] int64 of the step that was packed; counts the tree."""
         self._tree = count_children(self._count.per_tile, self._num_levels, FAN_IN)
         self._last_pair = self._count.per_tile.cumsum() - 1
-        self._reached = (self._stops(positions) - 1) // self._geometry.block_size
-        self._steps_to_entry = self._steps_until(positions)
-
-    def _stops(self, positions: np.ndarray) -> np.ndarray:
-        """[R] behind the last position that each request may touch."""
-        limits = self._limits
-        return np.minimum(positions + (limits.decode.query + limits.ahead), limits.max_model_len)
-
-    def _steps_until(self, positions: np.ndarray) -> int:
-        """After so many steps a request may touch a further block; a step takes it on by a row's tokens at most."""
-        block_size = self._geometry.block_size
-        left = block_size - int(((self._stops(positions) - 1) % block_size).max())
-        return -(-left // self._limits.decode.query)
+        stops = np.minimum(positions + self._limits.decode.query + self._limits.ahead, self._limits.max_model_len)
+        self._reached = (stops - 1) // self._geometry.block_size
+        self._steps_to_entry = 1
 
     def follow(self, positions: np.ndarray) -> bool:
         """Follows the positions, which have moved on by a token a request, or as far as drafts may have been right.
@@ -92,16 +82,19 @@ class GrowingPlan:
         self._steps_to_entry -= 1
         if self._steps_to_entry:
             return True
-        geometry, entries = self._geometry, self._step.entries
-        self.num_pairs = enter_blocks(
+        geometry, limits, entries = self._geometry, self._limits, self._step.entries
+        self.num_pairs, self._steps_to_entry = enter_blocks(
             geometry.block_size,
             geometry.kv_tile,
             geometry.sight.window,
             geometry.sight.chunk,
             FAN_IN,
+            limits.unread,
+            limits.decode.query,
+            limits.ahead,
+            limits.max_model_len,
             self.num_pairs,
-            positions - self._limits.unread,
-            self._stops(positions),
+            positions,
             self._reached,
             self._rows,
             self._block_table.table,
@@ -115,7 +108,6 @@ class GrowingPlan:
             entries.array,
             entries.count,
         )
-        self._steps_to_entry = self._steps_until(positions)
         return self.num_pairs != NO_ROOM
 
 
@@ -155,9 +147,12 @@ def enter_blocks(
     window: int,
     chunk: int,
     fan_in: int,
+    unread: int,
+    query: int,
+    ahead: int,
+    max_model_len: int,
     num_pairs: int,
-    first: np.ndarray,
-    stop: np.ndarray,
+    positions: np.ndarray,
     reached: np.ndarray,
     rows: np.ndarray,
     block_table: np.ndarray,
@@ -170,29 +165,35 @@ def enter_blocks(
     buffer: np.ndarray,
     entries: np.ndarray,
     num_entries: np.ndarray,
-) -> int:
+) -> tuple[int, int]:
     """Sees to the requests that may touch further blocks than they have ``reached`` [R], which it moves on.
 
-    They touch positions from ``first`` to before ``stop`` [R]. ``ring`` is the number of own blocks of a row;
+    They are at ``positions`` [R] at most, up to ``unread`` before them, and touch ``query + ahead`` positions from
+    there, those before ``max_model_len``. ``ring`` is the number of own blocks of a row;
     ``last_pair`` [R] is the pair that each was in; ``pairs`` are the sections of pairs' tiles and starts; ``places``
     where rows' own blocks, these two, pairs' blocks and the levels of the tree begin in ``buffer``. ``tree`` holds by
-    level and request the number of children and the last of them, and by level the number of children in all. Returns
-    the number of pairs, or NO_ROOM.
+    level and request the number of children and the last of them, and by level the number of children in all.
+
+    Returns the number of pairs, or NO_ROOM; and after how many steps a request may touch a further block, if each takes
+    it on by ``query`` tokens.
     """
     pair_tile, pair_start = pairs
     blocks_per_tile = kv_tile // block_size
+    left = block_size
     for tile in range(len(rows)):
-        row, last = rows[tile], (stop[tile] - 1) // block_size
+        row, end = rows[tile], min(positions[tile] + query + ahead, max_model_len) - 1
+        last = end // block_size
+        left = min(left, block_size - end % block_size)
         for block in range(reached[tile] + 1, last + 1):
             if block % blocks_per_tile == 0:
                 pair = fallen_pair(
-                    tile, first_seen(first[tile], window, chunk), kv_tile, num_pairs, pair_tile, pair_start
+                    tile, first_seen(positions[tile] - unread, window, chunk), kv_tile, num_pairs, pair_tile, pair_start
                 )
                 if pair < 0:
                     pair = num_pairs
                     num_pairs += 1
                     if num_pairs == len(pair_tile):  # The last pair stays neutral.
-                        return NO_ROOM
+                        return NO_ROOM, 0
                     write(buffer, entries, num_entries, places[1] + pair, tile)
                     hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)
                 write(buffer, entries, num_entries, places[2] + pair, block * block_size)
@@ -202,7 +203,7 @@ def enter_blocks(
             write(buffer, entries, num_entries, place, block_id)
             write(buffer, entries, num_entries, places[0] + tile * ring + block % ring, block_id)
         reached[tile] = max(reached[tile], last)
-    return num_pairs
+    return num_pairs, (left + query - 1) // query
 
 
 @compiled

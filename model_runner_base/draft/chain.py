@@ -39,6 +39,10 @@ class ChainDrafter(DeviceDrafter):
         )
         self._places = [parts.device_ops.to_device(np.array([place], np.int32)) for place in range(parts.num_drafts)]
 
+    behind = 0
+    """How many positions before its own a token has in the draft: a head over hidden states has it at the one of the
+    state that it goes with."""
+
     # ---- What a kind of draft model does; part of the graph ----
 
     def begin(
@@ -119,7 +123,7 @@ class ChainDrafter(DeviceDrafter):
         carried: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Over the drafts in ``place``."""
-        positions = self.bind_rows(call, rows, (rows.position + place).unsqueeze(1))
+        positions = self.bind_rows(call, rows, (rows.position + place - self.behind).unsqueeze(1))
         return self.follow(token, positions, carried)
 
     def bind_rows(

@@ -26,6 +26,8 @@ SECTION = "next_token_ids"
 class EagleDrafter(ChainDrafter):
     """All passes are one graph. The first covers the step's own tokens, each moved on by one."""
 
+    behind = 1
+
     def __init__(self, requests: RequestStates, parts: DraftParts) -> None:
         super().__init__(parts)
         self._requests = requests

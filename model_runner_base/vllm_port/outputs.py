@@ -65,9 +65,12 @@ class StepOutput(AsyncModelRunnerOutput):
         """Of every request; ``tokens`` [S] of rows of logits end with -1 behind what counts."""
         num_decode_tokens = self._num_decodes * self._row_len
         decodes = tokens[:num_decode_tokens].reshape(-1, self._row_len)
-        counts = (decodes >= 0).sum(axis=1).tolist()
+        yielded = decodes.tolist()
+        (partly,) = (decodes[:, -1] < 0).nonzero()
+        for row, count in zip(partly.tolist(), (decodes[partly] >= 0).sum(axis=1).tolist(), strict=True):
+            del yielded[row][count:]
         chunks = tokens[num_decode_tokens : num_decode_tokens + len(self._req_ids) - self._num_decodes, None]
-        return [row[:count] for row, count in zip(decodes.tolist(), counts, strict=True)] + chunks.tolist()
+        return yielded + chunks.tolist()
 
     def _of_yielded(self, every: LogprobsLists, tokens: list[list[int]]) -> LogprobsLists:
         """Those of the yielded tokens alone, one request's behind another's."""

@@ -115,7 +115,7 @@ def test_prompt_lookup_is_vllms(tokens: list[int], lengths: list[int], num_draft
     requests = RequestStates(2, 64)
     requests.token_ids[1, : len(tokens)] = tokens
     drafter = NgramDrafter(requests, *lengths, num_drafts)
-    (got,) = drafter.look_up(np.array([1]), np.array([len(tokens)]))
+    (got,) = drafter.look_up(["a"], np.array([1]), np.array([len(tokens)]), np.array([1]))
     want = _find_longest_matched_ngram_and_propose_tokens(np.array(tokens, np.int32), *lengths, 1000, num_drafts)
     assert got == want.tolist()
 

@@ -414,8 +414,8 @@ MUTATIONS = [
     Mutation(
         "a repeated step does not list the positions that drafts may be at",
         "caches/growth.py",
-        "limits.decode.query + limits.ahead)",
-        "1)",
+        "            limits.decode.query,\n            limits.ahead,\n",
+        "            1,\n            0,\n",
         "test_preemption and always-right",
     ),
     Mutation(
