@@ -4,10 +4,15 @@ A configuration or request that would come out wrong is refused here with one li
 is built takes its line away.
 """
 
+from importlib.metadata import entry_points
+
 from vllm import envs
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+from model_runner_base.vllm_port.speculation import HOST_METHODS
 
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 
@@ -79,6 +84,13 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         "token trees are not supported: leave speculative_token_tree out of speculative_config": (
             config.speculative_token_tree not in (None, chain)
         ),
+        f"{', '.join(_plugins())}: logits processors from plugins are not supported with speculative decoding, where "
+        "vLLM leaves them out: uninstall them, or leave out speculative_config": bool(_plugins()),
+        f"draft_tensor_parallel_size={_size_of(config.draft_parallel_config)} is not supported: what drafts is cut "
+        f"like the target, over tensor_parallel_size={_size_of(config.target_parallel_config)}; leave it out": (
+            config.method not in HOST_METHODS
+            and _size_of(config.draft_parallel_config) != _size_of(config.target_parallel_config)
+        ),
         "prompt embeddings are not supported with speculative decoding: leave out enable_prompt_embeds": (
             vllm_config.model_config.enable_prompt_embeds
         ),
@@ -86,6 +98,15 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
     for message, is_asked in refusals.items():
         if is_asked:
             raise UnsupportedConfigError(message)
+
+
+def _plugins() -> list[str]:
+    """Installed logits processors."""
+    return [each.name for each in entry_points(group=LOGITSPROCS_GROUP)]
+
+
+def _size_of(parallel_config: ParallelConfig | None) -> int | None:
+    return None if parallel_config is None else parallel_config.tensor_parallel_size
 
 
 def _has_recurrent_layers(model: ModelConfig) -> bool:

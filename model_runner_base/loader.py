@@ -32,16 +32,21 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     """
     # vLLM shares rotary embeddings of equal settings, and some models then change theirs: not what the next may find.
     rotary_embedding._ROPE_DICT.clear()
+    is_draft = False
     try:
         model = get_model(vllm_config=vllm_config)
+        is_draft = True
         load_draft(vllm_config, model)
+        is_draft = False
         if use_plain_layers:
             use_plain_experts(model)
         return model
     except (NotImplementedError, UnsupportedConfigError, torch.OutOfMemoryError):
         raise  # A layer or the platform does not support something, or memory is full: no fault of the checkpoint.
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
-        model_config = vllm_config.model_config
+        model_config, speculation = vllm_config.model_config, vllm_config.speculative_config
+        if is_draft and speculation is not None:
+            raise CheckpointError(f"cannot load draft {speculation.model}: {_first_line(error)}") from error
         message = f"cannot load checkpoint {model_config.model}"
         if misfit := _misfit(model_config):
             raise CheckpointError(f"{message}: {misfit}; save the checkpoint again, or correct config.json") from None

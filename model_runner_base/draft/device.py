@@ -114,7 +114,8 @@ class DeviceDrafter(Drafter):
             self.launch(step, mode, Outcome(yielded, features, tuple(kept), has_rows=len(step.views[LENGTHS]) > 0))
 
     def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
-        tokens = self.parts.device_ops.to_host(self.parts.rows.tensors[0])[list(requests.values()), 1:].tolist()
+        last = self.parts.device_ops.to_host(self.parts.rows.tensors[0])[list(requests.values()), 1:]
+        tokens = last.clip(min=0).tolist()  # A request has no drafts yet where it has just had its prompt.
         batch = self._last_batch
         if not self.parts.is_async and batch is not None:
             # For chunks nothing was drafted: no guess costs less than a poor one.

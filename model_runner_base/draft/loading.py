@@ -28,9 +28,7 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
     draft: Any
     if config is None or method in HOST_METHODS:
         return
-    _check_equal_parallelism(config)
     if method == "draft_model":
-        config.verify_equal_vocab_size_if_draft_model()
         with set_model_tag(ATTRIBUTE):
             draft = get_model(vllm_config=create_vllm_config_for_draft_model(vllm_config), prefix=ATTRIBUTE)
     else:
@@ -47,17 +45,6 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
 def draft_of(target: Any) -> Any:
     """The draft model of a target."""
     return getattr(target, ATTRIBUTE)
-
-
-def _check_equal_parallelism(config: Any) -> None:
-    draft, target = (
-        each.tensor_parallel_size for each in (config.draft_parallel_config, config.target_parallel_config)
-    )
-    if draft != target:
-        raise UnsupportedConfigError(
-            f"draft_tensor_parallel_size={draft} is not supported: what drafts is cut like the target, over "
-            f"tensor_parallel_size={target}; leave it out"
-        )
 
 
 def share_embeddings(draft: Any, target: Any) -> None:
@@ -79,7 +66,12 @@ def share_embeddings(draft: Any, target: Any) -> None:
 
 def share_logits_head(draft: Any, target: Any) -> None:
     """The same of the head that logits are computed with."""
-    if not getattr(draft, "has_own_lm_head", False) and hasattr(target, "lm_head"):
+    if not getattr(draft, "has_own_lm_head", False):
+        if not hasattr(target, "lm_head"):
+            raise UnsupportedConfigError(
+                f"the draft has no lm_head of its own, and {type(target).__name__} has none where heads look for it: "
+                "use a draft checkpoint with lm_head"
+            )
         draft.lm_head = target.lm_head
         # Layers of multi-token prediction may each have a head.
         layers: Any = getattr(draft.model, "layers", None) or ()

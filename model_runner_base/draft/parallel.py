@@ -73,7 +73,7 @@ class ParallelDrafter(ChainDrafter):
         all_positions = self.bind_rows(call, rows, positions, has_chunks, index < num_known + num_masks)
         return torch.where(is_mask, self.parts.mask_token, tokens), is_mask, all_positions
 
-    def behind(self, hidden: torch.Tensor, shape: torch.Size, num_known: torch.Tensor) -> torch.Tensor:
+    def states_behind(self, hidden: torch.Tensor, shape: torch.Size, num_known: torch.Tensor) -> torch.Tensor:
         """[R, k, hidden] of the rows [R, N + k - 1], which come first: behind the last known token, and each mask."""
         index = torch.arange(self.parts.num_drafts, device=hidden.device)
         places = (num_known.unsqueeze(1) - 1 + index).unsqueeze(-1).long()
@@ -100,7 +100,7 @@ class ParallelDraftModel(ParallelDrafter):
         hidden = self.parts.model(
             input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
         )
-        return self.behind(hidden, tokens.shape, num_yielded + 1)
+        return self.states_behind(hidden, tokens.shape, num_yielded + 1)
 
 
 class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
@@ -130,4 +130,4 @@ class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
             token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], yielded)))
             states = torch.cat((states, hidden[num_rows * num_places :]))
         after, _ = self.run(token_ids, positions, states)
-        return self.behind(after, tokens.shape, num_yielded)
+        return self.states_behind(after, tokens.shape, num_yielded)

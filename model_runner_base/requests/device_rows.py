@@ -15,7 +15,8 @@ from model_runner_base.device_ops import DeviceOps
 class DeviceRows:
     """Tensors with a row for each request row, and one more, the last, for padding.
 
-    ``tokens`` [rows + 1, K] int32: the token that was sampled last, and the K - 1 drafts behind it (K = 1: none).
+    ``tokens`` [rows + 1, K] int32: the token that was sampled last, and the K - 1 drafts behind it (K = 1: none), -1
+    where none was made.
     ``computed`` [rows + 1] int32: tokens in the cache, once that token's step has run: its position.
     ``recent`` [rows + 1, K + 1] int32, where there are drafts: the tokens that the last step yielded, -1 behind them;
     in the last column the token that was the last before that step.
@@ -85,7 +86,7 @@ def _verify(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Ten
     recent.index_put_((torch.where(counts, row, padding_row), place), tokens)
     # Where it is now; drafts come later.
     ends = torch.where(counts & ~is_right, row, padding_row)
-    last.index_put_((ends,), torch.cat((tokens.unsqueeze(1), torch.zeros_like(nothing[:, 1:])), dim=1))
+    last.index_put_((ends,), torch.cat((tokens.unsqueeze(1), nothing[:, 1:]), dim=1))
     computed.index_put_((ends,), position)
     return torch.where(counts, tokens, -1)
 

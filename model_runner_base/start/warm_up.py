@@ -59,17 +59,17 @@ def profile_step(runner: Starting) -> None:
     """The largest step without KV caches, attention left out, and the sampling that takes most memory."""
     scheduler = runner.vllm_config.scheduler_config
     num_tokens = scheduler.max_num_batched_tokens
-    num_reqs = min(scheduler.max_num_seqs * (1 + read_speculation(runner.vllm_config).num_drafts), num_tokens)
+    num_logits = min(scheduler.max_num_seqs, num_tokens) * (1 + read_speculation(runner.vllm_config).num_drafts)
     zeros = runner.device_ops.zeros
     token_ids = zeros((num_tokens,), torch.int32)
     with override_forward_context(create_forward_context(None, runner.vllm_config)):
         inputs = profile_inputs(runner.model_config, runner.model, token_ids)
         output = runner.model(positions=token_ids, intermediate_tensors=None, **inputs)
         hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else states of layers beside it.
-        logits = LogitsOf(runner.model, runner.vocabulary).whole(hidden_states, token_ids[:num_reqs])
+        logits = LogitsOf(runner.model, runner.vocabulary).whole(hidden_states, zeros((num_logits,), torch.int32))
     tables = (zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
     rows = zeros((num_tokens, 1), torch.int32), token_ids
-    runner._make_sampler(SamplingMode.SORTED)(logits, zeros((2, num_reqs), torch.int32), *tables, *rows)
+    runner._make_sampler(SamplingMode.SORTED)(logits, zeros((2, num_logits), torch.int32), *tables, *rows)
 
 
 def warm_up(runner: Starting, sizes: Iterable[StepSize]) -> None:
@@ -120,25 +120,30 @@ def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:
 
 
 def compile_host_loops(runner: Starting) -> None:
-    """A request of padding decodes into its second block, then has two tokens.
+    """A request of padding decodes into its second block, then has a chunk of two tokens.
 
     As far as the limits allow: what they rule out, no step will call.
     """
     parts, req_id = runner.parts, "warm-up"
     info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0])
-    most_tokens = min(2, runner.max_model_len, runner.vllm_config.scheduler_config.max_num_batched_tokens)
-    for num_tokens in range(1, 1 + most_tokens):
-        num_computed = min(2, runner.max_model_len) - num_tokens  # Behind its prompt it has a decode row.
+    query = parts.caches.limits.decode.query
+    most_tokens = min(runner.max_model_len, runner.vllm_config.scheduler_config.max_num_batched_tokens)
+    # Behind its prompt it has a decode row; a model of a single token knows prompts alone.
+    for num_computed, num_tokens in ((min(1, runner.max_model_len - query), query), (0, 2)):
+        if num_tokens > most_tokens or num_computed < 0:
+            continue
+        computed = [num_computed]
         row = parts.requests.admit(req_id, info, [0], num_computed)
         for table in parts.block_tables:
             table.append([row], [[]])
-        step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens, [num_computed])
+        step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens, computed)
         batch = parts.batches.build(step)
         paged = runner.graph_policy.dispatch(parts.caches.needs(batch)[0])
         runner._pack_at(paged, batch)
         runner._prepare_sampling(batch)
         block_size = max((table.block_size for table in parts.block_tables), default=0)
-        for _ in range(min(block_size, runner.max_model_len - num_computed - 1)):
+        for _ in range(min(block_size, (runner.max_model_len - num_computed) // query - 1)):
+            computed[0] += query
             if parts.repeat.follow(step) is None:
                 break
     parts.requests.forget(req_id)

@@ -46,7 +46,8 @@ class ModelCall:
         computed: torch.Tensor,
     ) -> "ModelCall":
         arrays = unpack(packed, sections)
-        return cls(size, arrays, tokens, computed, known_or(arrays["token_ids"], tokens.view(-1)))
+        token_ids = known_or(arrays["token_ids"], tokens.view(-1))
+        return cls(size, arrays, tokens, computed, token_ids if tokens.shape[1] == 1 else token_ids.clamp(min=0))
 
     def again(self, computed: torch.Tensor | None = None) -> "ModelCall":
         """The call with nothing bound, as a step that began where ``computed`` says."""
@@ -63,8 +64,9 @@ class ModelCall:
         rows, indices = self.arrays["sample_rows"], self.arrays["logits_indices"]
         slots = [rows, self.positions[indices] + 1]
         if self.tokens.shape[1] > 1:
-            # It is the token of the next row of logits, if that is of the same request.
+            # It is the token of the next row of logits, if that is of the same request, and was drafted.
             has_draft = (rows[1:] == rows[:-1]) & (rows[1:] != self.tokens.shape[0] - 1)
-            drafts = torch.where(has_draft, self.token_ids[indices[1:]], -1)
+            token_ids = known_or(self.arrays["token_ids"], self.tokens.view(-1))
+            drafts = torch.where(has_draft, token_ids[indices[1:]], -1)
             slots.append(torch.cat((drafts, torch.full_like(rows[:1], -1))))
         return torch.stack(slots)

@@ -94,7 +94,8 @@ class Repeat:
             batch.seq_lens[:] = batch.num_computed + batch.row_len
         for part in self._parts:
             if not part.follow(batch.num_computed):
-                self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.
+                if batch.row_len == 1:
+                    self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.
                 self._batch = None
                 return None
         if is_first:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 
-def is_marked(model: Any) -> bool:
-    """Whether a local checkpoint bears the mark."""
+def marked_method(model: Any) -> str | None:
+    """The method of a local checkpoint that bears the mark."""
     file = Path(str(model)) / "config.json"
-    return file.is_file() and bool(json.loads(file.read_text()).get("is_eagle"))
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if not config.get("is_eagle"):
+        return None
+    return "eagle3" if "eagle3" in "".join(config.get("architectures", ())).lower() else "eagle"
 
 
 def recognise_marked_heads(engine_args_cls: Any) -> None:
@@ -24,8 +27,8 @@ def recognise_marked_heads(engine_args_cls: Any) -> None:
     @wraps(create)
     def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.speculative_config
-        if isinstance(config, dict) and not config.get("method") and is_marked(config.get("model")):
-            self.speculative_config = {**config, "method": "eagle"}
+        if isinstance(config, dict) and not config.get("method") and (method := marked_method(config.get("model"))):
+            self.speculative_config = {**config, "method": method}
         return create(self, *args, **kwargs)
 
     engine_args_cls.create_speculative_config = create_speculative_config

@@ -31,6 +31,8 @@ class StepOutput(AsyncModelRunnerOutput):
         num_logits = batch.num_decode_tokens + batch.num_reqs - batch.num_decodes
         self._logprobs = None if logprobs is None else logprobs.begin_to_host(num_logits, device_ops)
         self._num_nans = None if num_nans is None else device_ops.begin_to_host(num_nans)
+        if logprobs is not None or num_nans is not None:
+            self._logits_start = batch.logits_start(np.arange(batch.num_reqs))
         self._device_ops = device_ops
 
     def get_output(self) -> ModelRunnerOutput:
@@ -50,16 +52,11 @@ class StepOutput(AsyncModelRunnerOutput):
             if chunk.is_last:
                 output.prompt_logprobs_dict[chunk.req_id] = chunk.whole
         if self._num_nans is not None:
-            counts = self._num_nans()[self._logits_start()].tolist()
+            counts = self._count_nans(self._num_nans(), tokens).tolist()
             output.num_nans_in_logits = dict(zip(self._req_ids, counts, strict=True))
         return output
 
     # ---- Where drafts are verified: several tokens a request, as many as were right and one more ----
-
-    def _logits_start(self) -> np.ndarray:
-        """[R] the first row of logits of each request."""
-        requests = np.arange(len(self._req_ids))
-        return requests + np.minimum(requests, self._num_decodes) * (self._row_len - 1)
 
     def _yielded(self, tokens: np.ndarray) -> list[list[int]]:
         """Of every request; ``tokens`` [S] of rows of logits end with -1 behind what counts."""
@@ -74,9 +71,22 @@ class StepOutput(AsyncModelRunnerOutput):
 
     def _of_yielded(self, every: LogprobsLists, tokens: list[list[int]]) -> LogprobsLists:
         """Those of the yielded tokens alone, one request's behind another's."""
-        counts = np.array([len(each) for each in tokens])
-        first = counts.cumsum() - counts
-        owner = np.repeat(np.arange(len(tokens)), counts)
-        kept = self._logits_start()[owner] + np.arange(len(owner)) - first[owner]
+        owner, place = self._places(tokens)
+        kept = self._logits_start[owner] + place
         ids, values, ranks = every.logprob_token_ids, every.logprobs, every.sampled_token_ranks
+        first = np.searchsorted(owner, np.arange(len(tokens)))
         return LogprobsLists(ids[kept], values[kept], ranks[kept], first.tolist())
+
+    def _places(self, tokens: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Of all tokens in a row, [N] each: the request, and how many of its tokens come before."""
+        counts = np.array([len(each) for each in tokens])
+        owner = np.repeat(np.arange(len(tokens)), counts)
+        return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
+
+    def _count_nans(self, num_nans: np.ndarray, tokens: list[list[int]]) -> np.ndarray:
+        """[R] in the logits of each request that count, of ``num_nans`` [S]; the first of it always do."""
+        counts = num_nans[self._logits_start]
+        owner, place = self._places(tokens)
+        owner, place = owner[place > 0], place[place > 0]
+        np.add.at(counts, owner, num_nans[self._logits_start[owner] + place])
+        return counts

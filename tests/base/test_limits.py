@@ -46,6 +46,8 @@ def draft(**options: Any) -> SimpleNamespace:
         "num_speculative_tokens": 2,
         "parallel_drafting": False,
         "speculative_token_tree": None,
+        "draft_parallel_config": SimpleNamespace(tensor_parallel_size=2),
+        "target_parallel_config": SimpleNamespace(tensor_parallel_size=2),
     }
     return SimpleNamespace(**(config | options))
 
@@ -56,10 +58,15 @@ def draft(**options: Any) -> SimpleNamespace:
         ("lora_config", object(), "LoRA adapters are not supported yet: leave out enable_lora"),
         (
             "speculative_config",
-            draft(method="suffix"),
-            "speculative method suffix is not supported yet: use one of ngram",
+            draft(method="mlp_speculator"),
+            "speculative method mlp_speculator is not supported yet: use one of ngram",
         ),
-        ("speculative_config", draft(parallel_drafting=True), "leave parallel_drafting out of speculative_config"),
+        ("speculative_config", draft(parallel_drafting=True), "with method eagle: use draft_model or eagle3"),
+        (
+            "speculative_config",
+            draft(draft_parallel_config=SimpleNamespace(tensor_parallel_size=1)),
+            "draft_tensor_parallel_size=1 is not supported",
+        ),
         ("speculative_config", draft(speculative_token_tree="[(0,), (1,)]"), "leave speculative_token_tree out"),
         ("kv_transfer_config", object(), "KV transfer is not supported yet: leave out kv_transfer_config"),
         ("ec_transfer_config", object(), "encoder-cache transfer is not supported yet: leave out ec_transfer_config"),

@@ -20,11 +20,13 @@ from model_runner_base import DeviceOps
 from model_runner_base.caches.decode_rows import DecodeRows, fill_ring, ring_size
 from model_runner_base.draft.loading import return_states_of_layers, share_embeddings, share_logits_head
 from model_runner_base.draft.ngram import NgramDrafter
+from model_runner_base.heads.sampling.token_masks import TokenMasks
 from model_runner_base.limits import UnsupportedConfigError
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows, commit
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.schedule import Grammar
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import DEFAULTS, generate, greedy, metric, tokens_of
@@ -72,7 +74,7 @@ def test_verification_keeps_what_follows_right_drafts(steps: list[tuple[int, lis
         got = commit(device.tensors, torch.tensor(slots, dtype=torch.int32).T, torch.tensor(tokens, dtype=torch.int32))
         assert got.tolist() == want
         for row, (yielded, position) in want_rows.items():
-            assert device.tensors[0][row].tolist() == [yielded[-1]] + [0] * num_drafts
+            assert device.tensors[0][row].tolist() == [yielded[-1]] + [-1] * num_drafts
             assert device.tensors[1][row] == position
             padded = yielded + [-1] * (num_drafts + 1 - len(yielded))
             assert device.yielded[row].tolist() == [*padded, last[row]]
@@ -131,6 +133,36 @@ def test_rows_of_logits_of_a_batch() -> None:
     assert every.place.tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("free", [[], [2], [2, 3], [1, 2, 3]])
+def test_no_draft_is_right_before_a_place_that_a_grammar_leaves_free(free: list[int]) -> None:
+    """The scheduler knows no drafts that are on the device alone, and masks nothing while a request reasons: without
+    drafts it would have masked the next step."""
+    masks = TokenMasks(40, lambda function, state: function, DeviceOps(torch.device("cpu")))
+    ids = {"grammar": 0, "plain": 1, "chunk": 2}
+    batch: Any = InputBatch(
+        req_ids=list(ids),
+        num_tokens=17,
+        rows=np.arange(3),
+        query_len=np.array([4, 4, 9]),
+        query_start=np.array([0, 4, 8]),
+        num_computed=np.array([50, 60, 0]),
+        seq_lens=np.array([54, 64, 9]),
+        is_sampled=np.ones(3, np.bool_),
+        num_sampled=3,
+        num_decodes=2,
+        row_len=4,
+    )
+    slots = torch.stack((torch.arange(9), torch.arange(9), torch.tensor([7, 8, 9, -1, 4, 5, 6, -1, -1]))).int()
+    bitmask = np.full((5, 2), 3, np.int32)
+    bitmask[free] = -1
+    inputs: Any = SimpleNamespace(batch=batch, sample_slots=slots)
+    logits, got = masks.apply_grammar(inputs, torch.zeros(9, 40), Grammar(["grammar", "chunk"], bitmask))
+    want = [-1 if place + 1 in free else draft for place, draft in enumerate([7, 8, 9, -1])]
+    assert got[2].tolist() == [*want, 4, 5, 6, -1, -1] and got[:2].equal(slots[:2])
+    num_allowed = logits.isfinite().sum(dim=1).tolist()
+    assert num_allowed == [40 if row in free else 4 for row in range(4)] + [40] * 4 + [4]
+
+
 def test_a_head_shares_what_its_checkpoint_leaves_out() -> None:
     embed, head, own = object(), object(), object()
     target: Any = SimpleNamespace(model=SimpleNamespace(embed_tokens=embed), lm_head=head)
@@ -170,6 +202,9 @@ def test_a_marked_head_is_eagle_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"is_eagle": True}))
     marked = {"model": str(tmp_path), "num_speculative_tokens": 2}
     assert EngineArgs(marked).create_speculative_config() == marked | {"method": "eagle"}
+    three_layers = {"is_eagle": True, "architectures": ["LlamaForCausalLMEagle3"]}
+    (tmp_path / "config.json").write_text(json.dumps(three_layers))
+    assert EngineArgs(marked).create_speculative_config() == marked | {"method": "eagle3"}
     for config in (
         None,
         marked | {"method": "draft_model"},

@@ -197,10 +197,11 @@ class SamplingPipeline:
         self, plan: SamplingPlan, inputs: SampleInputs, whole: torch.Tensor, grammar: Grammar | None
     ) -> SampledStep:
         """All but the prompts, from the model's logits [S, V]."""
-        logits = raw = self._masks.apply_grammar(whole, inputs.batch, grammar)
+        logits, slots = self._masks.apply_grammar(inputs, whole, grammar)
+        raw = logits
         for stage, asking in plan.stages:
             logits = stage.apply(inputs, asking, logits)
-        tokens, processed = self._draw(plan.mode, logits, inputs.sample_slots)
+        tokens, processed = self._draw(plan.mode, logits, slots)
         if len(plan.looking_back):
             batch, indices = inputs.batch, plan.looking_back
             infos = self._requests.infos_of(batch.rows[indices])
@@ -230,7 +231,7 @@ class SamplingPipeline:
         for sampler in self._part_samplers.values():
             self._call(sampler, logits, sample_slots)
         logits = self._whole(logits)
-        self._masks.apply(logits, {})
+        self._masks.warm_up(logits, sample_slots)
         for stage in self._stages:
             stage.warm_up(logits, sample_slots)
         self._count_nans(logits)

@@ -11,7 +11,6 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
 from model_runner_base.requests.states import RequestInfo
-from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.schedule import Grammar
 
 ALL = -1
@@ -27,12 +26,19 @@ def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torc
     return torch.where(allowed != 0, logits, float("-inf"))
 
 
+def _drop_drafts(sample_slots: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
+    """``sample_slots`` [3, S] without the drafts where ``is_kept`` [S] int32 is 0."""
+    drafts = torch.where(is_kept > 0, sample_slots[2], -1)
+    return torch.cat((sample_slots[:2], drafts.unsqueeze(0)))
+
+
 class TokenMasks:
     """Applies bitmasks on the device."""
 
     def __init__(self, vocab_size: int, wrap: WrapFunction, device_ops: DeviceOps) -> None:
         self.num_words = -(-vocab_size // 32)
         self._function = wrap(_mask, [])
+        self._drop_drafts = wrap(_drop_drafts, [])
         self._device_ops = device_ops
         self._bits = device_ops.to_device(_BITS)
 
@@ -43,13 +49,31 @@ class TokenMasks:
             words[index] = mask[: self.num_words]
         return self._function(logits, self._device_ops.to_device(words), self._bits)
 
-    def apply_grammar(self, logits: torch.Tensor, batch: InputBatch, grammar: Grammar | None) -> torch.Tensor:
-        """Masks the requests with structured output; the others in the batch are free."""
+    def apply_grammar(
+        self, inputs: SampleInputs, logits: torch.Tensor, grammar: Grammar | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masks the requests with structured output, the others in the batch are free; returns sample slots, too.
+
+        The scheduler masks places behind drafts only where it knows the drafts, and that reasoning is over. What it
+        leaves free must not count, so no draft in front of it is right.
+        """
+        batch, slots = inputs.batch, inputs.sample_slots
         if grammar is None:
-            return logits
+            return logits, slots
         index_of = batch.req_id_to_index
         every = batch.logits_rows(np.array([index_of[req_id] for req_id in grammar.req_ids], np.int64))
-        return self.apply(logits, dict(zip(every.rows.tolist(), grammar.bitmask, strict=True)))
+        (behind,) = every.place.nonzero()
+        free = behind[(grammar.bitmask[behind] == ALL).all(axis=1)]
+        if len(free):
+            is_kept = np.ones(slots.shape[1], np.int32)
+            is_kept[every.rows[free] - 1] = 0
+            slots = self._drop_drafts(slots, self._device_ops.to_device(is_kept))
+        return self.apply(logits, dict(zip(every.rows.tolist(), grammar.bitmask, strict=True))), slots
+
+    def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
+        self.apply(logits, {})
+        if sample_slots.shape[0] > 2:
+            self._drop_drafts(sample_slots, self._device_ops.to_device(np.ones(sample_slots.shape[1], np.int32)))
 
 
 class AllowedTokens(LogitsStage):
