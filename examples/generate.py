@@ -13,6 +13,8 @@ SPECULATION = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "draft_model": {"method": "draft_model", "model": str(MODEL.with_name("kjv-draft"))},
     "eagle": {"method": "eagle", "model": str(MODEL.with_name("kjv-eagle"))},
+    "eagle3": {"method": "eagle3", "model": str(MODEL.with_name("kjv-eagle3"))},
+    "medusa": {"method": "medusa", "model": str(MODEL.with_name("kjv-medusa"))},
 }
 """What each way takes beside the number of drafts."""
 NUM_DRAFTS = 3

@@ -3,9 +3,10 @@
     python examples/models/train_heads.py
 
 A head learns from text that the target writes itself, so nothing but `kjv-2m` is needed. `kjv-eagle` is an EAGLE-1
-head, `kjv-eagle3` an EAGLE-3 head, `kjv-medusa` has three Medusa heads; weights have the names that vLLM loads. They
-are stored in bfloat16, and meant to be run in float32. The printed agreement is how often each draft is the target's
-argmax, on text that was not trained on; tokens a step are those of greedy decoding with three drafts.
+head, `kjv-eagle3` an EAGLE-3 head, `kjv-medusa` has three Medusa heads that share the logits head; weights have the
+names that vLLM loads. They are stored in bfloat16, and meant to be run in float32. The printed agreement is how often
+each draft is the target's argmax, on text that was not trained on; tokens a step are those of greedy decoding with
+three drafts.
 """
 
 import argparse
@@ -30,6 +31,7 @@ TARGET = HERE / "kjv-2m"
 DRAFTS = 3
 # EAGLE-3 reads the states that enter these layers of the target. The last of them is the target's last layer.
 AUX_LAYERS = (1, 3, 4)
+MEDUSA_LAYERS = 2
 # The first tokens of every sequence are drawn at temperature 1, so that greedy sequences differ.
 PROMPT = 16
 
@@ -209,36 +211,38 @@ class Eagle3(Eagle):
 class MedusaBlock(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(size, size, bias=False)])
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(MEDUSA_LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.layers[0](x))
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
 
 
 class Medusa(nn.Module):
-    """Medusa: a block and a head for each draft, on the target's final state alone."""
+    """Medusa: a block for each draft, on the target's final state alone, and one head for all of them."""
 
     def __init__(self, target: LlamaForCausalLM) -> None:
         super().__init__()
         size, vocabulary = target.config.hidden_size, target.config.vocab_size
         self.blocks = nn.ModuleList(MedusaBlock(size) for _ in range(DRAFTS))
-        self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=False) for _ in range(DRAFTS))
+        self.lm_head = nn.Linear(size, vocabulary, bias=False)
 
     @staticmethod
     def config(target: dict[str, Any]) -> dict[str, Any]:
-        kind = {"architectures": ["MedusaModel"], "model_type": "medusa"}
+        kind = {"architectures": ["MedusaModel"], "model_type": "medusa", "original_lm_head": True}
         sizes = {"hidden_size": target["hidden_size"], "vocab_size": target["vocab_size"]}
-        return kind | sizes | {"num_heads": DRAFTS, "num_hidden_layers": 1, "dtype": target["dtype"]}
+        return kind | sizes | {"num_heads": DRAFTS, "num_hidden_layers": MEDUSA_LAYERS, "dtype": target["dtype"]}
 
     def forward(self, text: Text, passes: int) -> list[Tensor]:
         final = text.final[:, : text.tokens.shape[1] - passes]
-        return [head(block(final)) for block, head in zip(self.blocks, self.lm_heads, strict=True)][:passes]
+        return [self.lm_head(block(final)) for block in self.blocks[:passes]]
 
     def start(self, target: LlamaForCausalLM, text: Text) -> None:
-        """Begins with the target's head on the state as it is."""
-        for block, head in zip(self.blocks, self.lm_heads, strict=True):
-            nn.init.zeros_(block.layers[0].weight)
-            head.load_state_dict(target.lm_head.state_dict())
+        """Begins with the target's head on the state nearly as it is: two layers of zeros would learn alike."""
+        for weight in self.blocks.parameters():
+            nn.init.normal_(weight, std=0.01)
+        self.lm_head.load_state_dict(target.lm_head.state_dict())
 
 
 def rms(states: Tensor) -> float:
