@@ -24,10 +24,10 @@ def greedy_text(prompt: str, count: int) -> str:
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def run(name: str) -> str:
+def run(name: str, *arguments: str) -> str:
     """What an example prints, beside its messages."""
     out = subprocess.run(
-        [sys.executable, ROOT / "examples" / name],
+        [sys.executable, ROOT / "examples" / name, *arguments],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -72,6 +72,16 @@ def check_bucketing(printed: str) -> None:
 def check_override_config(printed: str) -> None:
     for prompt in ("In the beginning God created", "A wise man"):
         assert f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, 24)!r}\n" in printed
+
+
+@pytest.mark.parametrize("drafts", ["draft_model", "eagle"])
+def test_speculative_decoding(drafts: str) -> None:
+    """The texts are those of the model alone, in fewer steps than tokens."""
+    printed = run("speculative_decoding.py", drafts)
+    for prompt in ("In the beginning God created", "And it came to pass, when the king heard", "A wise man"):
+        assert f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, 48)!r}\n" in printed
+    line = re.search(r"^Tokens a step of a request: ([0-9.]+)$", printed, re.MULTILINE)
+    assert line and 1.5 < float(line[1]) <= 4
 
 
 @pytest.mark.parametrize(
