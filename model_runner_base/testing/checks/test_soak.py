@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from model_runner_base.requests.states import RequestInfo
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.cases import FIRST_TOKEN
-from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of
+from model_runner_base.testing.engine import generate, greedy, metric
+from model_runner_base.testing.leftovers import check_nothing_left, count_infos
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens
 from model_runner_base.testing.table import refusal
@@ -126,30 +126,6 @@ def memory() -> int:
     return psutil.Process().memory_info().rss
 
 
-def count_infos() -> int:
-    """Of requests, in the whole process."""
-    gc.collect()
-    return sum(isinstance(thing, RequestInfo) for thing in gc.get_objects())
-
-
-def names_kept(thing: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """Where in the runner's objects a dict or set still holds a request by name."""
-    if id(thing) in seen or isinstance(thing, str | bytes | type):
-        return
-    seen.add(id(thing))
-    if isinstance(thing, dict | set | frozenset):
-        yield from (f"{path} holds {key}" for key in thing if isinstance(key, str) and key.startswith(NAME))
-    if isinstance(thing, dict):
-        for key, value in thing.items():
-            yield from names_kept(value, f"{path}[{key!r}]", seen)
-    elif isinstance(thing, list | tuple):
-        for index, value in enumerate(thing):
-            yield from names_kept(value, f"{path}[{index}]", seen)
-    elif type(thing).__module__.split(".")[0] not in {"torch", "numpy", "vllm", "builtins", "transformers"}:
-        for name, value in getattr(thing, "__dict__", {}).items():
-            yield from names_kept(value, f"{path}.{name}", seen)
-
-
 def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconfig: pytest.Config) -> None:
     """After many random requests no block, row, entry or memory is left behind, and what finished is right."""
     llm = text_engine()
@@ -166,15 +142,7 @@ def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconf
     assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
 
     generate(llm, [(5, 6, 7)], greedy(1))  # The end of a request is told in the step after it.
-    runner, core = runner_of(llm), core_of(llm)
-    assert not core.scheduler.requests
-    llm.reset_prefix_cache()
-    assert core.scheduler.kv_cache_manager.usage == 0, "blocks are not free"
-    assert runner.parts.requests.num_reqs <= 1, f"{runner.parts.requests.num_reqs} rows are taken"
-    kept = list(names_kept(runner, "runner", set()))
-    assert not kept, f"{len(kept)} entries are left: {kept[:3]}"
-    left = count_infos() - num_infos
-    assert left <= 1, f"what is known of {left} requests is still held somewhere"
+    check_nothing_left(llm, NAME, num_infos, known=1)
 
     assert len(soak.results) > 0.6 * count
     for result in soak.results:

@@ -1,0 +1,52 @@
+"""What finished requests may have left behind in an engine."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from vllm import LLM
+
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.testing.engine import core_of, runner_of
+
+
+def count_infos() -> int:
+    """Of requests, in the whole process."""
+    gc.collect()
+    return sum(isinstance(thing, RequestInfo) for thing in gc.get_objects())
+
+
+def names_kept(thing: Any, name: str, path: str, seen: set[int]) -> Iterator[str]:
+    """Where in the runner's objects a dict or set still holds a request with ``name`` in its id."""
+    if id(thing) in seen or isinstance(thing, str | bytes | type):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, dict | set | frozenset):
+        yield from (f"{path} holds {key}" for key in thing if isinstance(key, str) and name in key)
+    if isinstance(thing, dict):
+        for key, value in thing.items():
+            yield from names_kept(value, name, f"{path}[{key!r}]", seen)
+    elif isinstance(thing, list | tuple):
+        for index, value in enumerate(thing):
+            yield from names_kept(value, name, f"{path}[{index}]", seen)
+    elif type(thing).__module__.split(".")[0] not in {"torch", "numpy", "vllm", "builtins", "transformers"}:
+        for attribute, value in getattr(thing, "__dict__", {}).items():
+            yield from names_kept(value, name, f"{path}.{attribute}", seen)
+
+
+def check_nothing_left(llm: LLM, name: str, num_infos: int, known: int = 0) -> None:
+    """No block, row or entry of the requests with ``name`` in their ids.
+
+    Args:
+        num_infos: what ``count_infos`` said before they came.
+        known: requests of other names whose end the runner has not been told yet.
+    """
+    runner, core = runner_of(llm), core_of(llm)
+    assert not core.scheduler.requests
+    llm.reset_prefix_cache()
+    assert core.scheduler.kv_cache_manager.usage == 0, "blocks are not free"
+    assert runner.parts.requests.num_reqs <= known, f"{runner.parts.requests.num_reqs} rows are taken"
+    kept = list(names_kept(runner, name, "runner", set()))
+    assert not kept, f"{len(kept)} entries are left: {kept[:3]}"
+    left = count_infos() - num_infos
+    assert left <= known, f"what is known of {left} requests is still held somewhere"
