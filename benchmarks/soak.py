@@ -37,6 +37,7 @@ DRAFTERS = {
     "always-right": "same",
     "often-right": "noisy",
     "always-wrong": "wrong",
+    "in-parallel": "parallel",
     "untrained-eagle": "head",
     "medusa": "further-heads",
     "eagle": None,
