@@ -12,8 +12,6 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from model_runner_base.vllm_port.speculation import HOST_METHODS
-
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 
 
@@ -88,8 +86,7 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         "vLLM leaves them out: uninstall them, or leave out speculative_config": bool(_plugins()),
         f"draft_tensor_parallel_size={_size_of(config.draft_parallel_config)} is not supported: what drafts is cut "
         f"like the target, over tensor_parallel_size={_size_of(config.target_parallel_config)}; leave it out": (
-            config.method not in HOST_METHODS
-            and _size_of(config.draft_parallel_config) != _size_of(config.target_parallel_config)
+            _size_of(config.draft_parallel_config) not in (None, _size_of(config.target_parallel_config))
         ),
         "prompt embeddings are not supported with speculative decoding: leave out enable_prompt_embeds": (
             vllm_config.model_config.enable_prompt_embeds

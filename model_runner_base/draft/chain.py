@@ -88,9 +88,20 @@ class ChainDrafter(DeviceDrafter):
         features: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """The first pass, and the others if they are unrolled; returns the last drafts [R]."""
         call, rows, shared = self.unpack(packed, size, tensors)
-        hidden, carried = self.begin(call.again(began), rows, yielded, features, shared)
+        return self.draft_rows(mode, call.again(began), rows, shared, yielded, features)
+
+    def draft_rows(
+        self,
+        mode: SamplingMode,
+        call: ModelCall,
+        rows: DraftRows,
+        shared: Shared,
+        yielded: torch.Tensor,
+        features: torch.Tensor,
+    ) -> torch.Tensor:
+        """All passes, or the first if they are not unrolled; takes what ``begin`` does, returns the last drafts [R]."""
+        hidden, carried = self.begin(call, rows, yielded, features, shared)
         if not rows.row.shape[0]:
             return rows.row  # Chunks alone: there is nobody to draft for.
         token = self.put(mode, rows, 0, self.parts.model.compute_logits(hidden), shared)

@@ -9,6 +9,7 @@ token at 130 too: [17, 5, 9, M, M, -, -] at 130 to 136.
 """
 
 from abc import abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -20,38 +21,32 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.requests.device_rows import known_or
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.sizes import StepKind, StepSize
+from model_runner_base.step.sizes import StepKind
+
+
+class Verified(NamedTuple):
+    """What the step has made of its decode rows, R of them."""
+
+    num_yielded: torch.Tensor
+    """[R] int32, at least 1"""
+    yielded: torch.Tensor
+    """[S] int32 the step's tokens, -1 where none counts."""
+    features: torch.Tensor
+    """[T, ...] the target's hidden states."""
 
 
 class ParallelDrafter(ChainDrafter):
     """A kind of draft model says what the pass takes."""
 
     @abstractmethod
-    def run_rows(
-        self,
-        call: ModelCall,
-        rows: DraftRows,
-        num_yielded: torch.Tensor,
-        yielded: torch.Tensor,
-        features: torch.Tensor,
-        shared: Shared,
-    ) -> torch.Tensor:
-        """Hidden states [R, k, hidden] that the drafts follow from; ``num_yielded`` [R], the others as ``begin``."""
+    def run_rows(self, call: ModelCall, rows: DraftRows, step: Verified, shared: Shared) -> torch.Tensor:
+        """Hidden states [R, k, hidden] that the drafts follow from; ``call`` is the step's as it began."""
 
-    def _first_passes(
-        self,
-        mode: SamplingMode,
-        packed: torch.Tensor,
-        size: StepSize,
-        yielded: torch.Tensor,
-        began: torch.Tensor,
-        features: torch.Tensor,
-        *tensors: torch.Tensor,
+    def draft_rows(
+        self, mode: SamplingMode, call: ModelCall, rows: DraftRows, shared: Shared, *step: Any
     ) -> torch.Tensor:
-        call, rows, shared = self.unpack(packed, size, tensors)
         num_yielded = (shared.recent[rows.row, : call.tokens.shape[1]] >= 0).sum(dim=1, dtype=torch.int32).clamp(min=1)
-        hidden = self.run_rows(call.again(began), rows, num_yielded, yielded, features, shared)
-        token = rows.row
+        hidden, token = self.run_rows(call, rows, Verified(num_yielded, *step), shared), rows.row
         if rows.row.shape[0]:
             for place in range(self.parts.num_drafts):
                 token = self.put(mode, rows, place, self.parts.model.compute_logits(hidden[:, place]), shared)
@@ -82,25 +77,17 @@ class ParallelDrafter(ChainDrafter):
 
 
 class ParallelDraftModel(ParallelDrafter):
-    def run_rows(
-        self,
-        call: ModelCall,
-        rows: DraftRows,
-        num_yielded: torch.Tensor,
-        yielded: torch.Tensor,
-        features: torch.Tensor,
-        shared: Shared,
-    ) -> torch.Tensor:
+    def run_rows(self, call: ModelCall, rows: DraftRows, step: Verified, shared: Shared) -> torch.Tensor:
         recent, num_places = shared.recent[rows.row], shared.tokens.shape[1]
         known = torch.cat((recent[:, num_places:], recent[:, :num_places]), dim=1).clamp(min=0)
-        tokens, _, positions = self.lay_out(call, rows, num_yielded, known, num_yielded + 1)
+        tokens, _, positions = self.lay_out(call, rows, step.num_yielded, known, step.num_yielded + 1)
         token_ids = tokens.view(-1)
         if call.size.kind == StepKind.MIXED:
             token_ids = torch.cat((token_ids, call.token_ids[rows.row.shape[0] * num_places :]))
         hidden = self.parts.model(
             input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
         )
-        return self.states_behind(hidden, tokens.shape, num_yielded + 1)
+        return self.states_behind(hidden, tokens.shape, step.num_yielded + 1)
 
 
 class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
@@ -109,25 +96,17 @@ class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
     def __init__(self, requests: RequestStates, parts: DraftParts) -> None:
         Eagle3Drafter.__init__(self, requests, parts)
 
-    def run_rows(
-        self,
-        call: ModelCall,
-        rows: DraftRows,
-        num_yielded: torch.Tensor,
-        yielded: torch.Tensor,
-        features: torch.Tensor,
-        shared: Shared,
-    ) -> torch.Tensor:
+    def run_rows(self, call: ModelCall, rows: DraftRows, step: Verified, shared: Shared) -> torch.Tensor:
         num_rows, num_places = rows.row.shape[0], shared.tokens.shape[1]
         known = shared.recent[rows.row, :num_places].clamp(min=0)
-        tokens, is_mask, positions = self.lay_out(call, rows, num_yielded, known, num_yielded)
-        hidden, token_ids = self.combine(features), tokens.view(-1)
+        tokens, is_mask, positions = self.lay_out(call, rows, step.num_yielded, known, step.num_yielded)
+        hidden, token_ids = self.combine(step.features), tokens.view(-1)
         of_rows = hidden[: num_rows * num_places].view(num_rows, num_places, hidden.shape[-1])
         of_rows = F.pad(of_rows, (0, 0, 0, self.parts.num_drafts - 1))
         of_masks = self.combine(self.parts.model.mask_hidden)
         states = torch.where(is_mask.unsqueeze(-1), of_masks, of_rows).flatten(0, 1)
         if call.size.kind == StepKind.MIXED:
-            token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], yielded)))
+            token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], step.yielded)))
             states = torch.cat((states, hidden[num_rows * num_places :]))
         after, _ = self.run(token_ids, positions, states)
-        return self.states_behind(after, tokens.shape, num_yielded)
+        return self.states_behind(after, tokens.shape, step.num_yielded)
