@@ -63,15 +63,18 @@ class Side:
         )
         self._read()
 
-    def run(self, **workload: int) -> None:
+    def run(self, **workload: int) -> dict[str, float]:
+        """What the engine has counted of drafts since it started, if it counts."""
         assert self._process.stdin is not None
         print(json.dumps(workload), file=self._process.stdin)
-        self._read()
+        return json.loads(self._read())
 
-    def _read(self) -> None:
+    def _read(self) -> str:
         assert self._process.stdout is not None
-        if not self._process.stdout.readline():
+        line = self._process.stdout.readline()
+        if not line:
             raise SystemExit(f"a side ended with status {self._process.wait()}: see its errors above")
+        return line
 
     def __enter__(self) -> "Side":
         return self

@@ -1,6 +1,7 @@
-"""One side of benchmarks.throughput: an engine that runs the workloads it is told. Imports nothing of the project.
+"""One side of benchmarks.throughput or .speculation: an engine that runs the workloads it is told.
 
-Reads JSON lines of the arguments of ``generate``, answers each with a line; the first line says that it is ready.
+Imports nothing of the project. Reads JSON lines of the arguments of ``generate``, answers each with a line of what
+``counts`` returns; the first line says that it is ready.
 """
 
 import json
@@ -27,6 +28,14 @@ def generate(llm: LLM, batch: int, prompt_tokens: int, new_tokens: int) -> None:
     llm.generate(prompts, params, use_tqdm=False)
 
 
+def counts(llm: LLM) -> dict[str, float]:
+    """What the engine has counted of drafts so far; nothing where it keeps no statistics."""
+    if not llm.llm_engine.log_stats:
+        return {}
+    drafts = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:spec_decode_num")]
+    return {metric.name: metric.value for metric in drafts if hasattr(metric, "value")}
+
+
 def main() -> None:
     # What vLLM prints goes to the error stream; only answers go to whoever asks.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -35,7 +44,7 @@ def main() -> None:
     print("ready", file=answers)
     for line in sys.stdin:
         generate(llm, **json.loads(line))
-        print("done", file=answers)
+        print(json.dumps(counts(llm)), file=answers)
 
 
 if __name__ == "__main__":
