@@ -87,9 +87,11 @@ def return_states_of_layers(target: Any, draft_config: Any) -> None:
         raise UnsupportedConfigError(f"{type(target).__name__} returns no states of its layers, which EAGLE-3 reads")
     layers = getattr(draft_config, "eagle_aux_hidden_state_layer_ids", None)
     layers = tuple(layers or target.get_eagle3_aux_hidden_state_layers())
-    if len(set(layers)) < NUM_LAYERS_READ or min(layers) < 1:
+    num_layers = target.config.num_hidden_layers
+    if len(set(layers)) < NUM_LAYERS_READ or min(layers) < 1 or max(layers) >= num_layers:
         raise UnsupportedConfigError(
             f"EAGLE-3 would read the states before layers {list(layers)}: they must be {NUM_LAYERS_READ} different "
-            "layers, none the first; set eagle_aux_hidden_state_layer_ids in the draft's config.json"
+            f"layers of the target's {num_layers}, none the first; set eagle_aux_hidden_state_layer_ids in the draft's "
+            "config.json"
         )
     target.set_aux_hidden_state_layers(layers)

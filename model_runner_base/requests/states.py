@@ -26,7 +26,7 @@ def int_array(values: Collection[int]) -> np.ndarray:
     return array
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class RequestInfo:
     """What survives a preemption."""
 

@@ -180,9 +180,9 @@ def test_a_head_shares_what_its_checkpoint_leaves_out() -> None:
         share_embeddings(SimpleNamespace(model=SimpleNamespace()), SimpleNamespace(model=SimpleNamespace()))
 
 
-@pytest.mark.parametrize("layers", [[2, 2, 2], [0, 1, 2], [1, 2]])
+@pytest.mark.parametrize("layers", [[2, 2, 2], [0, 1, 2], [1, 2], [1, 3, 5]])
 def test_states_that_eagle_3_cannot_read_are_refused(layers: list[int]) -> None:
-    target: Any = SimpleNamespace(supports_eagle3=True)
+    target: Any = SimpleNamespace(supports_eagle3=True, config=SimpleNamespace(num_hidden_layers=5))
     with pytest.raises(UnsupportedConfigError, match="set eagle_aux_hidden_state_layer_ids"):
         return_states_of_layers(target, SimpleNamespace(eagle_aux_hidden_state_layer_ids=layers))
     with pytest.raises(UnsupportedConfigError, match="returns no states of its layers"):
