@@ -39,9 +39,10 @@ def test_weights_are_offloaded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None
         config = SimpleNamespace(
             cache_config=SimpleNamespace(cpu_offload_gb=gib),
             compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
+            speculative_config=None,
         )
-        scheduler_config = SimpleNamespace(max_num_batched_tokens=8)
-        runner = SimpleNamespace(vllm_config=config, scheduler_config=scheduler_config, device=torch.device("cpu"))
+        runner = SimpleNamespace(vllm_config=config, device=torch.device("cpu"))
         GPUModelRunner.load_model(runner)  # type: ignore[arg-type]
     assert budgets == [3 << 29, 0]
 
