@@ -12,6 +12,8 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
+from model_runner_base.vllm_port.speculation import read_speculation
+
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 
 
@@ -95,6 +97,10 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
     for message, is_asked in refusals.items():
         if is_asked:
             raise UnsupportedConfigError(message)
+    try:
+        read_speculation(vllm_config)
+    except ValueError as error:
+        raise UnsupportedConfigError(str(error)) from None
 
 
 def _plugins() -> list[str]:

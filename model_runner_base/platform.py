@@ -91,6 +91,16 @@ class PagedPlatform(Platform):
         return False
 
     @classmethod
+    def get_punica_wrapper(cls) -> str:
+        """What the products of LoRA layers go through."""
+        return "model_runner_base.adapters.punica.MaskedPunicaWrapper"
+
+    @classmethod
+    def can_update_inplace(cls) -> bool:
+        """LoRA layers take what the products return: a graph's numbers are not changed in place."""
+        return False
+
+    @classmethod
     def get_attn_backend_cls(cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any) -> str:
         from model_runner_base.limits import UnsupportedConfigError
 
@@ -163,12 +173,15 @@ class PagedPlatform(Platform):
         model = vllm_config.model_config
         if model is None:
             return
-        # Methods that a user registered bring what they need.
-        if model.quantization in get_args(QuantizationMethods) and model.quantization not in cls.supported_quantization:
-            raise UnsupportedConfigError(
-                f"quantization {model.quantization} has no kernels here: leave it out, and use the checkpoint that a "
-                "quantised one was made from"
-            )
+        speculation = vllm_config.speculative_config
+        draft = None if speculation is None else speculation.draft_model_config
+        for quantization in filter(None, (model.quantization, draft and draft.quantization)):
+            # Methods that a user registered bring what they need.
+            if quantization in get_args(QuantizationMethods) and quantization not in cls.supported_quantization:
+                raise UnsupportedConfigError(
+                    f"quantization {quantization} has no kernels here: leave it out, and use the checkpoint that a "
+                    "quantised one was made from"
+                )
         if not cache.kv_cache_memory_bytes and cls.shares_host_memory(vllm_config):
             cache.kv_cache_memory_bytes = int(cls._kv_cache_gib() * GIB)
         cls._vocab_size = model.get_vocab_size()

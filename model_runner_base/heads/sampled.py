@@ -17,4 +17,4 @@ class SampledStep:
     logprobs: DeviceLogprobs | None = None
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
     num_nans: torch.Tensor | None = None
-    """[S] int32 NaNs among each request's logits, if they are counted."""
+    """[S] int32 NaNs in each row of logits, if they are counted."""

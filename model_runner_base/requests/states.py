@@ -11,6 +11,7 @@ from operator import itemgetter
 
 import numpy as np
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 
@@ -37,6 +38,8 @@ class RequestInfo:
     """Zeros for a prompt of embeddings."""
     prompt_embeds: torch.Tensor | None = None
     """[prompt, hidden] on the host, in place of ids."""
+    adapter: LoRARequest | None = None
+    """The low-rank adapter that it runs with."""
     output_token_ids: list[int] = field(default_factory=list)
     """Kept up to date only where a rule looks back on it (heads/sampling/history.py); the list stays the same."""
 
@@ -63,6 +66,9 @@ class RequestStates:
         self.infos: dict[str, RequestInfo] = {}
         self.by_row: list[RequestInfo | None] = [None] * max_num_reqs
         self._free = list(range(max_num_reqs - 1, -1, -1))
+        self._last_step = np.zeros(max_num_reqs, np.int64)
+        """The number of the last step that was built with each row; those that are repeated do not count."""
+        self._num_steps = 0
 
     def rows_of(self, req_ids: Sequence[str]) -> np.ndarray:
         """[R] the rows of requests, at least one, each of which holds one."""
@@ -89,14 +95,20 @@ class RequestStates:
         """Sees to it that ``arriving``, which are among the scheduled requests, can be given a row if they have none.
 
         The scheduler may set requests aside without a word (a streaming session that waits for input, a forced
-        preemption); they come back with all their tokens and blocks, so their rows can go, oldest first.
+        preemption); they come back with all their tokens and blocks, so their rows can go, first of those that were in
+        no step for the longest time: one that runs may miss a step, too, and comes back with nothing.
         """
         if len(arriving) <= len(self._free):
             return
         count = sum(req_id not in self.rows for req_id in arriving)
-        idle = [req_id for req_id in self.rows if req_id not in scheduled]
+        idle = sorted(self.rows.keys() - set(scheduled), key=lambda req_id: self._last_step[self.rows[req_id]])
         for req_id in idle[: max(0, count - len(self._free))]:
             self.release(req_id)
+
+    def note_step(self, rows: np.ndarray) -> None:
+        """A step is built with the requests in ``rows``."""
+        self._num_steps += 1
+        self._last_step[rows] = self._num_steps
 
     def release(self, req_id: str) -> None:
         """Frees the row of a preempted request; nothing happens if it holds none."""

@@ -41,11 +41,15 @@ def estimate_step_memory(
         pairs = limits.named(size)
         for layer in layer_caches(specs).values():
             attention = 0
-            for tiling, count in ((limits.decode, pairs["decode_pairs"]), (limits.chunk, pairs["chunk_pairs"])):
-                gathered = 2 * tiling.keys * 2 * layer.num_kv_heads * layer.head_size
-                scores = 2 * tiling.query * heads * tiling.keys
-                partial = 2 * tiling.query * heads * layer.head_size
-                attention += count * (partial + (gathered + scores if gathers_cache else tiling.keys))
+            decode_query = max(limits.decode.query, limits.pass_tokens)  # A pass that drafts may take more of a row.
+            for query, keys, count in (
+                (decode_query, limits.decode.keys, pairs["decode_pairs"]),
+                (limits.chunk.query, limits.chunk.keys, pairs["chunk_pairs"]),
+            ):
+                gathered = 2 * keys * 2 * layer.num_kv_heads * layer.head_size
+                scores = 2 * query * heads * keys
+                partial = 2 * query * heads * layer.head_size
+                attention += count * (partial + (gathered + scores if gathers_cache else keys))
             worst = max(worst, 4 * (step + attention))
     return worst + embeddings_memory(model_config, limits.max_num_tokens)
 

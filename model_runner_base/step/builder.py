@@ -51,6 +51,7 @@ class BatchBuilder:
         num_sampled = advance(
             rows, query_len, requests.num_computed, requests.num_known, num_decodes, row_len, counts, is_sampled
         )
+        requests.note_step(rows)
         query_start, num_computed, seq_lens = counts
         return InputBatch(
             req_ids=req_ids,

@@ -8,6 +8,7 @@ from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.heads.sampling.vocabulary import WHOLE, CutVocabulary, Vocabulary
 
 
@@ -49,8 +50,9 @@ def cut_vocabulary(model: Any) -> Vocabulary:
     A model that does more with its logits than number by number keeps gathering them: one row, on the host, tells.
     """
     group = get_tp_group()
-    processors = [module for module in model.modules() if isinstance(module, NeuronLogitsProcessor)]
-    heads: list[Any] = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    own = [module for name, module in model.named_modules() if not name.startswith(f"{DRAFT}.")]  # What drafts gathers.
+    processors = [module for module in own if isinstance(module, NeuronLogitsProcessor)]
+    heads: list[Any] = [module for module in own if isinstance(module, VocabParallelEmbedding)]
     if group.world_size == 1 or len(processors) != 1 or not heads:
         return WHOLE
     (processor,), head = processors, heads[-1]
@@ -58,11 +60,11 @@ def cut_vocabulary(model: Any) -> Vocabulary:
     gathered = model.compute_logits(row)
     processor.gathers = False
     with suppress(IndexError, RuntimeError):  # The model looks for tokens that a part of the row has not.
-        own = model.compute_logits(row)
-        width = own.shape[-1]
+        part = model.compute_logits(row)
+        width = part.shape[-1]
         start, size = group.rank_in_group * width, gathered.shape[-1]
         vocabulary = CutVocabulary(start, width, group.world_size, size, tensor_model_parallel_all_gather)
-        if vocabulary.whole(own).allclose(gathered, equal_nan=True):
+        if vocabulary.whole(part).allclose(gathered, equal_nan=True):
             return vocabulary
     processor.gathers = True
     return WHOLE

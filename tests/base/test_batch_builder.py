@@ -18,6 +18,7 @@ from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import commit, known_or
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.builder import BatchBuilder, BatchOrder
+from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Tiling
 
 MAX_NUM_REQS = 6
@@ -165,3 +166,15 @@ def test_who_holds_a_row_takes_nobody_elses() -> None:
     assert requests.rows.keys() == {"waits", "goes on"}
     requests.make_room(["new", "goes on"], {"new": 1, "goes on": 3})
     assert requests.rows.keys() == {"goes on"}
+
+
+def test_a_request_that_misses_a_step_keeps_its_row() -> None:
+    """Of those that are in no step, the one that was in none for longer goes: the other comes back with nothing."""
+    requests = RequestStates(2, MAX_LENGTH)
+    for req_id in ("runs", "waits"):
+        requests.admit(req_id, RequestInfo(SamplingParams(), 0, [1]), [1], 0)
+    builder = BatchBuilder(requests, BatchOrder())
+    for names in (["runs", "waits"], ["runs"]):
+        builder.build(Schedule(set(), (), [], names, [None], dict.fromkeys(names, 1), len(names)))
+    requests.make_room(["new"], {"new": 1})
+    assert requests.rows.keys() == {"runs"}

@@ -68,6 +68,15 @@ def draft(**options: Any) -> SimpleNamespace:
             "draft_tensor_parallel_size=1 is not supported",
         ),
         ("speculative_config", draft(speculative_token_tree="[(0,), (1,)]"), "leave speculative_token_tree out"),
+        (
+            "speculative_config",
+            draft(
+                method="eagle3",
+                parallel_drafting=True,
+                draft_model_config=SimpleNamespace(hf_config=SimpleNamespace()),
+            ),
+            "pard_token",
+        ),
         ("kv_transfer_config", object(), "KV transfer is not supported yet: leave out kv_transfer_config"),
         ("ec_transfer_config", object(), "encoder-cache transfer is not supported yet: leave out ec_transfer_config"),
         ("cache_config.kv_offloading_size", 0.0, "KV offloading is not supported yet: leave out kv_offloading_size"),

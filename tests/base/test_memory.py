@@ -1,6 +1,7 @@
 """Memory measurement and sizing, on a device whose memory figures are scripted."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,6 +205,15 @@ def test_step_memory_counts_the_pairs_of_rows_and_of_chunks(gathers_cache: bool)
     both = estimate_step_memory([decode, mixed], LIMITS, specs, model_config(), gathers_cache)
     assert both == max(wanted.values()) and wanted[decode] != wanted[mixed]
     assert estimate_step_memory([], LIMITS, specs, model_config(), gathers_cache) == 0
+
+
+def test_step_memory_counts_a_pass_that_drafts_in_parallel() -> None:
+    """It takes more tokens of a row than verification does."""
+    specs, size = {"layer": spec(2, 8)}, LIMITS.decode_size(8, 40)
+    wider = replace(LIMITS, pass_tokens=DECODE.query + 3)
+    row, passed = attention(DECODE, 1, 2, 8), attention(DECODE._replace(query=DECODE.query + 3), 1, 2, 8)
+    more = [estimate_step_memory([size], limits, specs, model_config()) for limits in (LIMITS, wider)]
+    assert more[1] - more[0] == 4 * LIMITS.named(size)["decode_pairs"] * (passed - row)
 
 
 def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:

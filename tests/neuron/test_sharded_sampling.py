@@ -178,10 +178,13 @@ class Model(nn.Module):
         self.processor = NeuronLogitsProcessor(13)
         self.after = after
 
+        self.draft_model: nn.Module | None = None
+
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.after(self.processor(self.head, hidden_states))
 
 
+@pytest.mark.parametrize("has_draft", [False, True])
 @pytest.mark.parametrize(
     ("after", "is_cut"),
     [
@@ -195,9 +198,9 @@ class Model(nn.Module):
     ids=["plain", "capped", "normalised", "a token of every part", "a token of one part", "biased"],
 )
 def test_models_that_need_whole_rows_keep_them(
-    after: Callable[[torch.Tensor], torch.Tensor], is_cut: bool, monkeypatch: pytest.MonkeyPatch
+    after: Callable[[torch.Tensor], torch.Tensor], is_cut: bool, has_draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rank 1 of 2 with the same weights."""
+    """As rank 1 of 2 with the same weights. A model that drafts beside it has a head of its own, and gathers."""
 
     def gather(x: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, x), dim=-1)
@@ -209,6 +212,7 @@ def test_models_that_need_whole_rows_keep_them(
     compilation = CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"])
     with set_current_vllm_config(VllmConfig(compilation_config=compilation)), torch.no_grad():
         model = Model(after)
+        model.draft_model = Model(lambda logits: logits) if has_draft else None
         before = model.compute_logits(torch.ones(2, 4))
         vocabulary = cut_vocabulary(model)
         if not is_cut:
@@ -218,3 +222,4 @@ def test_models_that_need_whole_rows_keep_them(
         assert (vocabulary.start, vocabulary.width, vocabulary.size) == (8, 8, 13)
         own = vocabulary.own(model.compute_logits(torch.ones(2, 4)))
         assert own[:, :5].equal(before[:, 8:]) and own[:, 5:].isneginf().all()
+        assert not has_draft or model.draft_model.processor.gathers
