@@ -54,6 +54,14 @@ class DeviceOps:
         np.copyto(out.numpy(), array)
         return out
 
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies a host tensor to the device; nobody changes it any more."""
+        return tensor.to(self.device)
+
+    def overwrite(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
+        """Puts ``contents``, which lie on the device, in place of a tensor's that graphs hold; both of one shape."""
+        tensor.copy_(contents)
+
     def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         """Waits for ``tensor`` and returns its contents."""
         return tensor.cpu().numpy()

@@ -26,7 +26,6 @@ def check_config(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     refusals = {
-        "LoRA adapters are not supported yet: leave out enable_lora": vllm_config.lora_config,
         # Before KV transfer, which vLLM makes of it.
         "KV offloading is not supported yet: leave out kv_offloading_size": (
             vllm_config.cache_config.kv_offloading_size is not None

@@ -5,7 +5,8 @@ in the rooms that this file calls, and a device plugs itself in through four hoo
 ``load_model``, ``profile_run``, ``capture_model``) and the two objects that the first of them may install.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -18,6 +19,8 @@ from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.tasks import SupportedTask
 
 from model_runner_base import limits
+from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
+from model_runner_base.adapters.lora import make_adapters
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches import allocation
 from model_runner_base.caches.group import AttentionGroup, CacheKind
@@ -99,6 +102,8 @@ class ModelRunnerBase:
         self.vocabulary: Vocabulary = WHOLE
 
         self.model: Any
+        self.adapters: Adapters = NO_ADAPTERS
+        """Of the model; ``load_adapters`` puts them in."""
         self._cache_device_properties()
         self.logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
 
@@ -141,6 +146,10 @@ class ModelRunnerBase:
 
     # ---- The engine's contract: before the first step ----
 
+    def load_adapters(self) -> None:
+        """Gives the loaded model places for LoRA adapters, if they are enabled."""
+        self.adapters = make_adapters(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
+
     def get_model(self) -> nn.Module:
         return self.model
 
@@ -150,7 +159,7 @@ class ModelRunnerBase:
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Overwrites the model's weights in place; arguments as ``loader.reload_checkpoint`` has them."""
-        with self.step_guard.lock:
+        with self.step_guard.lock, self.adapters.set_aside():
             reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
             self.device_ops.synchronize()
 
@@ -186,6 +195,13 @@ class ModelRunnerBase:
         """What steps may be asked of; ``num_lines`` of a contiguous cache, where decode may read all of them."""
         tiles = self.KV_TILE, self.CHUNK_QUERY_TILE, self.CHUNK_KV_TILE
         return allocation.step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
+
+    @contextmanager
+    def changing_adapters(self) -> Iterator[Adapters]:
+        """Between two steps. An adapter may take the slot of another, so the next step is packed anew."""
+        with self.step_guard.lock, torch.no_grad():
+            self.parts.repeat.stop()
+            yield self.adapters
 
     # ---- The engine's contract: one step ----
 
@@ -255,7 +271,7 @@ class ModelRunnerBase:
             info = parts.requests.infos[req_id]
         else:
             seed = parts.head.draw_seed() if params.seed is None else params.seed
-            info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds)
+            info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter)
             if req_id not in parts.requests.infos:  # Else a session goes on; its first prompt has been introduced.
                 parts.head.introduce(req_id, info)
         row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
@@ -338,7 +354,9 @@ class ModelRunnerBase:
         output = self.model(positions=call.positions, intermediate_tensors=None, **call.kwargs)
         context.attn_metadata = None  # type: ignore[assignment]
         hidden_states, kept = parts.drafter.keep(output, call)
-        return *parts.head.traced(hidden_states, call), *kept, packed
+        results = *parts.head.traced(hidden_states, call), *kept, packed
+        parts.inputs.unbind()
+        return results
 
     # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
 

@@ -12,6 +12,7 @@ from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.profiler.wrapper import TorchProfilerActivity, TorchProfilerWrapper, WorkerProfiler
 from vllm.tasks import SupportedTask
@@ -93,6 +94,7 @@ class ModelRunnerWorker(WorkerBase):
             self.model_runner.device_ops.memory_pool("weights"),
         ):
             self.model_runner.load_model()
+            self.model_runner.load_adapters()
         logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
@@ -168,6 +170,24 @@ class ModelRunnerWorker(WorkerBase):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.model_runner.take_draft_token_ids()
+
+    # ---- LoRA adapters, between two steps ----
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter unless it is there; raises ValueError, and changes nothing, where it cannot serve."""
+        with self.model_runner.changing_adapters() as adapters:
+            return adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        with self.model_runner.changing_adapters() as adapters:
+            return adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        with self.model_runner.changing_adapters() as adapters:
+            return adapters.pin(lora_id)
+
+    def list_loras(self) -> set[int]:
+        return self.model_runner.adapters.list()
 
     # ---- Everything else the engine may ask ----
 

@@ -77,13 +77,16 @@ class Capture:
 
     def fits(self, ints: list[int], tensors: list[torch.Tensor]) -> bool:
         """Whether the graph is right for these sizes too."""
-        dtypes_fit = all(tensors[index].dtype == dtype for index, (_, dtype) in self._shapes.items())
-        shapes_fit = all(
+        kinds_fit = all(
+            tensors[index].dtype == dtype and tensors[index].dim() == len(shape)
+            for index, (shape, dtype) in self._shapes.items()
+        )
+        shapes_fit = kinds_fit and all(
             isinstance(traced, torch.SymInt) or traced == size
             for index, (shape, _) in self._shapes.items()
             for traced, size in zip(shape, tensors[index].shape, strict=True)
         )
-        return dtypes_fit and shapes_fit and self._guards.hold(ints, tensors)
+        return shapes_fit and self._guards.hold(ints, tensors)
 
     def at(
         self, compiler: Compiler, ints: list[int], tensors: list[torch.Tensor], state: Sequence[torch.Tensor]

@@ -36,6 +36,9 @@ class XlaDeviceOps(DeviceOps):
         UNCOMPILED.sync()  # A lazy tensor has no buffer to donate.
         return tensor
 
+    def overwrite(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
+        tensor.data = contents  # A copy in place would be a graph; compiled ones read what the tensor holds.
+
     def buffer_address(self, tensor: torch.Tensor) -> int:
         UNCOMPILED.sync()
         return torch_xla._XLAC._unsafe_buffer_pointer(tensor)

@@ -44,7 +44,8 @@ class NeuronModelRunner(ModelRunnerBase):
         if is_quantized:
             quantization.check_quantizable(self.model_config)
         self.model = load_checkpoint(self.vllm_config)
-        self.vocabulary = cut_vocabulary(self.model)
+        if self.vllm_config.lora_config is None:  # An adapter of the head adds to whole rows.
+            self.vocabulary = cut_vocabulary(self.model)
         if is_quantized:
             quantization.quantize_weights(self.model)
         if not self.model_config.enforce_eager:

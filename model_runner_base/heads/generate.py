@@ -1,14 +1,18 @@
-"""Generation: hidden states to logits inside the graph, then sampling, one token a request."""
+"""Generation: hidden states to logits inside the graph, then sampling."""
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.pipeline import SamplingPipeline, SamplingPlan
 from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
@@ -29,6 +33,27 @@ class LogitsOf:
     def whole(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """All of them."""
         return self.vocabulary.whole(self.own(hidden_states, indices))
+
+
+class LogitsBehind:
+    """Logits of some of a step's hidden states, by a graph of their own behind the step's."""
+
+    def __init__(self, logits: LogitsOf, inputs: TokenInputs, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+        self._logits = logits
+        self._inputs = inputs
+        self._compute = wrap(self._traced, [])
+        self._device_ops = device_ops
+
+    def __call__(self, hidden_states: torch.Tensor, indices: np.ndarray, row: int | None) -> torch.Tensor:
+        """[len(indices), V], of the request in ``row``; None: of padding."""
+        beside = self._inputs.beside_logits(row, len(indices))
+        return self._compute(hidden_states, *map(self._device_ops.to_device, (indices, *beside)))
+
+    def _traced(self, hidden_states: torch.Tensor, indices: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+        self._inputs.bind_logits(*beside)
+        logits = self._logits.whole(hidden_states, indices)
+        self._inputs.unbind()
+        return logits
 
 
 class GenerateHead:
@@ -55,7 +80,7 @@ class GenerateHead:
         self.sampling.prompt_logprobs.release(req_id)
 
     def traced(self, hidden_states: torch.Tensor, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Part of the graph: logits [L, V], or this rank's part of them; sample slots [2, L]; hidden states."""
+        """Part of the graph: logits [L, V], or this rank's part of them; sample slots [2 or 3, L]; hidden states."""
         logits = self._logits.own(hidden_states, call.arrays["logits_indices"])
         return logits, call.sample_slots, hidden_states
 

@@ -1,5 +1,6 @@
 """Log probabilities of prompt tokens, chunk by chunk as the prompt is computed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,6 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import StepFunction
 from model_runner_base.heads.sampling.logprobs import NO_LOGPROBS, DeviceLogprobs, LogprobsGatherer, resolve_count
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
@@ -42,12 +42,12 @@ class PromptLogprobs:
     """The requests that want them and have not got them yet.
 
     The model's last hidden states become logits ``num_rows`` at a time, so that memory and compiled sizes do not grow
-    with the prompt.
+    with the prompt. ``compute_logits`` takes hidden states, which of them, and the request's row (``LogitsBehind``).
     """
 
     def __init__(
         self,
-        compute_logits: StepFunction,
+        compute_logits: Callable[[torch.Tensor, np.ndarray, int | None], torch.Tensor],
         gatherer: LogprobsGatherer,
         num_rows: int,
         vocab_size: int,
@@ -86,7 +86,7 @@ class PromptLogprobs:
         for begin in range(start, stop, self._num_rows):
             rows = slice(begin, min(begin + self._num_rows, stop))
             offset = int(batch.query_start[index]) - start
-            piece = self._gather(info, rows, offset, whole.logprobs.shape[1] - 1, hidden_states)
+            piece = self._gather(info, batch.rows[index], rows, offset, whole.logprobs.shape[1] - 1, hidden_states)
             if piece.full is None:
                 pieces.append((rows, piece))
             else:  # A vocabulary a token: too much to keep on the device until the step is read.
@@ -97,16 +97,17 @@ class PromptLogprobs:
         return PromptChunk(req_id, whole, pieces, is_last)
 
     def _gather(
-        self, info: RequestInfo, rows: slice, offset: int, count: int, hidden_states: torch.Tensor
+        self, info: RequestInfo, row: int, rows: slice, offset: int, count: int, hidden_states: torch.Tensor
     ) -> DeviceLogprobs:
-        """For the prompt's tokens at ``rows``, whose hidden states are at ``rows`` + ``offset``."""
+        """For the tokens at ``rows`` of the prompt in ``row``, whose hidden states are at ``rows`` + ``offset``."""
         indices, targets = np.zeros((2, self._num_rows), np.int32)
         pad_into(indices, np.arange(rows.start, rows.stop) + offset, 0)
         pad_into(targets, np.array(info.prompt_token_ids[rows.start + 1 : rows.stop + 1]), 0)
-        logits = self._compute_logits(hidden_states, self._device_ops.to_device(indices))
+        logits = self._compute_logits(hidden_states, indices, row)
         return self._gatherer.gather(count, logits, self._device_ops.to_device(targets))
 
     def warm_up(self, hidden_states: torch.Tensor) -> None:
         """Runs what it has on the device once; ``hidden_states`` [T, hidden] of a size that steps have."""
-        rows = self._device_ops.to_device(np.zeros(self._num_rows, np.int32))
-        self._gatherer.warm_up(self._compute_logits(hidden_states, rows), rows)
+        rows = np.zeros(self._num_rows, np.int32)
+        logits = self._compute_logits(hidden_states, rows, None)
+        self._gatherer.warm_up(logits, self._device_ops.to_device(rows))

@@ -74,6 +74,18 @@ class TokenInputs:
         call.kwargs["input_ids"] = call.token_ids
         call.kwargs["inputs_embeds"] = None
 
+    def unbind(self) -> None:
+        """The model has run, its logits included: nothing that the graph computed is kept. Part of the graph."""
+
+    # ---- Logits that are computed behind a step, of some of its hidden states ----
+
+    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
+        """What the graph of ``count`` rows of logits takes beside; all are of the request in ``row``, or padding."""
+        return ()
+
+    def bind_logits(self, *beside: torch.Tensor) -> None:
+        """Sets what the model's head is called with. Part of that graph."""
+
 
 class _DeviceTokens:
     """While a step is repeated the device knows all its tokens."""

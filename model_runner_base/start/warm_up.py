@@ -10,6 +10,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.sampling_params import SamplingParams
 
+from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.heads.generate import LogitsOf
@@ -38,6 +39,7 @@ class Starting(Protocol):
     def graph_policy(self) -> GraphPolicy: ...
 
     vocabulary: Vocabulary
+    adapters: Adapters
     use_piecewise_graph: bool
     model: Any
     parts: StepParts
@@ -62,7 +64,10 @@ def profile_step(runner: Starting) -> None:
     num_logits = min(scheduler.max_num_seqs, num_tokens) * (1 + read_speculation(runner.vllm_config).num_drafts)
     zeros = runner.device_ops.zeros
     token_ids = zeros((num_tokens,), torch.int32)
-    with override_forward_context(create_forward_context(None, runner.vllm_config)):
+    with (
+        override_forward_context(create_forward_context(None, runner.vllm_config)),
+        runner.adapters.unused(num_tokens, num_logits),
+    ):
         inputs = profile_inputs(runner.model_config, runner.model, token_ids)
         output = runner.model(positions=token_ids, intermediate_tensors=None, **inputs)
         hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else states of layers beside it.

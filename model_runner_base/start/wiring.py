@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, create_forward_context
 
+from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import attention_groups, bind, num_lines
 from model_runner_base.caches.group import AttentionGroup, CacheKind
@@ -17,7 +18,7 @@ from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.loading import draft_of
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
-from model_runner_base.heads.generate import GenerateHead, LogitsOf
+from model_runner_base.heads.generate import GenerateHead, LogitsBehind, LogitsOf
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPipeline
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
@@ -46,6 +47,7 @@ class Unwired(Protocol):
     def graph_policy(self) -> GraphPolicy: ...
 
     vocabulary: Vocabulary
+    adapters: Adapters
     model: Any
     logits_processors: Any
     max_model_len: int
@@ -118,6 +120,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     caches = runner._make_caches(groups, limits)
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
     inputs = make_inputs(config.model_config, requests, max_num_tokens, policy.wrap, device_ops)
+    inputs = runner.adapters.beside(inputs, requests)
 
     def sections(size: StepSize) -> list[Section]:
         return [*inputs.sections(size), *caches.sections(size), *drafter.sections(size)]
@@ -131,7 +134,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         runner.logits_processors,
         requests,
         samplers,
-        policy.wrap(logits.whole, []),
+        LogitsBehind(logits, inputs, policy.wrap, device_ops),
         rows,
         policy.wrap,
         policy.sort_limits,

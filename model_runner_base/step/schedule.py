@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 
@@ -32,6 +33,8 @@ class Arrival:
     """None for one that resumes."""
     prompt_embeds: torch.Tensor | None = None
     """[prompt, hidden] on the host, of a new one whose prompt is embeddings; its ``token_ids`` are zeros then."""
+    adapter: LoRARequest | None = None
+    """Of a new one that names one."""
 
 
 @dataclass(slots=True)

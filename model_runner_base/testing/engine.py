@@ -9,6 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -100,10 +101,14 @@ def metric(llm: LLM, name: str) -> float:
 
 
 def generate(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[RequestOutput]:
-    """What a user gets for prompts of token ids."""
-    return llm.generate([TokensPrompt(prompt_token_ids=list(p)) for p in prompts], params, use_tqdm=False)
+    """What a user gets for prompts of token ids; ``adapters``: of each prompt."""
+    inputs = [TokensPrompt(prompt_token_ids=list(p)) for p in prompts]
+    return llm.generate(inputs, params, use_tqdm=False, lora_request=adapters)  # type: ignore[arg-type]
 
 
 def greedy(count: int, **options: Any) -> SamplingParams:

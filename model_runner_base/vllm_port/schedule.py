@@ -37,7 +37,13 @@ def _arrival(new: NewRequestData) -> Arrival:
         assert new.prompt_embeds is not None
         token_ids = [0] * len(new.prompt_embeds)
     return Arrival(
-        new.req_id, token_ids, new.num_computed_tokens, new.block_ids, new.sampling_params, new.prompt_embeds
+        new.req_id,
+        token_ids,
+        new.num_computed_tokens,
+        new.block_ids,
+        new.sampling_params,
+        new.prompt_embeds,
+        new.lora_request,
     )
 
 

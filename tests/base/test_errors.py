@@ -41,7 +41,6 @@ def start(model: Path, **options: Any) -> None:
         ({"additional_config": {"neuron_config": {"num_seqs_buckets": [1, 2]}}}, "must end at max_num_seqs=4"),
         ({"additional_config": {"neuron_config": {"seqs": [1]}}}, "neuron_config.seqs: unknown option"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is not supported yet"),
-        ({"enable_lora": True}, "LoRA adapters are not supported yet"),
         ({"cpu_offload_gb": 1}, "leave out cpu_offload_gb"),
         ({"kv_offloading_size": 0}, "leave out kv_offloading_size"),
         (

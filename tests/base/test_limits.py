@@ -55,7 +55,6 @@ def draft(**options: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("lora_config", object(), "LoRA adapters are not supported yet: leave out enable_lora"),
         (
             "speculative_config",
             draft(method="mlp_speculator"),

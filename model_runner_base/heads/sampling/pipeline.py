@@ -5,7 +5,7 @@ tokens, bad words, minimum length, bias, custom processors and penalties change 
 likeliest token come last; the sampler applies temperature, min-p, top-k and top-p and draws from the processed logits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,7 +86,7 @@ class SamplingPipeline:
         processors: list[LogitsProcessor],
         requests: RequestStates,
         samplers: Mapping[SamplingMode, StepFunction],
-        compute_logits: StepFunction,
+        compute_logits: Callable[[torch.Tensor, np.ndarray, int | None], torch.Tensor],
         device_rows: DeviceRows,
         wrap: WrapFunction,
         sort_limits: SortLimits,
@@ -227,7 +227,7 @@ class SamplingPipeline:
         return sampler(logits, sample_slots, *self._states.tables(), *self._device_rows.tensors)
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
-        """Runs every stage and sampler once on rows of padding: logits as a step leaves them, slots [2, S]."""
+        """Runs every stage and sampler once on rows of padding: logits as a step leaves them, slots [2 or 3, S]."""
         for sampler in self._part_samplers.values():
             self._call(sampler, logits, sample_slots)
         logits = self._whole(logits)

@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): many in one batch, each request with its own or none."""

@@ -1,0 +1,132 @@
+"""What an adapter must be to fit its model, and what its name may stand for; said before anything is changed."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
+from vllm.model_executor.layers.linear import QKVParallelLinear
+
+UNREAD = (
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "use_qalora",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+"""Settings of ``adapter_config.json`` that change what an adapter computes, and that vLLM's loader does not know."""
+
+Widths = tuple[int, int]
+"""Numbers that come into a layer, and that leave it."""
+
+
+def widths_of(layers: Mapping[str, BaseLayerWithLoRA], packed: Mapping[str, list[str]]) -> dict[str, Widths]:
+    """By the names that a checkpoint may have for them: a packed layer's are those of its parts, whole over all ranks.
+
+    Example: ``qkv_proj`` of 4 heads and 2 KV heads of size 8 over 32 numbers gives q_proj (32, 32), k_proj (32, 16),
+    v_proj (32, 16).
+    """
+    found: dict[str, Widths] = {}
+    for name, layer in layers.items():
+        base: Any = layer.base_layer  # type: ignore[attr-defined]
+        if isinstance(layer, VocabParallelEmbeddingWithLoRA):
+            found[name] = base.org_vocab_size, base.embedding_dim
+        elif isinstance(layer, LogitsProcessorWithLoRA):
+            found[name] = layer.hidden_size, layer.vocab_size
+        elif name in packed:
+            outputs = _outputs_of(base)
+            found.update({part: (base.input_size, width) for part, width in zip(packed[name], outputs, strict=False)})
+        else:
+            found[name] = base.input_size, sum(_outputs_of(base))
+    return found
+
+
+def _outputs_of(base: Any) -> list[int]:
+    """The widths of a linear layer's parts."""
+    if isinstance(base, QKVParallelLinear):
+        key, value = base.total_num_kv_heads * base.head_size, base.total_num_kv_heads * base.v_head_size
+        return [base.total_num_heads * base.head_size, key, value]
+    return list(getattr(base, "output_sizes", None) or [base.output_size])
+
+
+def check_fit(adapter: LoRAModel, name: str, widths: Mapping[str, Widths], max_rank: int) -> None:
+    """Raises ValueError for the first of an adapter's matrices that the model has no place for."""
+    if not adapter.loras:
+        raise ValueError(f"LoRA adapter {name!r} has no matrices")
+    for module, weights in adapter.loras.items():
+        if module not in widths:
+            raise ValueError(f"LoRA adapter {name!r} is for {module}, which this model has no adapters in")
+        if weights.lora_a is None or weights.lora_b is None:
+            raise ValueError(f"LoRA adapter {name!r} has only one of the two matrices of {module}")
+        (num_in, num_out), rank = widths[module], weights.lora_a.shape[0]
+        for matrix, shape in ((weights.lora_a, (rank, num_in)), (weights.lora_b, (num_out, rank))):
+            if tuple(matrix.shape) != shape:
+                raise ValueError(
+                    f"LoRA adapter {name!r} does not fit: {module} has a matrix of shape {[*matrix.shape]} where the "
+                    f"model takes {[*shape]}"
+                )
+        if rank > max_rank:
+            raise ValueError(f"LoRA rank {rank} of {module} is greater than max_lora_rank {max_rank}.")
+
+
+def check_config(path: str, name: str) -> None:
+    """Raises ValueError for a setting of PEFT's that vLLM reads past, and that would make other numbers of it."""
+    config = json.loads((Path(path) / "adapter_config.json").read_text())
+    if (kind := config.get("peft_type") or "LORA") != "LORA":
+        raise ValueError(f"adapter {name!r} is of type {kind}: only LORA is supported")
+    for setting in UNREAD:
+        if config.get(setting):
+            raise ValueError(f"LoRA adapter {name!r} has {setting}, which is not supported: train it without")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What an adapter's files were when they were read."""
+
+    path: str
+    files: tuple[tuple[str, int, int], ...]
+    """Name, length and time of change."""
+
+    @classmethod
+    def of(cls, request: LoRARequest) -> "Contents":
+        path = Path(get_adapter_absolute_path(request.lora_path))
+        stats = [(file.name, file.stat()) for file in sorted(path.glob("adapter_*"))]
+        return cls(str(path), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+
+
+class Names:
+    """What names and ids have stood for in this engine.
+
+    vLLM finds cached prefixes by an adapter's name alone (``vllm/v1/core/kv_cache_utils.py``). So while prefixes are
+    cached, a name stands for what it was first given to.
+    """
+
+    def __init__(self, caches_prefixes: bool) -> None:
+        self._caches_prefixes = caches_prefixes
+        self._by_id: dict[int, tuple[str, str]] = {}
+        self._contents: dict[str, Contents] = {}
+
+    def check(self, request: LoRARequest, loaded: Iterable[int]) -> None:
+        """Raises ValueError for an id or a name that is taken."""
+        number, name = request.lora_int_id, request.lora_name
+        if number in loaded and not request.load_inplace and self._by_id[number] != (name, request.lora_path):
+            other, path = self._by_id[number]
+            raise ValueError(f"LoRA id {number} is taken by adapter {other!r} of {path}: give {name!r} another")
+        if self._caches_prefixes and name in self._contents and self._contents[name] != Contents.of(request):
+            raise ValueError(
+                f"LoRA adapter {name!r} stood for other files before ({self._contents[name].path}), and prefixes that "
+                "were cached then would serve these: give the adapter a new name, or turn prefix caching off "
+                "(enable_prefix_caching=False)"
+            )
+
+    def note(self, request: LoRARequest) -> None:
+        """An adapter was loaded."""
+        self._by_id[request.lora_int_id] = request.lora_name, request.lora_path
+        self._contents.setdefault(request.lora_name, Contents.of(request))

@@ -1,0 +1,87 @@
+"""LoRA adapters of a model whose layers are vLLM's."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import supports_lora
+
+from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
+from model_runner_base.adapters.inputs import AdapterInputs
+from model_runner_base.adapters.manager import AdapterManager
+from model_runner_base.adapters.punica import NO_SLOT, MaskedPunicaWrapper
+from model_runner_base.adapters.slots import SlotWriter
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.requests.states import RequestStates
+
+
+class LoRAAdapters(Adapters):
+    """Puts LoRA layers in place of a loaded model's own, with room for ``max_loras`` adapters on the device.
+
+    Raises UnsupportedConfigError for a model that takes none.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+        if not supports_lora(model):
+            raise UnsupportedConfigError(f"{type(model).__name__} takes no LoRA adapters: leave out enable_lora")
+        self._manager = AdapterManager(vllm_config, device_ops.device, model)
+        self._slots = self._manager.slots
+        (punica,) = self._slots.punica_wrapper_mapping.values()
+        if not isinstance(punica, MaskedPunicaWrapper):
+            raise UnsupportedConfigError(
+                f"LoRA adapters are not supported with {type(punica).__name__} yet: leave out enable_lora"
+            )
+        self._slots.use_slots(SlotWriter(wrap, device_ops))
+        punica.vocab_size = self._slots.vocab_size
+        self.punica = punica
+        """What the layers' products go through; a step's graph binds it."""
+        self._device_ops = device_ops
+
+    def add(self, request: LoRARequest) -> bool:
+        return self._manager.add_adapter(request)
+
+    def remove(self, lora_id: int) -> bool:
+        return self._manager.remove_adapter(lora_id)
+
+    def pin(self, lora_id: int) -> bool:
+        return self._manager.pin_adapter(lora_id)
+
+    def list(self) -> set[int]:
+        return self._manager.list_adapters()
+
+    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
+        return AdapterInputs(inputs, requests, self)
+
+    def ready(self, requests: Iterable[LoRARequest]) -> dict[int, int]:
+        """Sees to it that these adapters are in slots; returns the slot of each by its id."""
+        self._manager.ready(requests)
+        ids = self._slots.lora_index_to_id
+        return {number: slot for slot, number in enumerate(ids) if number is not None}
+
+    def warm_up(self) -> None:
+        """Runs once what writes a slot of each layer."""
+        for layer in self._slots.slotted.values():
+            layer.warm_up()
+
+    @contextmanager
+    def unused(self, num_tokens: int, num_logits: int) -> Iterator[None]:
+        tokens, logits = (self._device_ops.zeros((num,), torch.int32) + NO_SLOT for num in (num_tokens, num_logits))
+        self.punica.bind(tokens, logits)
+        yield
+        self.punica.unbind()
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        return self._slots.set_aside()
+
+
+def make_adapters(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Adapters:
+    """What ``enable_lora`` asks for."""
+    if vllm_config.lora_config is None:
+        return NO_ADAPTERS
+    return LoRAAdapters(vllm_config, model, wrap, device_ops)

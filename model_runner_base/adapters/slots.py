@@ -1,0 +1,156 @@
+"""The matrices of all slots on the device, and how an adapter goes into one: by a function that was made at start-up.
+
+vLLM's layers write a slot by slices whose sizes are the adapter's rank and the slot's number; a device that compiles
+would make a graph for each. Here a layer writes a slot of its own on the host, padded to the largest rank, and that
+goes to the device whole. So an adapter of any rank goes into any slot by the same few functions, one a shape of
+matrix.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import StepFunction, WrapFunction
+
+STACKS = ("lora_a_stacked", "lora_b_stacked")
+"""What vLLM's layers call their matrices of all slots: a tensor, or a tuple of one a slice of the output."""
+
+
+def write_slot(dim: int, stack: torch.Tensor, slot: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``stack`` with ``values``, whose length is 1 in dimension ``dim``, in place of slot ``slot`` [1] int32."""
+    along = [1] * values.dim()
+    along[dim] = -1
+    slots = torch.arange(stack.shape[dim], dtype=slot.dtype, device=slot.device)
+    return torch.where((slots == slot).view(along), values, stack)
+
+
+def write_table(table: torch.Tensor, slot: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``table`` [slots * vocabulary, rank] with ``values`` [vocabulary, rank] in place of slot ``slot`` [1] int32."""
+    rows = torch.arange(table.shape[0], dtype=slot.dtype, device=slot.device)
+    length = values.shape[0]
+    return torch.where((rows // length == slot)[:, None], values[rows % length], table)
+
+
+class SlotWriter:
+    """Writes slots on the device, for all layers."""
+
+    def __init__(self, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+        self._device_ops = device_ops
+        functions: dict[str, StepFunction] = {
+            "first": partial(write_slot, 0),
+            "second": partial(write_slot, 1),
+            "table": write_table,
+        }
+        self._write: dict[str, StepFunction] = {layout: wrap(function, []) for layout, function in functions.items()}
+        """By where the slots are: in the first or the second dimension, or one below another."""
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros on the device."""
+        return self._device_ops.upload(torch.zeros(*shape, dtype=dtype))
+
+    def write(self, stack: torch.Tensor, slot: int, values: torch.Tensor, layout: str) -> None:
+        """``values`` lie on the host, in the layout of ``stack``, which stays the object that graphs hold."""
+        self._device_ops.overwrite(stack, self._written(stack, slot, values, layout))
+
+    def warm_up(self, stack: torch.Tensor, values: torch.Tensor, layout: str) -> None:
+        """Makes what writes such a slot, and changes nothing."""
+        self._written(stack, 0, values, layout)
+
+    def _written(self, stack: torch.Tensor, slot: int, values: torch.Tensor, layout: str) -> torch.Tensor:
+        where = self._device_ops.to_device(np.array([slot], np.int32))
+        return self._write[layout](stack, where, self._device_ops.upload(values))
+
+
+class SlottedLayer:
+    """A LoRA layer as vLLM's manager writes it, by ``set_lora`` and ``reset_lora``; the model runs the layer itself.
+
+    The layer's matrices are laid anew, as the products want them (``punica.py``).
+    """
+
+    def __init__(self, layer: BaseLayerWithLoRA, num_slots: int, writer: SlotWriter) -> None:
+        self.layer: Any = layer
+        self._writer = writer
+        self._is_embedding = isinstance(layer, VocabParallelEmbeddingWithLoRA)
+        self._is_sliced = isinstance(self.layer.lora_a_stacked, tuple)
+        stacks = {name: getattr(self.layer, name) for name in STACKS}
+        self._like = {
+            name: [(1, *stack.shape[1:]) for stack in (each if self._is_sliced else (each,))]
+            for name, each in stacks.items()
+        }
+        """The shapes of one slot, as vLLM's layer lays it."""
+        self._dtype = (stacks[STACKS[0]][0] if self._is_sliced else stacks[STACKS[0]]).dtype
+        self._on_device = {name: self._make(name, num_slots) for name in STACKS}
+        self._is_zero = [True] * num_slots
+        self._put(self._on_device)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return sum(stack.nbytes for name in STACKS for stack in self._on_device[name])
+
+    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+        """As vLLM's layers have it: an adapter's matrices of its own rank, whole where ranks share a layer."""
+        host = self._zeros()
+        self._put(host)
+        try:
+            self.layer.set_lora(0, lora_a, lora_b)
+        finally:
+            self._put(self._on_device)
+        self._send(index, host)
+        self._is_zero[index] = False
+
+    def reset_lora(self, index: int) -> None:
+        """The slot adds nothing any more."""
+        if not self._is_zero[index]:
+            self._send(index, self._zeros())
+            self._is_zero[index] = True
+
+    def warm_up(self) -> None:
+        """Runs once what writes a slot."""
+        self._each(self._zeros(), self._writer.warm_up)
+
+    def _zeros(self) -> dict[str, list[torch.Tensor]]:
+        """One slot on the host."""
+        return {name: [torch.zeros(shape, dtype=self._dtype) for shape in self._like[name]] for name in STACKS}
+
+    def _put(self, stacks: dict[str, list[torch.Tensor]]) -> None:
+        """Makes these the layer's."""
+        for name, each in stacks.items():
+            setattr(self.layer, name, tuple(each) if self._is_sliced else each[0])
+        if self._is_embedding:
+            (self.layer.lora_a_stacked_2d,) = self._on_device["lora_a_stacked"]
+
+    def _send(self, index: int, host: dict[str, list[torch.Tensor]]) -> None:
+        """One slot, from the host to the device."""
+        self._each(host, lambda stack, values, layout: self._writer.write(stack, index, values, layout))
+
+    def _each(
+        self, host: dict[str, list[torch.Tensor]], function: Callable[[torch.Tensor, torch.Tensor, str], None]
+    ) -> None:
+        """Calls it with each stack, a slot of it as the products want it, and where the slots are."""
+        for name in STACKS:
+            for stack, values in zip(self._on_device[name], host[name], strict=True):
+                function(stack, *self._laid(name, values))
+
+    def _laid(self, name: str, values: torch.Tensor) -> tuple[torch.Tensor, str]:
+        """One slot as the products want it, and where the slots are."""
+        if name == "lora_b_stacked":
+            return values[0].transpose(1, 2).contiguous(), "first"  # [1, rank, out]
+        if self._is_embedding:
+            return values[0], "table"  # [vocabulary, rank]
+        return values[0].permute(2, 0, 1).contiguous(), "second"  # [in, 1, rank]
+
+    def _make(self, name: str, num_slots: int) -> list[torch.Tensor]:
+        """Zeros on the device, for all slots."""
+        stacks = []
+        for values in self._zeros()[name]:
+            laid, layout = self._laid(name, values)
+            shape = list(laid.shape)
+            shape[layout == "second"] *= num_slots
+            stacks.append(self._writer.make(shape, laid.dtype))
+        return stacks

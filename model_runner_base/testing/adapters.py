@@ -1,0 +1,109 @@
+"""LoRA adapters with random weights, as PEFT saves them; HF transformers with an adapter merged into its weights."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from vllm.lora.request import LoRARequest
+
+from model_runner_base.testing.models import TinyModel, reference_model
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EVERYWHERE = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True)
+class TinyAdapter:
+    """A PEFT checkpoint on disk, and the model that it is for."""
+
+    name: str
+    number: int
+    path: Path
+    model: Path
+
+    @property
+    def request(self) -> LoRARequest:
+        return LoRARequest(self.name, self.number, str(self.path))
+
+    @property
+    def merged(self) -> TinyModel:
+        """The model with the adapter merged into its weights: the reference."""
+        return _merge(self.model, self.path)
+
+
+def make_adapter(
+    model: Path,
+    directory: Path,
+    number: int,
+    rank: int = 8,
+    targets: Sequence[str] = ATTENTION,
+    use_rslora: bool = False,
+    size: float = 0.3,
+    **config: Any,
+) -> TinyAdapter:
+    """Writes an adapter, once; ``size`` is that of what it adds to a layer's weights, beside their own.
+
+    ``config``: further settings of ``adapter_config.json``.
+    """
+    path = directory / f"adapter-{number}"
+    adapter = TinyAdapter(path.name, number, path, model)
+    if path.exists():
+        return adapter
+    generator = torch.Generator().manual_seed(number)
+    scale = _scale(alpha := 2 * rank, rank, use_rslora)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in reference_model(model).named_modules():
+        if not isinstance(layer, nn.Linear | nn.Embedding) or name.rpartition(".")[2] not in targets:
+            continue
+        is_embedding = isinstance(layer, nn.Embedding)
+        num_out, num_in = layer.weight.shape[::-1] if is_embedding else layer.weight.shape
+        std = size * float(layer.weight.detach().std()) / scale / math.sqrt(rank)
+        for matrix, shape, factor in (("A", (rank, num_in), 1.0), ("B", (num_out, rank), std)):
+            key = f"lora_embedding_{matrix}" if is_embedding else f"lora_{matrix}.weight"
+            tensors[f"base_model.model.{name}.{key}"] = factor * torch.randn(shape, generator=generator)
+    path.mkdir(parents=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": use_rslora,
+        "target_modules": list(targets),
+        "bias": "none",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(settings | config))
+    return adapter
+
+
+def _scale(alpha: float, rank: int, use_rslora: bool) -> float:
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
+
+
+@cache
+@torch.no_grad()
+def _merge(model: Path, adapter: Path) -> TinyModel:
+    """Each layer's weight and ``scale * B @ A``; a head that is tied to the embeddings gets a weight of its own."""
+    hf: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    hf.lm_head.weight = nn.Parameter(hf.lm_head.weight.clone())
+    hf.config.tie_word_embeddings = False
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    scale = _scale(config["lora_alpha"], config["r"], config["use_rslora"])
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for key, a in tensors.items():
+        name, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
+        if kind == "A.weight":
+            hf.get_submodule(name).weight += scale * tensors[key.replace("lora_A", "lora_B")] @ a
+        elif kind == "embedding_A":
+            hf.get_submodule(name).weight += scale * (tensors[key.replace("embedding_A", "embedding_B")] @ a).T
+    path = adapter.parent / f"{adapter.name}-merged"
+    hf.save_pretrained(path)
+    return TinyModel(path)
