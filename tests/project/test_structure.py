@@ -29,7 +29,7 @@ INSIDE = [
     path
     for package in ("model_runner_base", "gpu_runner", "neuron_runner", "examples")
     for path in sorted((ROOT / package).rglob("*.py"))
-    if path.parent != ROOT / "model_runner_base" / "vllm_port"
+    if path.parent not in (ROOT / "model_runner_base" / "vllm_port", ROOT / "model_runner_base" / "scheduling")
 ]
 
 
@@ -63,7 +63,10 @@ def is_step_type(name: str) -> bool:
 
 @pytest.mark.parametrize("path", INSIDE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_one_room_alone_reads_vllms_step_types(path: Path) -> None:
-    """model_runner_base/vllm_port: a release that changes them changes nothing else."""
+    """model_runner_base/vllm_port: a release that changes them changes nothing else.
+
+    model_runner_base/scheduling is a piece of vLLM's own scheduler, which makes them.
+    """
     assert sorted(filter(is_step_type, of_vllm(ast.parse(path.read_text())))) == []
 
 
@@ -85,6 +88,16 @@ def test_whoever_reads_a_step_type_is_found() -> None:
     assert {name.rpartition(".")[2] for name in found} >= STEP_TYPES
 
 
+def test_the_scheduler_stands_apart() -> None:
+    """It serves vLLM without our runner, too: it imports no other room, and no other room names it."""
+    folder = ROOT / "model_runner_base" / "scheduling"
+    for path in folder.glob("*.py"):
+        of_ours = re.findall(r"^\s*from (model_runner_base\S*) import", path.read_text(), re.MULTILINE)
+        assert all(module.startswith("model_runner_base.scheduling") for module in of_ours), path.name
+    rooms = [path for path in (ROOT / "model_runner_base").rglob("*.py") if path.parent != folder]
+    assert [path.name for path in rooms if "model_runner_base.scheduling" in path.read_text()] == []
+
+
 def test_repeat_is_one_room() -> None:
     """What follows a schedule is step/repeat.py; no other room knows of a step that is like the last one."""
     files = (ROOT / "model_runner_base").rglob("*.py")
@@ -95,7 +108,8 @@ def test_repeat_is_one_room() -> None:
 def test_base_names_no_device(path: Path) -> None:
     # "input" and "output" hold the letters of an accelerator's name; no word of ours should.
     text = re.sub(r"(in|out)puts?", "", path.read_text(), flags=re.IGNORECASE)
-    text = text.replace("build_for_cudagraph_capture", "")  # A method that every metadata builder of vLLM's has.
+    # A method that every metadata builder of vLLM's has, and a part of every step's statistics.
+    text = text.replace("build_for_cudagraph_capture", "").replace("cudagraph_stats", "")
     assert DEVICE_NAMES.findall(text) == []
 
 

@@ -1,0 +1,73 @@
+"""What a step's tokens become for the front ends: outputs of rows, merged with those that vLLM's own code made."""
+
+from collections.abc import Sequence
+from itertools import repeat
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+
+from model_runner_base.scheduling.rows import Batch
+
+_FIELDS = EngineCoreOutput.__struct_fields__
+_BETWEEN = len(_FIELDS[: _FIELDS.index("num_cached_tokens")]) - 2
+"""Fields after the id and the tokens; none of them is set for a plain token."""
+
+Merged = dict[int, EngineCoreOutputs]
+
+
+def plain_outputs(batch: Batch, token_lists: Sequence[list[int]]) -> list[EngineCoreOutput | None]:
+    """One for each request of the batch, which goes on."""
+    return list(map(EngineCoreOutput, batch.req_ids, token_lists, *repeat(repeat(None), _BETWEEN), batch.num_cached))
+
+
+def merge(
+    batch: Batch, outputs: list[EngineCoreOutput | None], apart: Sequence[int], theirs: Merged
+) -> dict[int, EngineCoreOutputs]:
+    """All outputs by client, as vLLM orders them.
+
+    ``theirs`` are those of vLLM's own code: of the places ``apart`` in the batch, then of requests that are no part of
+    it. Those of ``apart`` take their places among ``outputs``.
+    """
+    apart_ids = {batch.req_ids[place] for place in apart}
+    if apart_ids:
+        made = {output.request_id: output for them in theirs.values() for output in them.outputs}
+        for place in apart:
+            outputs[place] = made.get(batch.req_ids[place])
+    merged: Merged = {}
+    for client, ours in _by_client(batch, outputs, bool(apart_ids)).items():
+        them = theirs.get(client)
+        if them is None:
+            merged[client] = EngineCoreOutputs(outputs=ours)
+        else:
+            ours += _without(them.outputs, apart_ids)
+            them.outputs = ours
+            merged[client] = them
+    stats: SchedulerStats | None = None
+    for client, them in theirs.items():
+        if them.scheduler_stats is not None:
+            stats, them.scheduler_stats = them.scheduler_stats, None
+        if client not in merged and (them.outputs or them.finished_requests is not None):
+            merged[client] = them
+    if stats is not None:
+        # vLLM returns them to one front end, also if there is nothing else to say.
+        if not merged:
+            merged[0] = EngineCoreOutputs()
+        next(iter(merged.values())).scheduler_stats = stats
+    return merged
+
+
+def _by_client(
+    batch: Batch, outputs: list[EngineCoreOutput | None], has_gaps: bool
+) -> dict[int, list[EngineCoreOutput]]:
+    if batch.client is not None:
+        present = [output for output in outputs if output is not None] if has_gaps else outputs
+        return {batch.client: present} if present else {}  # type: ignore[dict-item]
+    by_client: dict[int, list[EngineCoreOutput]] = {}
+    for client, output in zip(batch.clients, outputs, strict=True):
+        if output is not None:
+            by_client.setdefault(client, []).append(output)
+    return by_client
+
+
+def _without(outputs: list[EngineCoreOutput], req_ids: set[str]) -> list[EngineCoreOutput]:
+    return [output for output in outputs if output.request_id not in req_ids] if req_ids else outputs

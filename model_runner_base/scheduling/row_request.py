@@ -1,0 +1,64 @@
+"""A request whose progress is kept in a row: whoever reads it is told the present, whoever writes it takes it back."""
+
+from typing import Any, Protocol
+
+from vllm.v1.request import Request
+
+
+class Rows(Protocol):
+    """What keeps the progress of requests."""
+
+    def bring_up_to_date(self, request: Request) -> None:
+        """Writes the row's progress into the request, which stays in its row."""
+
+    def let_go(self, request: Request) -> None:
+        """Writes the row's progress into the request, which leaves its row and is a plain ``Request`` again."""
+
+
+class Kept:
+    """An attribute that the row knows better than the request."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, request: Any, owner: type) -> Any:
+        if request is None:
+            return self
+        request.decode_rows.bring_up_to_date(request)
+        return request.__dict__[self._name]
+
+    def __set__(self, request: Any, value: Any) -> None:
+        request.decode_rows.let_go(request)
+        setattr(request, self._name, value)
+
+
+class Watched(Kept):
+    """An attribute that is always up to date; who writes it takes the request out of its row."""
+
+    def __get__(self, request: Any, owner: type) -> Any:
+        return self if request is None else request.__dict__[self._name]
+
+
+class RowRequest(Request):
+    """A ``Request`` while it has a row. vLLM's objects take this class and give it back (``DecodeRows``).
+
+    The attributes below are all that changes while a request decodes. Nothing can read an old value of theirs, and
+    nothing can change them, or the request's status, behind the row's back.
+    """
+
+    decode_rows: Rows
+
+    num_computed_tokens = Kept()  # type: ignore[assignment]
+    num_output_placeholders = Kept()  # type: ignore[assignment]
+    _output_token_ids = Kept()  # type: ignore[assignment]
+    _all_token_ids = Kept()  # type: ignore[assignment]
+    output_token_ids = Kept()  # type: ignore[assignment]
+    all_token_ids = Kept()  # type: ignore[assignment]
+    status = Watched()  # type: ignore[assignment]
+    spec_token_ids = Watched()  # type: ignore[assignment]
+    discard_latest_async_tokens = Watched()  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies are of the plain request."""
+        self.decode_rows.let_go(self)
+        return self.__reduce_ex__(protocol)

@@ -1,0 +1,431 @@
+"""Requests in steady decode, one row each of a few arrays: how far they are, and when something happens to them."""
+
+from collections.abc import Sequence, Set
+
+import numpy as np
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.request import Request, RequestStatus
+
+from model_runner_base.scheduling.row_request import RowRequest
+
+MAX_STOPS = 8
+"""Tokens that may end a request of a row, its end-of-sequence token among them."""
+NEVER = 1 << 62
+
+FIELDS = (
+    "computed",  # num_computed_tokens
+    "known",  # num_tokens
+    "placeholders",  # num_output_placeholders
+    "written",  # tokens that the request's own lists hold
+    "next_block",  # computed tokens at which a cache block must be added
+    "next_cached",  # known tokens at which another block enters the prefix cache
+    "next_full",  # known tokens at which another block can be hashed
+    "last",  # computed tokens from which on vLLM may schedule no more
+    "next_event",  # computed tokens at which scheduling may have something to do
+    "next_told",  # known tokens at which an output may have something to do
+    "length",  # num_prompt_tokens + max_tokens
+    "cap",  # known tokens at which the request ends
+    "prompt",  # num_prompt_tokens
+    "num_cached",  # num_cached_tokens
+    "client",  # client_index
+    "structured",  # whether a grammar follows the tokens
+    "logprobs",  # whether log probabilities are asked for
+    "idle",  # whether vLLM schedules no more, though the request still runs
+)
+
+
+class Batch:
+    """The rows that steps schedule, and what is handed out of them; the same objects as long as the rows are the same.
+
+    ``rows`` are indices, -1 where a request has left its row since, or None for the first ``len(req_ids)`` rows.
+    """
+
+    def __init__(self, rows: "DecodeRows", active: np.ndarray | None) -> None:
+        self.rows = active
+        at: slice | np.ndarray = slice(None) if active is None else active
+        self.req_ids = rows.req_ids.copy() if active is None else [rows.req_ids[row] for row in active.tolist()]
+        self.counts = dict.fromkeys(self.req_ids, 1)
+        self.num_cached: list[int] = rows.num_cached[at].tolist()
+        self.clients: list[int] = rows.client[at].tolist()
+        self.client = self.clients[0] if len(set(self.clients)) == 1 else None
+        """Of all of them; None if they have several."""
+        self.structured: list[int] = np.flatnonzero(rows.structured[at]).tolist()
+        self.logprobs: list[int] = np.flatnonzero(rows.logprobs[at]).tolist()
+        """Places in the batch, not rows."""
+
+
+class Due:
+    """What a step has to do to the cache: rows that enter a block, rows whose block enters the prefix cache."""
+
+    def __init__(self, rows: np.ndarray, entering: np.ndarray, caching: np.ndarray) -> None:
+        self.rows, self.entering, self.caching = rows, entering, caching
+
+
+class DecodeRows:
+    """The rows, in the order in which the requests run.
+
+    Requests in a row are ``RowRequest``s. A row whose request has left it is ``loose`` until ``settle``.
+    """
+
+    computed: np.ndarray
+    known: np.ndarray
+    placeholders: np.ndarray
+    written: np.ndarray
+    next_block: np.ndarray
+    next_cached: np.ndarray
+    next_full: np.ndarray
+    last: np.ndarray
+    next_event: np.ndarray
+    next_told: np.ndarray
+    length: np.ndarray
+    cap: np.ndarray
+    prompt: np.ndarray
+    num_cached: np.ndarray
+    client: np.ndarray
+    structured: np.ndarray
+    logprobs: np.ndarray
+    idle: np.ndarray
+
+    def __init__(
+        self, manager: SingleTypeKVCacheManager, pool: BlockPool, max_model_len: int, has_placeholders: bool
+    ) -> None:
+        self.requests: list[Request] = []
+        self.req_ids: list[str] = []
+        self.loose: set[int] = set()
+        self.block_size = manager.block_size
+        self._manager, self._pool = manager, pool
+        self._max_model_len = max_model_len
+        self._has_placeholders = has_placeholders
+        self._numbers: np.ndarray = np.zeros((len(FIELDS), 0), np.int64)
+        self._tokens: np.ndarray = np.zeros((0, self.block_size), np.int64)
+        """By row and position in the block: tokens that the request's own lists lack."""
+        self._stops: np.ndarray = np.zeros((MAX_STOPS, 0), np.int64)
+        self._num_stops = 0
+        self._batch: Batch | None = None
+        self._batches: list[Batch] = []
+        """Of steps in flight: their rows are kept up when rows move."""
+        self._reslice()
+
+    # ---- Who has a row ----
+
+    def settle(self, running: list[Request], scheduled_before: Set[str], in_flight: Sequence[Batch]) -> None:
+        """The longest run of requests from the first on that can be kept in rows has rows, and nobody else."""
+        self._batches = list(in_flight)
+        if self.loose:
+            self._fill_loose(scheduled_before)
+        count = len(self.requests)
+        if running[:count] != self.requests:
+            same = 0
+            while same < min(count, len(running)) and running[same] is self.requests[same]:
+                same += 1
+            for row in range(same, count):
+                self._release(row)
+            self._drop(list(range(same, count)))
+            self.loose.clear()
+            count = same
+        if count < len(running):
+            self._append(running, count, scheduled_before)
+
+    def can_take(self, request: Request, scheduled_before: Set[str]) -> bool:
+        """Whether all that happens to the request next is one more token a step."""
+        params, req_id = request.sampling_params, request.request_id
+        if type(request) is not Request or request.status != RequestStatus.RUNNING or params is None:
+            return False
+        if request.pooling_params is not None or request.mm_features or request.lora_request is not None:
+            return False
+        if request.trace_headers is not None or request.stop_reason is not None or request.events:
+            return False
+        if request.num_nans_in_logits or request.num_external_computed_tokens or request.spec_token_ids:
+            return False
+        if request.is_prefill_chunk or request.discard_latest_async_tokens or req_id not in scheduled_before:
+            return False
+        computed, known, placeholders = request.num_computed_tokens, request.num_tokens, request.num_output_placeholders
+        if known + placeholders - computed != 1 or known >= request.num_prompt_tokens + request.max_tokens - 1:
+            return False
+        if computed + 2 >= self._max_model_len or (placeholders and not self._has_placeholders):
+            return False
+        blocks = self._manager.req_to_blocks.get(req_id, ())
+        if len(blocks) != -(-computed // self.block_size):
+            return False
+        return len(params.stop_token_ids or ()) < MAX_STOPS
+
+    def _fill_loose(self, scheduled_before: Set[str]) -> None:
+        dropped = []
+        for row in sorted(self.loose):
+            if self.can_take(self.requests[row], scheduled_before):
+                self._take(row, self.requests[row])
+            else:
+                dropped.append(row)
+        self.loose.clear()
+        if dropped:
+            self._drop(dropped)
+
+    def _append(self, running: list[Request], start: int, scheduled_before: Set[str]) -> None:
+        row = start
+        while row < len(running) and self.can_take(running[row], scheduled_before):
+            row += 1
+        if row == start:
+            return
+        self._make_room(row)
+        for request in running[start:row]:
+            self.requests.append(request)
+            self.req_ids.append(request.request_id)
+        self._reslice()
+        for index in range(start, row):
+            self._take(index, running[index])
+        self._batch = None
+
+    def _take(self, row: int, request: Request) -> None:
+        """Puts a request into its row."""
+        size, params = self.block_size, request.sampling_params
+        assert params is not None
+        computed, known = request.num_computed_tokens, request.num_tokens
+        length = request.num_prompt_tokens + request.max_tokens
+        last, cap = min(length - 1, self._max_model_len - 1), min(length, self._max_model_len)
+        next_full = (known // size + 1) * size
+        next_block = len(self._manager.req_to_blocks[request.request_id]) * size
+        next_cached = NEVER
+        if self._manager.enable_caching:
+            next_cached = (self._manager.num_cached_block.get(request.request_id, 0) + 1) * size
+        self._numbers[:, row] = (
+            computed,
+            known,
+            request.num_output_placeholders,
+            known,
+            next_block,
+            next_cached,
+            next_full,
+            last,
+            min(next_block, next_cached - 1, last),
+            min(next_full, next_cached + 1, cap),
+            length,
+            cap,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            request.client_index,
+            request.structured_output_request is not None,
+            params.logprobs is not None,
+            False,
+        )
+        stops = list(params.stop_token_ids or ())
+        if not params.ignore_eos and request.eos_token_id is not None:
+            stops.append(request.eos_token_id)
+        self._stops[:, row] = -1
+        self._stops[: len(stops), row] = stops
+        self._num_stops = max(self._num_stops, len(stops))
+        request.__dict__["decode_rows"] = self
+        request.__class__ = RowRequest
+
+    def _drop(self, dropped: list[int]) -> None:
+        """Takes rows out, which belong to nobody any more; the rows behind move up."""
+        count = len(self.requests)
+        is_kept = np.ones(count, bool)
+        is_kept[dropped] = False
+        kept = np.flatnonzero(is_kept)
+        moved = np.full(count, -1)
+        moved[kept] = np.arange(len(kept))
+        for batch in self._batches:
+            batch.rows = moved[: len(batch.req_ids)] if batch.rows is None else np.append(moved, -1)[batch.rows]
+        self._numbers[:, : len(kept)] = self._numbers[:, kept]
+        self._tokens[: len(kept)] = self._tokens[kept]
+        self._stops[:, : len(kept)] = self._stops[:, kept]
+        for row in reversed(dropped):
+            del self.requests[row], self.req_ids[row]
+        self._reslice()
+        self._batch = None
+
+    def _make_room(self, count: int) -> None:
+        capacity = self._numbers.shape[1]
+        if count > capacity:
+            more = max(count, 2 * capacity, 64) - capacity
+            self._numbers = np.hstack((self._numbers, np.zeros((len(FIELDS), more), np.int64)))
+            self._tokens = np.vstack((self._tokens, np.zeros((more, self.block_size), np.int64)))
+            self._stops = np.hstack((self._stops, np.full((MAX_STOPS, more), -1)))
+
+    def _reslice(self) -> None:
+        count = len(self.requests)
+        for name, numbers in zip(FIELDS, self._numbers, strict=True):
+            setattr(self, name, numbers[:count])
+        self._all = np.arange(count)
+
+    # ---- Requests as others see them ----
+
+    def bring_up_to_date(self, request: Request) -> None:
+        self._write(self.requests.index(request))
+
+    def let_go(self, request: Request) -> None:
+        self._release(self.requests.index(request))
+
+    def let_all_go(self) -> None:
+        """No request has a row."""
+        for row in range(len(self.requests)):
+            self._release(row)
+        self.loose.clear()
+        self.requests, self.req_ids, self._batch, self._num_stops = [], [], None, 0
+        self._reslice()
+
+    def _release(self, row: int) -> None:
+        if row not in self.loose:
+            request = self.requests[row]
+            self._write(row)
+            del request.__dict__["decode_rows"]
+            request.__class__ = Request
+            self.loose.add(row)
+
+    def _write(self, row: int) -> None:
+        state = self.requests[row].__dict__
+        state["num_computed_tokens"] = int(self.computed[row])
+        state["num_output_placeholders"] = int(self.placeholders[row])
+        start, end = int(self.written[row]), int(self.known[row])
+        if start < end:
+            self._write_tokens(row, start, end)
+            self.written[row] = end
+
+    def _write_tokens(self, row: int, start: int, end: int) -> None:
+        """They lie in one block: what fills one is written at once."""
+        first = start % self.block_size
+        tokens = self._tokens[row, first : first + end - start].tolist()
+        state = self.requests[row].__dict__
+        state["_output_token_ids"].extend(tokens)
+        state["_all_token_ids"].extend(tokens)
+
+    # ---- A step is scheduled ----
+
+    def due(self) -> Due | None:
+        """What the next step has to do; None if a request that was at its end is not any more."""
+        rows = (self.computed >= self.next_event).nonzero()[0]
+        if not len(rows):
+            return Due(rows, rows, rows)
+        computed = self.computed[rows]
+        at_end = rows[computed >= self.last[rows]]
+        if len(at_end):
+            idle = self._is_at_end(at_end)
+            if (idle < self.idle[at_end]).any():
+                return None
+            if (idle > self.idle[at_end]).any():
+                self.idle[at_end] = idle
+                self._batch = None
+            rows = rows[self.idle[rows] == 0]
+            computed = self.computed[rows]
+        entering = rows[computed >= self.next_block[rows]]
+        caching = rows[self.known[rows] >= self.next_cached[rows]]
+        return Due(rows, entering, caching)
+
+    def _is_at_end(self, rows: np.ndarray) -> np.ndarray:
+        """Whether vLLM schedules no more of each: the token in flight is the last."""
+        computed, placeholders = self.computed[rows], self.placeholders[rows]
+        is_length = (placeholders > 0) & (computed + 2 - placeholders >= self.length[rows])
+        return is_length | (computed >= self._max_model_len - 1)
+
+    def batch(self) -> Batch:
+        """The rows that the next step schedules."""
+        if self._batch is None:
+            self._batch = Batch(self, np.flatnonzero(self.idle == 0) if self.idle.any() else None)
+        return self._batch
+
+    def grow(self, due: Due) -> list[int]:
+        """Gives blocks to the rows that enter one, in order, and returns their ids; caches the blocks that are due."""
+        if not len(due.rows):
+            return []
+        size, ids = self.block_size, []
+        if len(due.entering):
+            for row, block in zip(due.entering.tolist(), self._pool.get_new_blocks(len(due.entering)), strict=True):
+                self._manager.req_to_blocks[self.req_ids[row]].append(block)
+                ids.append(block.block_id)
+            self.next_block[due.entering] += size
+        if len(due.caching):
+            known = self.known[due.caching]
+            for row, num_tokens in zip(due.caching.tolist(), known.tolist(), strict=True):
+                self._manager.cache_blocks(self.requests[row], num_tokens)
+            self.next_cached[due.caching] = (known // size + 1) * size
+        rows = due.rows
+        self.next_event[rows] = np.minimum(
+            np.minimum(self.next_block[rows], self.next_cached[rows] - 1), self.last[rows]
+        )
+        return ids
+
+    def advance(self, batch: Batch) -> None:
+        """The step has been scheduled."""
+        at: slice | np.ndarray = slice(None) if batch.rows is None else batch.rows
+        self.computed[at] += 1
+        if self._has_placeholders:
+            self.placeholders[at] += 1
+
+    # ---- A step's tokens arrive ----
+
+    def receive(self, batch: Batch, token_ids: list[int], set_apart: Sequence[int]) -> list[int]:
+        """Takes a token for each request of the batch.
+
+        Returns the places of those that vLLM's own code must see to: they may end, belong to a loose row, or are
+        ``set_apart``. These have left their rows, and their token is not taken.
+        """
+        tokens = np.array(token_ids)
+        at: slice | np.ndarray = slice(len(tokens))
+        rows, places = self._all[at], None
+        if batch.rows is not None:
+            at = rows = batch.rows
+            if (rows < 0).any():
+                places = np.flatnonzero(rows >= 0)
+                at, tokens = rows[places], tokens[places]
+                rows = at
+        known = self.known[at] + 1
+        is_apart = self._is_apart(at, tokens)
+        near = (known >= self.next_told[at]).nonzero()[0]
+        if len(near):
+            is_apart[near] |= self._ends(rows[near], known[near])
+        apart = self._places_apart(batch, places, is_apart, set_apart)
+        for row in rows[is_apart.nonzero()[0]].tolist():
+            self._release(row)
+        self._tokens[rows, (known - 1) % self.block_size] = tokens
+        self.known[at] = known
+        if self._has_placeholders:
+            self.placeholders[at] -= 1
+        if len(near):
+            self._fill(rows[near])
+        return apart
+
+    def _is_apart(self, at: slice | np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Whose token may be the last, and who has left the row."""
+        is_apart = np.zeros(len(tokens), bool)
+        for stops in self._stops[: self._num_stops]:
+            is_apart |= stops[: len(self.requests)][at] == tokens
+        if self.loose:
+            is_loose = np.zeros(len(self.requests), bool)
+            is_loose[list(self.loose)] = True
+            is_apart |= is_loose[at]
+        return is_apart
+
+    def _ends(self, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Who is as long as it may be. Scheduling caches a block in time, but where two outputs came since."""
+        ends = known >= self.cap[rows]
+        return ends | (known > self.next_cached[rows]) if self._has_placeholders else ends
+
+    def _places_apart(
+        self, batch: Batch, places: np.ndarray | None, is_apart: np.ndarray, set_apart: Sequence[int]
+    ) -> list[int]:
+        """Places in the batch; ``is_apart`` is of those that have rows, and learns of those that are set apart."""
+        if places is None:
+            is_apart[list(set_apart)] = True
+            return is_apart.nonzero()[0].tolist()
+        whole = np.ones(len(batch.req_ids), bool)
+        whole[places] = is_apart
+        whole[list(set_apart)] = True
+        is_apart[:] = whole[places]
+        return whole.nonzero()[0].tolist()
+
+    def _fill(self, near: np.ndarray) -> None:
+        """The requests' lists get the tokens of a block that is full, which is hashed."""
+        rows = near[self.known[near] >= self.next_full[near]]
+        if len(rows):
+            ends = self.known[rows]
+            for row, start, end in zip(rows.tolist(), self.written[rows].tolist(), ends.tolist(), strict=True):
+                if row not in self.loose:
+                    request = self.requests[row]
+                    self._write_tokens(row, start, end)
+                    request.__class__ = Request  # To read it, the hasher need not ask the row.
+                    request.update_block_hashes()
+                    request.__class__ = RowRequest
+            self.written[rows] = ends
+            self.next_full[rows] = ends + self.block_size
+        self.next_told[near] = np.minimum(np.minimum(self.next_full[near], self.cap[near]), self.next_cached[near] + 1)

@@ -1,0 +1,63 @@
+"""Which schedulers may keep requests in rows; any other is vLLM's own, unchanged."""
+
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+HOOKS = (
+    "schedule",
+    "update_from_output",
+    "_update_after_schedule",
+    "_make_cached_request_data",
+    "_update_request_with_output",
+    "get_grammar_bitmask",
+)
+"""Methods of vLLM's that do not see requests of rows, or see only the others."""
+
+
+def why_not(scheduler: Scheduler, mixin: type) -> str | None:
+    """What the scheduler has that rows do not know; None if they know it all."""
+    config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
+    reasons = {
+        "a KV connector": scheduler.connector is not None,
+        "an encoder cache connector": scheduler.ec_connector is not None,
+        "KV events": scheduler.enable_kv_cache_events,
+        "metrics of cache blocks": scheduler.kv_metrics_collector is not None,
+        "metrics of model FLOPs": scheduler.perf_metrics is not None,
+        "adapters": scheduler.lora_config is not None,
+        "speculative decoding": config.speculative_config is not None or scheduler.num_lookahead_tokens > 0,
+        "an encoder-decoder model": scheduler.is_encoder_decoder,
+        "pipeline stages": scheduler.use_pp,
+        "context parallelism": scheduler.dcp_world_size * scheduler.pcp_world_size > 1,
+        "routed experts in outputs": config.model_config.enable_return_routed_experts,
+        "vLLM's second model runner": scheduler.use_v2_model_runner,
+        "a cache manager of its own": type(manager) is not KVCacheManager
+        or type(manager.coordinator) not in (UnitaryKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache),
+        "layers beside one group with full attention": [type(each) for each in manager.coordinator.single_type_managers]
+        != [FullAttentionManager],
+        "a method of its own": _has_own_hooks(type(scheduler), mixin),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return reason
+    if manager.coordinator.single_type_managers[0].block_size != scheduler.block_size:
+        return "blocks that are hashed in parts"
+    return None
+
+
+def _has_own_hooks(scheduler_cls: type, mixin: type) -> bool:
+    """Whether a class below the mixin, which must be vLLM's, changes what the rows take over."""
+    order = scheduler_cls.__mro__
+    below = order[order.index(mixin) + 1 :]
+    others = [cls for cls in below if cls not in (Scheduler, AsyncScheduler)]
+    above = order[: order.index(mixin)]
+    private = [name for name in HOOKS if name.startswith("_")]
+    return any(name in vars(cls) for cls in others for name in HOOKS if not _is_abstract(cls, name)) or any(
+        name in vars(cls) for cls in above for name in private
+    )
+
+
+def _is_abstract(cls: type, name: str) -> bool:
+    return getattr(vars(cls).get(name), "__isabstractmethod__", False)

@@ -1,0 +1,461 @@
+"""Two schedulers in lockstep, vLLM's own and ours: the same requests, the same tokens, and all that they make of it."""
+
+import random
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from conftest import BUNDLED_MODEL
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
+from model_runner_base.scheduling.row_request import RowRequest
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 256
+EOS = 7
+VOCAB_SIZE = 40
+SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+init_none_hash(sha256)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the engine is started with."""
+
+    is_async: bool = True
+    caching: bool = True
+    policy: str = "fcfs"
+    log_stats: bool = True
+    num_blocks: int = 200
+    max_num_seqs: int = 24
+    max_num_batched_tokens: int = 64
+    long_prefill_token_threshold: int = 0
+    include_finished_set: bool = False
+
+
+@dataclass
+class Habits:
+    """What the clients do, as chances a step."""
+
+    arrivals: float = 0.3
+    aborts: float = 0.02
+    resets: float = 0.005
+    forced_resets: float = 0.005
+    n: float = 0.1
+    structured: float = 0.05
+    logprobs: float = 0.1
+    sessions: float = 0.05
+    drains: float = 0.02
+    shuffles: float = 0.2
+    no_tokens: float = 0.0
+    longest_output: int = 60
+    longest_prompt: int = 100
+    num_clients: int = 2
+
+
+@cache
+def config_of(setting: Setting) -> VllmConfig:
+    config = EngineArgs(
+        str(BUNDLED_MODEL),
+        skip_tokenizer_init=True,
+        hf_overrides={"max_position_embeddings": MAX_MODEL_LEN},
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=setting.max_num_seqs,
+        max_num_batched_tokens=max(setting.max_num_batched_tokens, setting.max_num_seqs),
+        block_size=BLOCK_SIZE,  # type: ignore[arg-type]
+        enable_prefix_caching=setting.caching,
+        async_scheduling=setting.is_async,
+        scheduling_policy=setting.policy,  # type: ignore[arg-type]
+        long_prefill_token_threshold=setting.long_prefill_token_threshold,
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = setting.num_blocks
+    return config
+
+
+class Grammar:
+    """Remembers what it accepts."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def accept_tokens(self, req_id: str, token_ids: list[int]) -> bool:
+        self.accepted += token_ids
+        return True
+
+
+class GrammarManager:
+    """Of vLLM's StructuredOutputManager what a scheduler asks; a bitmask is what it would be made from."""
+
+    def should_advance(self, request: Request) -> bool:
+        return request.use_structured_output
+
+    def grammar_bitmask(self, requests: dict[str, Request], req_ids: list[str], _: Any) -> Any:
+        states = []
+        for req_id in req_ids:
+            structured = requests[req_id].structured_output_request
+            assert structured is not None
+            states.append((req_id, len(structured.grammar.accepted)))  # type: ignore[union-attr]
+        return states
+
+
+class EagerRows(RowScheduler):
+    """Rows for a single request, too."""
+
+    least_rows = 1
+
+
+class EagerAsyncRows(AsyncRowScheduler):
+    least_rows = 1
+
+
+def make(cls: type[Scheduler], setting: Setting) -> Any:
+    config = config_of(setting)
+    layers = [f"layer {index}" for index in range(2)]
+    size = setting.num_blocks * SPEC.page_size_bytes
+    caches = KVCacheConfig(setting.num_blocks, [KVCacheTensor(size, layers)], [KVCacheGroupSpec(layers, SPEC)])
+    scheduler = cls(
+        config,
+        caches,
+        GrammarManager(),  # type: ignore[arg-type]
+        BLOCK_SIZE,
+        log_stats=setting.log_stats,
+        include_finished_set=setting.include_finished_set,
+    )
+    scheduler.max_num_scheduled_tokens = setting.max_num_batched_tokens
+    return scheduler
+
+
+@dataclass
+class Asked:
+    """A request before it is made, once for each scheduler."""
+
+    req_id: str
+    prompt: list[int]
+    params: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    is_structured: bool = False
+
+    def make(self) -> Request:
+        more = {"structured_outputs": StructuredOutputsParams(regex="a*")} if self.is_structured else {}
+        request = Request(
+            self.req_id,
+            list(self.prompt),
+            SamplingParams(**self.params, **more),
+            None,
+            EOS,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+            **self.options,
+        )
+        if request.structured_output_request is not None:
+            request.structured_output_request.grammar = Grammar()  # type: ignore[assignment]
+        return request
+
+
+class BothFailed(Exception):
+    """vLLM's own scheduler meets an assertion of its own, and so does ours."""
+
+
+class Pair:
+    """Both schedulers, stepped as an engine steps one of them."""
+
+    def __init__(self, setting: Setting, habits: Habits, seed: int, ours: type[Scheduler] | None = None) -> None:
+        self.setting, self.habits = setting, habits
+        self.random = random.Random(seed)
+        stock = AsyncScheduler if setting.is_async else Scheduler
+        self.both: list[Any] = [
+            make(stock, setting),
+            make(ours or (EagerAsyncRows if setting.is_async else EagerRows), setting),
+        ]
+        self.in_flight: deque[tuple[list[SchedulerOutput], dict[str, list[int]]]] = deque()
+        self.num_requests = 0
+        self.sessions: list[str] = []
+        self.has_failed = False
+        self.num_rows = self.num_scheduled = self.num_preempted = self.num_steps = 0
+
+    @property
+    def stock(self) -> Any:
+        return self.both[0]
+
+    # ---- What the clients do ----
+
+    def arrive(self) -> None:
+        draw, habits = self.random, self.habits
+        shared = draw.randrange(3)
+        length = draw.randint(1, habits.longest_prompt)
+        prompt = [(shared * 5 + index) % VOCAB_SIZE for index in range(min(length, draw.choice([0, 32, 70])))]
+        prompt += [draw.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
+        max_tokens = draw.randint(1, habits.longest_output)
+        params: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "min_tokens": draw.choice([0, 0, min(5, max_tokens)]),
+            "ignore_eos": draw.random() < 0.5,
+            "stop_token_ids": draw.choice([None, None, [3], [3, 11]]),
+            "logprobs": 2 if draw.random() < habits.logprobs else None,
+        }
+        options: dict[str, Any] = {
+            "priority": draw.randrange(3),
+            "client_index": draw.randrange(habits.num_clients),
+        }
+        is_structured = draw.random() < habits.structured
+        is_session = not is_structured and draw.random() < habits.sessions
+        for _ in range(draw.randint(2, 4) if draw.random() < habits.n and not is_session else 1):
+            req_id = str(self.num_requests)
+            self.num_requests += 1
+            options = {**options, "arrival_time": float(self.num_requests), "resumable": is_session}
+            self._add(Asked(req_id, prompt, params, options, is_structured))
+            if is_session:
+                self.sessions.append(req_id)
+
+    def _add(self, asked: Asked) -> None:
+        for scheduler in self.both:
+            scheduler.add_request(asked.make())
+
+    def go_on(self) -> None:
+        """A streaming session says more, or that it is over."""
+        req_id = self.random.choice(self.sessions)
+        if req_id not in self.stock.requests:
+            self.sessions.remove(req_id)
+            return
+        is_over = self.random.random() < 0.3
+        prompt = [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, 9))]
+        options = {"arrival_time": 0.0, "resumable": not is_over}
+        self._add(Asked(req_id, prompt, {"temperature": 0, "max_tokens": 5, "stop_token_ids": [3]}, options))
+
+    def abort(self) -> None:
+        req_ids = self.random.sample(sorted(self.stock.requests), min(len(self.stock.requests), 2))
+        for scheduler in self.both:
+            scheduler.finish_requests(req_ids, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, force: bool) -> None:
+        results: list[Any] = []
+        for scheduler in self.both:
+            try:
+                results.append(scheduler.reset_prefix_cache(reset_running_requests=force))
+            except RuntimeError as error:  # A session that waits for input holds blocks.
+                results.append(str(error))
+        assert results[0] == results[1]
+
+    def interfere(self) -> None:
+        """What reaches an engine also while a step runs."""
+        draw, habits = self.random, self.habits
+        if draw.random() < habits.aborts:
+            self.abort()
+        if self.sessions and draw.random() < 0.2:
+            self.go_on()
+
+    # ---- A step ----
+
+    def step(self, look: bool = True) -> None:
+        self.num_steps += 1
+        if self.random.random() < self.habits.arrivals:
+            self.arrive()
+        self.interfere()
+        if self.random.random() < self.habits.resets:
+            self.reset(False)
+        if self.random.random() < self.habits.forced_resets:
+            self.reset(True)
+        outputs = self._each(lambda scheduler, _: scheduler.schedule())
+        same(*map(told, outputs), "what is scheduled")
+        assert list(outputs[0].num_scheduled_tokens) == list(outputs[1].num_scheduled_tokens)
+        bitmasks = [scheduler.get_grammar_bitmask(output) for scheduler, output in zip(self.both, outputs, strict=True)]
+        same(*[bitmask and asdict(bitmask) for bitmask in bitmasks], "the bitmasks")
+        self.num_scheduled += len(outputs[0].num_scheduled_tokens)
+        self.num_preempted += len(outputs[0].preempted_req_ids or ())
+        ours = self.both[1].requests
+        self.num_rows += sum(isinstance(ours[req_id], RowRequest) for req_id in outputs[0].num_scheduled_tokens)
+        self.in_flight.append((outputs, self._tokens(outputs[0])))
+        if look:
+            self.look()
+        depth = 2 if self.setting.is_async else 1
+        if self.random.random() < self.habits.drains:
+            depth = 1
+        while len(self.in_flight) >= depth:
+            self.interfere()
+            self._update()
+            if look:
+                self.look()
+
+    def run(self, num_steps: int, look: float = 0.5) -> "Pair":
+        """Steps; the schedulers' state is compared in some of them, since looking brings requests up to date."""
+        try:
+            for _ in range(num_steps):
+                self.step(self.random.random() < look)
+            while self.in_flight:
+                self._update()
+            self.look()
+        except BothFailed:
+            self.has_failed = True
+        return self
+
+    def _each(self, call: Callable[[Any, int], Any]) -> list[Any]:
+        """What both schedulers answer. Sessions that grow too long, say, break vLLM's own."""
+        results: list[Any] = []
+        errors: list[str | None] = []
+        for index, scheduler in enumerate(self.both):
+            try:
+                results.append(call(scheduler, index))
+                errors.append(None)
+            except AssertionError as error:
+                errors.append(traceback.extract_tb(error.__traceback__)[-1].line)
+        assert errors[0] == errors[1], f"ours: {errors[1]}, but vLLM's: {errors[0]}"
+        if errors[0] is not None:
+            raise BothFailed
+        return results
+
+    def _tokens(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """What a runner samples: nothing for a part of a prompt."""
+        tokens = {}
+        for req_id in output.num_scheduled_tokens:
+            request = self.stock.requests[req_id]
+            token = (request.num_computed_tokens * 31 + int(req_id) // 3 * 17 + 5) % VOCAB_SIZE
+            is_silent = request.is_prefill_chunk or self.random.random() < self.habits.no_tokens
+            tokens[req_id] = [] if is_silent else [token]
+        return tokens
+
+    def _update(self) -> None:
+        outputs, tokens = self.in_flight.popleft()
+        req_ids = list(tokens)
+        if self.random.random() < self.habits.shuffles:
+            self.random.shuffle(req_ids)
+        made = self._each(
+            lambda scheduler, index: scheduler.update_from_output(outputs[index], answer(req_ids, tokens))
+        )
+        assert list(made[0]) == list(made[1])
+        same(*[{client: asked(outputs) for client, outputs in each.items()} for each in made], "the outputs")
+
+    # ---- Both are the same ----
+
+    def look(self) -> None:
+        stock, ours = self.both
+        assert list(stock.requests) == list(ours.requests)
+        for name in ("running", "waiting"):
+            queues = [[request.request_id for request in getattr(scheduler, name)] for scheduler in self.both]
+            assert queues[0] == queues[1], name
+        for req_id, request in stock.requests.items():
+            same(state_of(request), state_of(ours.requests[req_id]), f"request {req_id}")
+        same(*map(caches_of, self.both), "the caches")
+        names = ("finished_req_ids", "prev_step_scheduled_req_ids", "num_waiting_for_streaming_input")
+        for name in (*names, "finished_req_ids_dict", "max_num_scheduled_tokens", "max_num_running_reqs"):
+            assert getattr(stock, name) == getattr(ours, name), name
+
+
+def answer(req_ids: list[str], tokens: dict[str, list[int]]) -> ModelRunnerOutput:
+    numbers = np.arange(len(req_ids) * 3).reshape(len(req_ids), 3)
+    return ModelRunnerOutput(
+        req_ids=list(req_ids),
+        req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+        sampled_token_ids=[list(tokens[req_id]) for req_id in req_ids],
+        logprobs=LogprobsLists(numbers, numbers.astype(float), numbers[:, 0]),
+    )
+
+
+def same(stock: Any, ours: Any, what: str) -> None:
+    if stock != ours:
+        assert isinstance(stock, dict) and isinstance(ours, dict), f"{what}: {ours}, but vLLM has {stock}"
+        for name in stock.keys() | ours.keys():
+            assert stock.get(name) == ours.get(name), (
+                f"{what}, {name}: {ours.get(name)}, but vLLM has {stock.get(name)}"
+            )
+
+
+def told(output: SchedulerOutput) -> dict[str, Any]:
+    """Of a step, what the runner is told."""
+    return {
+        each.name: [asdict_plain(new) for new in value] if each.name == "scheduled_new_reqs" else plain(value)
+        for each in fields(output)
+        for value in [getattr(output, each.name)]
+    }
+
+
+def plain(value: Any) -> Any:
+    return dict(vars(value)) if hasattr(value, "req_ids") else value
+
+
+def asdict_plain(new: Any) -> dict[str, Any]:
+    return {name: str(value) if name == "sampling_params" else value for name, value in vars(new).items()}
+
+
+def asked(outputs: Any) -> Any:
+    """Of an EngineCoreOutputs; of times, which differ, only that there are any."""
+    listed = []
+    for output in outputs.outputs:
+        values = {name: getattr(output, name) for name in output.__struct_fields__}
+        values["events"] = output.events and [event.type for event in output.events]
+        if output.new_logprobs is not None:
+            values["new_logprobs"] = [part.tolist() for part in output.new_logprobs if part is not None]
+        listed.append(values)
+    stats = outputs.scheduler_stats
+    return listed, outputs.finished_requests, stats and asdict(stats)
+
+
+STATE = (
+    "status",
+    "num_computed_tokens",
+    "num_output_placeholders",
+    "discard_latest_async_tokens",
+    "spec_token_ids",
+    "num_cached_tokens",
+    "is_prefill_chunk",
+    "num_preemptions",
+    "num_nans_in_logits",
+    "stop_reason",
+    "block_hashes",
+    "num_prompt_tokens",
+    "num_tokens",
+    "num_output_tokens",
+    "prompt_token_ids",
+    "resumable",
+)
+
+
+def state_of(request: Request) -> dict[str, Any]:
+    state = {name: getattr(request, name) for name in STATE}
+    structured = request.structured_output_request
+    return state | {
+        "all tokens": request.all_token_ids.copy(),
+        "output": request.output_token_ids.copy(),
+        "events": [event.type for event in request.events],
+        "queue": request.streaming_queue and len(request.streaming_queue),
+        "accepted": structured and structured.grammar.accepted,  # type: ignore[union-attr]
+    }
+
+
+def caches_of(scheduler: Any) -> dict[str, Any]:
+    manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    pool = scheduler.kv_cache_manager.block_pool
+    cached = pool.cached_block_hash_to_block._cache
+    return {
+        "tables": {req_id: ids(blocks) for req_id, blocks in manager.req_to_blocks.items() if blocks},
+        "cached of each": manager.num_cached_block,
+        "free": ids(pool.free_block_queue.get_all_free_blocks()),
+        "number free": pool.get_num_free_blocks(),
+        "blocks": [(block.ref_cnt, block.block_hash, block.is_null) for block in pool.blocks],
+        # A hash of one block and one of several that has one left read the same.
+        "by hash": {key: list(value) if isinstance(value, dict) else [value.block_id] for key, value in cached.items()},
+    }
+
+
+def ids(blocks: Iterable[Any]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+__all__ = ["Asked", "Habits", "Pair", "Setting", "make"]

@@ -1,0 +1,336 @@
+"""Our scheduler in lockstep with vLLM's own: the same steps, the same outputs, the same state, whatever happens."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import BUNDLED_MODEL, engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scheduler_pair import (
+    BLOCK_SIZE,
+    Asked,
+    EagerAsyncRows,
+    EagerRows,
+    Habits,
+    Pair,
+    Setting,
+    make,
+)
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+import model_runner_base.scheduling.scheduler as mixin
+from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler, make_scheduler
+from model_runner_base.scheduling.row_request import RowRequest
+from model_runner_base.scheduling.rows import MAX_STOPS, DecodeRows
+from model_runner_base.scheduling.support import why_not
+
+SETTINGS = st.builds(
+    Setting,
+    is_async=st.booleans(),
+    caching=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    log_stats=st.booleans(),
+    num_blocks=st.sampled_from([60, 120, 400]),
+    max_num_seqs=st.sampled_from([4, 24]),
+    max_num_batched_tokens=st.sampled_from([24, 64, 200]),
+    long_prefill_token_threshold=st.sampled_from([0, 0, 10]),
+    include_finished_set=st.booleans(),
+)
+HABITS = st.builds(
+    Habits,
+    arrivals=st.sampled_from([0.05, 0.3]),
+    aborts=st.sampled_from([0, 0.02]),
+    resets=st.sampled_from([0, 0.01]),
+    forced_resets=st.sampled_from([0, 0, 0.01]),
+    structured=st.sampled_from([0, 0.1]),
+    logprobs=st.sampled_from([0, 0.3]),
+    sessions=st.sampled_from([0, 0.1]),
+    drains=st.sampled_from([0, 0.1]),
+    shuffles=st.sampled_from([0, 0.2]),
+    longest_output=st.sampled_from([20, 150]),
+    num_clients=st.sampled_from([1, 2]),
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(SETTINGS, HABITS, st.integers(0, 1 << 32), st.sampled_from([1.0, 0.2, 0.02]))
+def test_lockstep(setting: Setting, habits: Habits, seed: int, look: float) -> None:
+    Pair(setting, habits, seed).run(100, look)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+def test_most_of_what_runs_has_rows(is_async: bool, caching: bool) -> None:
+    """In a crowd that comes and goes, with preemption; else the tests here would say little."""
+    pair = Pair(Setting(is_async, caching, num_blocks=45), Habits(0.5, sessions=0), seed=1).run(300, 0.1)
+    assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
+    assert pair.num_preempted
+
+
+def test_a_few_requests_are_left_to_vllm() -> None:
+    pair = Pair(Setting(), Habits(arrivals=0), seed=0, ours=AsyncRowScheduler)
+    for _ in range(AsyncRowScheduler.least_rows - 1):
+        pair.arrive()
+    pair.run(20)
+    assert pair.num_scheduled and not pair.num_rows
+
+
+# ---- Deliberate faults ----
+
+
+def _skip_if(method: str, condition: Callable[..., bool]) -> Callable[..., Any]:
+    """The method of DecodeRows, which does nothing where the condition holds."""
+    whole = getattr(DecodeRows, method)
+    return lambda self, *args: None if condition(self, *args) else whole(self, *args)
+
+
+def _without_stops(self: DecodeRows, at: Any, tokens: np.ndarray) -> np.ndarray:
+    whole, self._num_stops = self._num_stops, 0
+    is_apart = _IS_APART(self, at, tokens)
+    self._num_stops = whole
+    return is_apart
+
+
+def _with_loose_rows(self: DecodeRows, at: Any, tokens: np.ndarray) -> np.ndarray:
+    whole, self.loose = self.loose, set()
+    is_apart = _IS_APART(self, at, tokens)
+    self.loose = whole
+    return is_apart
+
+
+def _uncached(self: DecodeRows, due: Any) -> list[int]:
+    due.caching = due.caching[:0]
+    return _GROW(self, due)
+
+
+def _backwards(self: DecodeRows, due: Any) -> list[int]:
+    due.entering = due.entering[::-1]
+    return _GROW(self, due)
+
+
+def _misplaced(batch: Any, outputs: list[Any], apart: list[int], theirs: Any) -> Any:
+    for place in apart:
+        outputs.append(outputs[place])
+    return _MERGE(batch, outputs, [], theirs)
+
+
+def _unmoved(self: DecodeRows, running: Any, before: Any, in_flight: Any) -> None:
+    _SETTLE(self, running, before, [])
+
+
+_IS_APART, _GROW, _SETTLE = DecodeRows._is_apart, DecodeRows.grow, DecodeRows.settle
+_MERGE = mixin.merge
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "a stop token is not seen": (DecodeRows, "_is_apart", _without_stops),
+    "an aborted request gets a token": (DecodeRows, "_is_apart", _with_loose_rows),
+    "a request grows beyond its length": (DecodeRows, "_ends", lambda self, rows, known: np.zeros(len(rows), bool)),
+    "a step too many is scheduled": (DecodeRows, "_is_at_end", lambda self, rows: np.zeros(len(rows), bool)),
+    "full blocks are not cached": (DecodeRows, "grow", _uncached),
+    "blocks are given in another order": (DecodeRows, "grow", _backwards),
+    "a full block is not hashed": (DecodeRows, "_fill", _skip_if("_fill", lambda self, near: len(near) > 1)),
+    "readers find what was": (DecodeRows, "bring_up_to_date", lambda self, request: None),
+    "rows move under a step": (DecodeRows, "settle", _unmoved),
+    "an output loses its place": (mixin, "merge", _misplaced),
+    "grammars miss a token": (mixin.RowScheduling, "_accept", lambda self, batch, token_lists, apart: None),
+    "others are scheduled into the rows' share": (
+        mixin.RowScheduling,
+        "_schedule_others",
+        lambda self, num_rows, num_active: _SCHEDULE_OTHERS(self, num_rows, 0),
+    ),
+}
+_SCHEDULE_OTHERS = mixin.RowScheduling._schedule_others
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises((AssertionError, ValueError, KeyError, IndexError)):
+        for seed in range(24):
+            Pair(
+                Setting(
+                    is_async=seed % 4 != 0,
+                    policy=("fcfs", "priority")[seed % 3 == 2],
+                    num_blocks=(50, 300)[seed % 2],
+                    max_num_batched_tokens=(24, 48)[seed % 3 == 0],
+                    long_prefill_token_threshold=(0, 10)[seed % 2],
+                ),
+                Habits(structured=0.1, forced_resets=0.01, aborts=0.05, longest_output=150),
+                seed,
+            ).run(120)
+
+
+# ---- Requests in rows, as others see them ----
+
+
+class Alone:
+    """One of our schedulers, and steps of it."""
+
+    def __init__(self, is_async: bool = False, num_requests: int = 3) -> None:
+        self.scheduler = make(EagerAsyncRows if is_async else EagerRows, Setting(is_async))
+        self.requests = [
+            Asked(str(index), [1, 2, index], {"temperature": 0, "max_tokens": 50, "ignore_eos": True}).make()
+            for index in range(num_requests)
+        ]
+        for request in self.requests:
+            self.scheduler.add_request(request)
+
+    def step(self, token: int = 9) -> Any:
+        output = self.scheduler.schedule()
+        req_ids = list(output.num_scheduled_tokens)
+        of_id = {req_id: index for index, req_id in enumerate(req_ids)}
+        self.scheduler.update_from_output(output, ModelRunnerOutput(req_ids, of_id, [[token] for _ in req_ids]))
+        return output
+
+
+def test_a_request_in_a_row_reads_as_it_is() -> None:
+    alone = Alone()
+    for count in range(1, 40):
+        alone.step(count)
+        request = alone.requests[0]
+        assert request.num_tokens == 3 + count and request.num_output_tokens == count
+        assert request.num_computed_tokens == 2 + count
+        assert list(request.output_token_ids) == list(range(1, count + 1))
+        assert len(request.block_hashes) == (3 + count) // BLOCK_SIZE
+    assert type(request) is RowRequest
+
+
+def test_whoever_writes_a_request_takes_it_out_of_its_row() -> None:
+    alone = Alone()
+    for _ in range(4):
+        alone.step()
+    first, second, third = alone.requests
+    assert type(first) is type(second) is type(third) is RowRequest
+    first.status = RequestStatus.RUNNING
+    second.num_computed_tokens = second.num_computed_tokens
+    assert type(first) is type(second) is Request and first.num_tokens == second.num_tokens == 7
+    copied = copy.copy(third)
+    assert type(copied) is type(third) is Request and copied.num_tokens == 7
+    alone.step()
+    assert type(first) is type(second) is type(third) is RowRequest and third.num_tokens == 8
+
+
+def test_a_request_that_paused_gets_no_row() -> None:
+    """vLLM hands out all of its tokens again."""
+    alone = Alone()
+    for _ in range(2):
+        alone.step()
+    request = alone.requests[0]
+    request.status = RequestStatus.RUNNING
+    rows = alone.scheduler._rows
+    assert rows.can_take(request, {"0", "1"}) and not rows.can_take(request, {"1", "2"})
+
+
+def test_nothing_of_a_row_stays_with_a_finished_request() -> None:
+    alone = Alone()
+    for _ in range(4):
+        alone.step()
+    alone.scheduler.finish_requests("1", RequestStatus.FINISHED_ABORTED)
+    request = alone.requests[1]
+    assert type(request) is Request and "decode_rows" not in vars(request) and request.num_tokens == 7
+    alone.step()
+    assert request not in alone.scheduler._rows.requests
+
+
+def test_repeated_steps_hand_out_the_same_objects() -> None:
+    alone = Alone()
+    for _ in range(3):
+        alone.step()
+    first, second = alone.step(), alone.step()
+    assert first.num_scheduled_tokens is second.num_scheduled_tokens
+    assert first.scheduled_cached_reqs.req_ids is second.scheduled_cached_reqs.req_ids
+    assert first.scheduled_cached_reqs.new_block_ids is not second.scheduled_cached_reqs.new_block_ids
+
+
+def test_an_output_that_is_no_plain_token_is_vllms_to_read() -> None:
+    """No token for some, which vLLM's runner never says of a decode."""
+    Pair(Setting(), Habits(no_tokens=0.05, sessions=0, arrivals=0.1), 3).run(60)
+
+
+@pytest.mark.parametrize("stops", [list(range(20, 20 + MAX_STOPS)), list(range(20, 19 + MAX_STOPS))])
+def test_many_stop_tokens(stops: list[int]) -> None:
+    pair = Pair(Setting(False), Habits(arrivals=0), 0)
+    pair._add(Asked("0", [1, 2], {"temperature": 0, "max_tokens": 40, "stop_token_ids": stops}))
+    pair.run(40)
+    assert bool(pair.num_rows) == (len(stops) < MAX_STOPS)
+
+
+# ---- Who is scheduled so ----
+
+
+def test_make_scheduler_follows_the_configuration() -> None:
+    assert type(make(make_scheduler, Setting(True))) is AsyncRowScheduler  # type: ignore[arg-type]
+    assert type(make(make_scheduler, Setting(False))) is RowScheduler  # type: ignore[arg-type]
+
+
+class OwnHook(Scheduler):
+    """A vendor's, which follows every request."""
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)
+
+
+class OwnHookBelow(mixin.RowScheduling, OwnHook):
+    pass
+
+
+class OwnHookAbove(OwnHook, RowScheduler):
+    pass
+
+
+class SeesAll(RowScheduler):
+    def schedule(self) -> Any:
+        return super().schedule()
+
+
+def test_a_method_of_the_users_is_not_passed_over() -> None:
+    for cls, has_rows in ((OwnHookBelow, False), (OwnHookAbove, False), (SeesAll, True), (RowScheduler, True)):
+        assert (make(cls, Setting(False))._rows is not None) == has_rows, cls
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("connector", SimpleNamespace()),
+        ("ec_connector", SimpleNamespace()),
+        ("enable_kv_cache_events", True),
+        ("kv_metrics_collector", SimpleNamespace()),
+        ("perf_metrics", SimpleNamespace()),
+        ("lora_config", SimpleNamespace()),
+        ("num_lookahead_tokens", 1),
+        ("is_encoder_decoder", True),
+        ("use_pp", True),
+        ("dcp_world_size", 2),
+        ("use_v2_model_runner", True),
+        ("block_size", 2 * BLOCK_SIZE),
+        ("kv_cache_manager", SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=()))),
+    ],
+)
+def test_what_rows_do_not_know_is_vllms(name: str, value: Any) -> None:
+    scheduler = make(RowScheduler, Setting(False))
+    assert why_not(scheduler, mixin.RowScheduling) is None
+    setattr(scheduler, name, value)
+    assert why_not(scheduler, mixin.RowScheduling)
+
+
+def test_an_engine_answers_as_with_vllms_scheduler() -> None:
+    params = [
+        SamplingParams(temperature=0.8, seed=index, max_tokens=5 + 7 * index, logprobs=index % 3 or None)
+        for index in range(8)
+    ]
+    prompts = [{"prompt_token_ids": [index + 1] * (3 + 5 * index)} for index in range(8)]
+    texts = []
+    ours = "model_runner_base.scheduling.make_scheduler"
+    for cls in ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", ours):
+        with engine(BUNDLED_MODEL, scheduler_cls=cls, async_scheduling=True, enforce_eager=True) as llm:
+            scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+            assert (getattr(scheduler, "_rows", None) is None) == (cls != ours)
+            outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+            texts.append([(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs])
+    assert texts[0] == texts[1]
