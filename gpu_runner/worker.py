@@ -16,7 +16,7 @@ from vllm.utils.flashinfer import autotune, has_flashinfer
 from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
 from gpu_runner.model_runner import GPUModelRunner
-from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.worker import ModelRunnerWorker
 
 

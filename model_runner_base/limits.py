@@ -12,13 +12,10 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import read_speculation
 
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
-
-
-class UnsupportedConfigError(ValueError):
-    """The engine was configured for something this runner does not do."""
 
 
 def check_config(vllm_config: VllmConfig) -> None:

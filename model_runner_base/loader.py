@@ -17,8 +17,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from model_runner_base.draft.loading import load_draft
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import use_plain_experts
-from model_runner_base.limits import UnsupportedConfigError
 
 
 class CheckpointError(ValueError):

@@ -26,6 +26,7 @@ from model_runner_base.caches import allocation
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.kinds import make_caches
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.logits_processors import load_processors
@@ -367,7 +368,7 @@ class ModelRunnerBase:
     def _execute_encoder(self, schedule: Schedule) -> list[torch.Tensor]:
         """Runs the scheduled encoder inputs; a text-only model has none."""
         if schedule.encoder_inputs:
-            raise limits.UnsupportedConfigError("multimodal inputs are not supported yet: send text only")
+            raise UnsupportedConfigError("multimodal inputs are not supported yet: send text only")
         return []
 
     def _gather_encoder_outputs(self, schedule: Schedule) -> list[torch.Tensor]:

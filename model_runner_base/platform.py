@@ -102,7 +102,7 @@ class PagedPlatform(Platform):
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any) -> str:
-        from model_runner_base.limits import UnsupportedConfigError
+        from model_runner_base.errors import UnsupportedConfigError
 
         if selected_backend is not None and selected_backend.name != "CUSTOM":
             name = selected_backend.name
@@ -145,7 +145,8 @@ class PagedPlatform(Platform):
         from vllm.model_executor.layers.quantization import QuantizationMethods
 
         from model_runner_base.attention.plan import kv_tile_for
-        from model_runner_base.limits import UnsupportedConfigError, check_config
+        from model_runner_base.errors import UnsupportedConfigError
+        from model_runner_base.limits import check_config
 
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":

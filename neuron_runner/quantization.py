@@ -15,8 +15,8 @@ from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import ACTIVATIONS, PlainExpertsMethod
-from model_runner_base.limits import UnsupportedConfigError
 from neuron_runner import environment
 from neuron_runner.weights import RelaidWeights, logits_heads, product
 

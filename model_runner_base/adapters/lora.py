@@ -15,9 +15,9 @@ from model_runner_base.adapters.manager import AdapterManager
 from model_runner_base.adapters.punica import NO_SLOT, MaskedPunicaWrapper
 from model_runner_base.adapters.slots import SlotWriter
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.tokens import TokenInputs
-from model_runner_base.limits import UnsupportedConfigError
 from model_runner_base.requests.states import RequestStates
 
 

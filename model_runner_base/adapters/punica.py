@@ -65,7 +65,9 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         **kwargs: Any,
     ) -> torch.Tensor:
         """[slices, T, rank]: ``x`` [T, in] by the token's own A of each slice. ``y`` is not read."""
-        return torch.stack([_shrink(x, a, self._token_mask) * scale for a in lora_a_stacked])
+        return torch.stack(
+            [_masked(x, a, self._token_mask).sum(1, dtype=torch.float32) * scale for a in lora_a_stacked]
+        )
 
     def add_expand(
         self,
@@ -104,7 +106,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         **kwargs: Any,
     ) -> torch.Tensor:
         """``y`` [T, out] and ``x`` [T, in] by A by B, slice by slice of the columns."""
-        shrunk = tuple(_masked(x, a, self._token_mask) * scale for a in lora_a_stacked)
+        shrunk = [_masked(x, a, self._token_mask).flatten(1) * scale for a in lora_a_stacked]
         added = [h @ b.flatten(0, 1) for h, b in zip(shrunk, lora_b_stacked, strict=True)]
         return y + torch.cat(added, dim=-1).to(y.dtype)
 
@@ -120,22 +122,15 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         **kwargs: Any,
     ) -> torch.Tensor:
         """``y`` [L, vocabulary, padding perhaps] and ``x`` [L, hidden] by A by B."""
-        added = (_masked(x, lora_a_stacked, self._logits_mask) * scale) @ lora_b_stacked.flatten(0, 1)
+        added = (_masked(x, lora_a_stacked, self._logits_mask).flatten(1) * scale) @ lora_b_stacked.flatten(0, 1)
         if padding := y.shape[-1] - added.shape[-1]:
             added = torch.nn.functional.pad(added, (0, padding))
         return y + added.to(y.dtype)
 
 
 def _masked(x: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[T, slots * rank]: ``x`` [T, in] by the A of all slots, zero where it is not the token's."""
-    products = (x.to(a.dtype) @ a.flatten(1)).unflatten(-1, a.shape[1:])
-    return torch.where(mask, products, 0).flatten(1)
-
-
-def _shrink(x: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[T, rank] float32: ``x`` [T, in] by the token's own A."""
-    products = (x.to(a.dtype) @ a.flatten(1)).unflatten(-1, a.shape[1:])
-    return torch.where(mask, products, 0).sum(1, dtype=torch.float32)
+    """[T, slots, rank]: ``x`` [T, in] by the A of all slots, zero where it is not the token's."""
+    return torch.where(mask, (x.to(a.dtype) @ a.flatten(1)).unflatten(-1, a.shape[1:]), 0)
 
 
 def _expand(x: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

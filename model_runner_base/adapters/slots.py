@@ -88,11 +88,6 @@ class SlottedLayer:
         self._is_zero = [True] * num_slots
         self._put(self._on_device)
 
-    @property
-    def num_bytes(self) -> int:
-        """On the device."""
-        return sum(stack.nbytes for name in STACKS for stack in self._on_device[name])
-
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         """As vLLM's layers have it: an adapter's matrices of its own rank, whole where ranks share a layer."""
         host = self._zeros()

@@ -17,7 +17,7 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests, scratch_caches
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
 from model_runner_base.vllm_port.kv_cache import (

@@ -21,7 +21,7 @@ from model_runner_base.attention.trace import LayerTrace, SeenKeys
 from model_runner_base.caches.decode_rows import LENGTHS, DecodeRows
 from model_runner_base.caches.group import AttentionGroup, CacheKind, DeviceStarts
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows, known_or
 from model_runner_base.step.batch import InputBatch

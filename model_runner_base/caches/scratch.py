@@ -19,8 +19,8 @@ from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.attention.plan import stored_block_size
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.host_loops import compiled
-from model_runner_base.limits import UnsupportedConfigError
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.packing import PackedStep

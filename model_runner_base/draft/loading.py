@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.spec_decode.utils import create_vllm_config_for_draft_model
 
-from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
 
 ATTRIBUTE = "draft_model"

@@ -6,7 +6,7 @@ from itertools import repeat
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
-from model_runner_base.scheduling.rows import Batch
+from model_runner_base.scheduling.batch import Batch
 
 _FIELDS = EngineCoreOutput.__struct_fields__
 _BETWEEN = len(_FIELDS[: _FIELDS.index("num_cached_tokens")]) - 2

@@ -22,7 +22,7 @@ _TORCHS_OWN = re.compile(
 
 def refusal(error: BaseException) -> str | None:
     """The device's own words if the error says that something is not supported, else None."""
-    from model_runner_base.limits import UnsupportedConfigError
+    from model_runner_base.errors import UnsupportedConfigError
 
     text = " ".join(str(error).split())
     is_refusal = isinstance(error, UnsupportedConfigError | NotImplementedError) or (

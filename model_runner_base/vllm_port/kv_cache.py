@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from model_runner_base.attention.layout import CacheLayout, GroupLayout, LayerCache, TensorLayout
-from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import read_speculation
 
 __all__ = [

@@ -3,14 +3,15 @@
 import random
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from conftest import BUNDLED_MODEL
+from scheduler_state import asked, caches_of, same, state_of, told
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -366,96 +367,6 @@ def answer(req_ids: list[str], tokens: dict[str, list[int]]) -> ModelRunnerOutpu
         sampled_token_ids=[list(tokens[req_id]) for req_id in req_ids],
         logprobs=LogprobsLists(numbers, numbers.astype(float), numbers[:, 0]),
     )
-
-
-def same(stock: Any, ours: Any, what: str) -> None:
-    if stock != ours:
-        assert isinstance(stock, dict) and isinstance(ours, dict), f"{what}: {ours}, but vLLM has {stock}"
-        for name in stock.keys() | ours.keys():
-            assert stock.get(name) == ours.get(name), (
-                f"{what}, {name}: {ours.get(name)}, but vLLM has {stock.get(name)}"
-            )
-
-
-def told(output: SchedulerOutput) -> dict[str, Any]:
-    """Of a step, what the runner is told."""
-    return {
-        each.name: [asdict_plain(new) for new in value] if each.name == "scheduled_new_reqs" else plain(value)
-        for each in fields(output)
-        for value in [getattr(output, each.name)]
-    }
-
-
-def plain(value: Any) -> Any:
-    return dict(vars(value)) if hasattr(value, "req_ids") else value
-
-
-def asdict_plain(new: Any) -> dict[str, Any]:
-    return {name: str(value) if name == "sampling_params" else value for name, value in vars(new).items()}
-
-
-def asked(outputs: Any) -> Any:
-    """Of an EngineCoreOutputs; of times, which differ, only that there are any."""
-    listed = []
-    for output in outputs.outputs:
-        values = {name: getattr(output, name) for name in output.__struct_fields__}
-        values["events"] = output.events and [event.type for event in output.events]
-        if output.new_logprobs is not None:
-            values["new_logprobs"] = [part.tolist() for part in output.new_logprobs if part is not None]
-        listed.append(values)
-    stats = outputs.scheduler_stats
-    return listed, outputs.finished_requests, stats and asdict(stats)
-
-
-STATE = (
-    "status",
-    "num_computed_tokens",
-    "num_output_placeholders",
-    "discard_latest_async_tokens",
-    "spec_token_ids",
-    "num_cached_tokens",
-    "is_prefill_chunk",
-    "num_preemptions",
-    "num_nans_in_logits",
-    "stop_reason",
-    "block_hashes",
-    "num_prompt_tokens",
-    "num_tokens",
-    "num_output_tokens",
-    "prompt_token_ids",
-    "resumable",
-)
-
-
-def state_of(request: Request) -> dict[str, Any]:
-    state = {name: getattr(request, name) for name in STATE}
-    structured = request.structured_output_request
-    return state | {
-        "all tokens": request.all_token_ids.copy(),
-        "output": request.output_token_ids.copy(),
-        "events": [event.type for event in request.events],
-        "queue": request.streaming_queue and len(request.streaming_queue),
-        "accepted": structured and structured.grammar.accepted,  # type: ignore[union-attr]
-    }
-
-
-def caches_of(scheduler: Any) -> dict[str, Any]:
-    manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-    pool = scheduler.kv_cache_manager.block_pool
-    cached = pool.cached_block_hash_to_block._cache
-    return {
-        "tables": {req_id: ids(blocks) for req_id, blocks in manager.req_to_blocks.items() if blocks},
-        "cached of each": manager.num_cached_block,
-        "free": ids(pool.free_block_queue.get_all_free_blocks()),
-        "number free": pool.get_num_free_blocks(),
-        "blocks": [(block.ref_cnt, block.block_hash, block.is_null) for block in pool.blocks],
-        # A hash of one block and one of several that has one left read the same.
-        "by hash": {key: list(value) if isinstance(value, dict) else [value.block_id] for key, value in cached.items()},
-    }
-
-
-def ids(blocks: Iterable[Any]) -> list[int]:
-    return [block.block_id for block in blocks]
 
 
 __all__ = ["Asked", "Habits", "Pair", "Setting", "make"]

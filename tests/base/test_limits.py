@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from model_runner_base.limits import UnsupportedConfigError, check_config
+from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.limits import check_config
 
 MODEL = {
     "is_multimodal_model": False,

@@ -25,7 +25,7 @@ from model_runner_base.caches.kinds import make_caches
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.limits import UnsupportedConfigError
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall

@@ -1,0 +1,5 @@
+"""What a runner refuses with."""
+
+
+class UnsupportedConfigError(ValueError):
+    """The engine was configured for something this runner does not do."""
