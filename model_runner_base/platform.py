@@ -4,6 +4,7 @@ A device subclasses ``PagedPlatform``, says what it is called and which worker s
 vLLM's config package imports the platform, so nothing here may import that package, or a room that does, at its top.
 """
 
+import logging
 import math
 import os
 from typing import TYPE_CHECKING, Any, get_args
@@ -30,6 +31,8 @@ class PagedPlatform(Platform):
 
     worker_cls: str
     """Qualified name of the worker, which vLLM imports in the worker's process."""
+    scheduler_cls = "model_runner_base.scheduling.make_scheduler"
+    """Qualified name of what makes the scheduler, for users who name none. vLLM calls it as it calls a class."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     """What a model may run in; ``dtype="auto"`` chooses from ``supported_dtypes``, which are these by default."""
     default_block_size = 32
@@ -43,6 +46,18 @@ class PagedPlatform(Platform):
     # Requests are checked here, where no model config is at hand: the newest engine's sizes stand for all.
     _vocab_size: int
     _hidden_size: int
+
+    def __init__(self) -> None:
+        """vLLM makes one platform a process; an engine's process, too, knows so what not to warn of."""
+        logging.getLogger("vllm.config.scheduler").addFilter(self._is_of_users_choice)
+
+    @classmethod
+    def _is_of_users_choice(cls, record: logging.LogRecord) -> bool:
+        """False for vLLM's warning that its interface of schedulers may change, where the scheduler is the platform's.
+
+        It is a warning to people who named a class of their own.
+        """
+        return record.args != (cls.scheduler_cls,)
 
     @classmethod
     def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:
@@ -151,6 +166,8 @@ class PagedPlatform(Platform):
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
+        if vllm_config.scheduler_config.scheduler_cls is None:
+            vllm_config.scheduler_config.scheduler_cls = cls.scheduler_cls
         if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

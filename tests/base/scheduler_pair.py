@@ -369,4 +369,4 @@ def answer(req_ids: list[str], tokens: dict[str, list[int]]) -> ModelRunnerOutpu
     )
 
 
-__all__ = ["Asked", "Habits", "Pair", "Setting", "make"]
+__all__ = ["Asked", "Habits", "Pair", "Setting", "config_of", "make"]

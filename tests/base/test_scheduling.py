@@ -1,6 +1,7 @@
 """Our scheduler in lockstep with vLLM's own: the same steps, the same outputs, the same state, whatever happens."""
 
 import copy
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,12 @@ from scheduler_pair import (
     Habits,
     Pair,
     Setting,
+    config_of,
     make,
 )
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -319,6 +323,22 @@ def test_what_rows_do_not_know_is_vllms(name: str, value: Any) -> None:
     assert why_not(scheduler, mixin.RowScheduling)
 
 
+def test_the_platform_names_it_unless_the_user_names_one() -> None:
+    for is_async in (False, True):
+        config = config_of(Setting(is_async)).scheduler_config
+        assert config.get_scheduler_cls() is make_scheduler and config.async_scheduling == is_async
+    for named in (Scheduler, "vllm.v1.core.sched.scheduler.Scheduler"):
+        args = EngineArgs(str(BUNDLED_MODEL), skip_tokenizer_init=True, scheduler_cls=named)
+        assert args.create_engine_config().scheduler_config.get_scheduler_cls() is Scheduler
+
+
+@pytest.mark.parametrize("named", [current_platform.scheduler_cls, "vllm.v1.core.sched.scheduler.Scheduler"])
+def test_vllms_warning_is_of_the_users_classes_alone(named: str) -> None:
+    log = logging.getLogger("vllm.config.scheduler")
+    record = log.makeRecord(log.name, logging.WARNING, "", 0, "Using custom scheduler class %s.", (named,), None)
+    assert bool(log.filter(record)) == (named != current_platform.scheduler_cls)
+
+
 def test_an_engine_answers_as_with_vllms_scheduler() -> None:
     params = [
         SamplingParams(temperature=0.8, seed=index, max_tokens=5 + 7 * index, logprobs=index % 3 or None)
@@ -326,11 +346,10 @@ def test_an_engine_answers_as_with_vllms_scheduler() -> None:
     ]
     prompts = [{"prompt_token_ids": [index + 1] * (3 + 5 * index)} for index in range(8)]
     texts = []
-    ours = "model_runner_base.scheduling.make_scheduler"
-    for cls in ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", ours):
+    for cls in ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", None):
         with engine(BUNDLED_MODEL, scheduler_cls=cls, async_scheduling=True, enforce_eager=True) as llm:
             scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-            assert (getattr(scheduler, "_rows", None) is None) == (cls != ours)
+            assert (getattr(scheduler, "_rows", None) is None) == (cls is not None)
             outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
             texts.append([(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs])
     assert texts[0] == texts[1]
