@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 from model_runner_base.scheduling.outputs import merge, plain_outputs
 from model_runner_base.scheduling.row_request import RowRequest
 from model_runner_base.scheduling.rows import Batch, DecodeRows, Due
+from model_runner_base.scheduling.sessions import SessionTurns
 from model_runner_base.scheduling.support import why_not
 
 logger = init_logger(__name__)
@@ -38,7 +39,7 @@ class Step(NamedTuple):
     """Tokens by request, of those that are not in rows."""
 
 
-class RowScheduling(Scheduler):
+class RowScheduling(SessionTurns):
     """To be inherited from before ``Scheduler``, ``AsyncScheduler`` or a class of the user's that changes neither."""
 
     least_rows = 4

@@ -50,14 +50,9 @@ def why_not(scheduler: Scheduler, mixin: type) -> str | None:
 def _has_own_hooks(scheduler_cls: type, mixin: type) -> bool:
     """Whether a class below the mixin, which must be vLLM's, changes what the rows take over."""
     order = scheduler_cls.__mro__
-    below = order[order.index(mixin) + 1 :]
-    others = [cls for cls in below if cls not in (Scheduler, AsyncScheduler)]
-    above = order[: order.index(mixin)]
+    at = order.index(mixin)
+    others = [cls for cls in order[at + 1 :] if cls not in (AsyncScheduler, *mixin.__mro__)]
     private = [name for name in HOOKS if name.startswith("_")]
-    return any(name in vars(cls) for cls in others for name in HOOKS if not _is_abstract(cls, name)) or any(
-        name in vars(cls) for cls in above for name in private
+    return any(name in vars(cls) for cls in others for name in HOOKS) or any(
+        name in vars(cls) for cls in order[:at] for name in private
     )
-
-
-def _is_abstract(cls: type, name: str) -> bool:
-    return getattr(vars(cls).get(name), "__isabstractmethod__", False)

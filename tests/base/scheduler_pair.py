@@ -27,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
 from model_runner_base.scheduling.row_request import RowRequest
+from model_runner_base.scheduling.sessions import SessionTurns
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -117,6 +118,14 @@ class GrammarManager:
         return states
 
 
+class SyncTurns(SessionTurns, Scheduler):
+    """vLLM's own, but for sessions, of which some turns break it."""
+
+
+class AsyncTurns(SessionTurns, AsyncScheduler):
+    pass
+
+
 class EagerRows(RowScheduler):
     """Rows for a single request, too."""
 
@@ -180,7 +189,9 @@ class Pair:
     def __init__(self, setting: Setting, habits: Habits, seed: int, ours: type[Scheduler] | None = None) -> None:
         self.setting, self.habits = setting, habits
         self.random = random.Random(seed)
-        stock = AsyncScheduler if setting.is_async else Scheduler
+        stock: type[Scheduler] = AsyncScheduler if setting.is_async else Scheduler
+        if habits.sessions:
+            stock = AsyncTurns if setting.is_async else SyncTurns
         self.both: list[Any] = [
             make(stock, setting),
             make(ours or (EagerAsyncRows if setting.is_async else EagerRows), setting),

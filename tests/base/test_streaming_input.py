@@ -5,7 +5,7 @@ prompt (all but the last), and the chunk follows them.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import core_of, runner_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens
@@ -31,14 +32,21 @@ class Session:
     sent: int = 0
     prompt: tuple[int, ...] = ()
     """What vLLM makes of the session, by its rule."""
-    outputs: list[list[int]] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=lambda: [[]])
+    """The last are those that come now."""
 
-    def check(self, model: TinyModel) -> None:
-        assert len(self.outputs) == len(self.chunks)
+    def check(self, model: TinyModel, stops: Sequence[int]) -> None:
+        assert self.outputs.pop() == [] and len(self.outputs) == len(self.chunks)
         for chunk, outputs in zip(self.chunks, self.outputs, strict=True):
             self.prompt += chunk
-            assert outputs == model.greedy(self.prompt, OUTPUTS), self.name
+            assert outputs == until(stops, model.greedy(self.prompt, OUTPUTS)), self.name
             self.prompt += tuple(outputs[:-1])
+
+
+def until(stops: Sequence[int], tokens: list[int]) -> list[int]:
+    """The tokens up to the first that ends them."""
+    ends = [index + 1 for index, token in enumerate(tokens) if token in stops]
+    return tokens[: min(ends, default=len(tokens))]
 
 
 class Driver:
@@ -49,6 +57,7 @@ class Driver:
         self.runner = runner_of(llm)
         self.prompt_logprobs: int | None = None
         self.repetition_penalty = 1.0
+        self.stops: list[int] = []
         self.prompts_answered = 0
         self.sessions: dict[str, Session] = {}
         self.plain: dict[str, tuple[tuple[int, ...], list[int]]] = {}
@@ -61,6 +70,7 @@ class Driver:
             detokenize=False,
             prompt_logprobs=self.prompt_logprobs,
             repetition_penalty=self.repetition_penalty,
+            stop_token_ids=self.stops,
         )
         request = EngineCoreRequest(
             request_id=name,
@@ -103,32 +113,52 @@ class Driver:
                     self.plain[one.request_id][1].extend(one.new_token_ids)
                     continue
                 outputs = self.sessions[one.request_id].outputs
-                if not outputs or len(outputs[-1]) == OUTPUTS:
-                    outputs.append([])
                 outputs[-1].extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    outputs.append([])
 
     def is_open(self) -> bool:
         return bool(self.core.scheduler.requests)
 
     def check(self, model: TinyModel) -> None:
         for session in self.sessions.values():
-            session.check(model)
+            session.check(model, self.stops)
         for prompt, tokens in self.plain.values():
-            assert tokens == model.greedy(prompt, OUTPUTS)
+            assert tokens == until(self.stops, model.greedy(prompt, OUTPUTS))
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no caching"])
-def test_sessions_among_other_requests(is_async: bool, caching: bool, tiny_model: Callable[[str], TinyModel]) -> None:
-    """More sessions and requests than rows: a waiting session loses its row, and comes back with its cache."""
+@pytest.mark.parametrize(
+    ("is_async", "caching", "drafts", "has_stops"),
+    [
+        (True, True, None, False),
+        (True, False, None, True),
+        (False, True, None, True),
+        (False, False, None, False),
+        (True, True, "same", False),
+        (True, False, "head", True),
+        (False, True, "ngram", True),
+        (False, False, "noisy", False),
+    ],
+)
+def test_sessions_among_other_requests(
+    is_async: bool, caching: bool, drafts: str | None, has_stops: bool, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    """More sessions and requests than rows: a waiting session loses its row, and comes back with its cache.
+
+    Turns end in the middle of accepted drafts, and while the next step is in flight.
+    """
     model = tiny_model("llama")
     rng = np.random.default_rng(7)
     prompts = random_prompts(30, [5, 30, 70, 1, 20, 45, 3, 3, 60, 12, 1, 9] * 2)
     options = {"async_scheduling": is_async, "enable_prefix_caching": caching, "num_gpu_blocks_override": 40}
+    if drafts is not None:
+        options["speculative_config"] = speculation(drafts, model)  # type: ignore[assignment]
     with engine(
         model.path, max_model_len=256, max_num_seqs=3, max_num_batched_tokens=32, enforce_eager=True, **options
     ) as llm:
         driver = Driver(llm)
+        if has_stops:
+            driver.stops = sorted({model.greedy(prompts[3 * i], OUTPUTS)[3] for i in range(5)})
         taken_over = 0
         waiting = [Session(f"session-{i}", prompts[3 * i : 3 * i + 3]) for i in range(5)]
         for index in range(6):
@@ -190,7 +220,7 @@ def test_penalties_count_the_prompt_so_far(tiny_model: Callable[[str], TinyModel
             driver.step()
     prompt: tuple[int, ...] = ()
     num_changed = []
-    for chunk, outputs in zip(chunks, session.outputs, strict=True):
+    for chunk, outputs in zip(chunks, session.outputs[:-1], strict=True):
         prompt += chunk
         request = Request(prompt, SamplingParams(temperature=0, max_tokens=OUTPUTS, repetition_penalty=5.0))
         num_changed.append(check_tokens(model, request, outputs))
@@ -235,3 +265,23 @@ def test_prompt_logprobs_come_with_the_first_chunk_alone(tiny_model: Callable[[s
                 driver.step()
             driver.check(model)
             assert driver.prompts_answered == answered
+
+
+def test_a_dropped_output_is_in_no_prefix_cache(tiny_model: Callable[[str], TinyModel]) -> None:
+    """A turn ends where a cache block would be full; in its place comes the next input's first token."""
+    model = tiny_model("llama")
+    chunks = random_prompts(53, [32 - OUTPUTS, 40])
+    with engine(model.path, max_model_len=128, enforce_eager=True) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.block_size == 32
+        driver = Driver(llm)
+        session = Session("session", chunks)
+        driver.open(session)
+        driver.feed(session)
+        for _ in range(30):
+            driver.step()
+        first, _, _ = session.outputs
+        driver.ask("plain", (*chunks[0], *first, 5, 6, 7))
+        driver.feed(session)
+        while driver.is_open():
+            driver.step()
+        driver.check(model)
