@@ -222,6 +222,21 @@ def test_windows_are_refused_under_asynchronous_scheduling(tiny_model: Any) -> N
         LLM(str(model.path), async_scheduling=True, **options)
 
 
+def test_a_draft_that_is_quantised_is_refused(tiny_model: Any) -> None:
+    """Before its weights are read."""
+    model = tiny_model("llama")
+    config = speculation("same", model)
+    path = Path(config["model"])
+    quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "int-quantized"}
+    whole = (path / "config.json").read_text()
+    (path / "config.json").write_text(json.dumps(json.loads(whole) | {"quantization_config": quantised}))
+    try:
+        with pytest.raises(Exception, match="quantization compressed-tensors has no kernels here"):
+            LLM(str(model.path), **(DEFAULTS | {"enforce_eager": True, "speculative_config": config}))
+    finally:
+        (path / "config.json").write_text(whole)
+
+
 def multi_token_prediction(model: TinyModel, path: Path) -> None:
     """A MiMo checkpoint: the model, and a layer of its own beside it that drafts."""
     weights, config = load_file(model.path / "model.safetensors"), json.loads((model.path / "config.json").read_text())
