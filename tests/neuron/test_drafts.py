@@ -42,13 +42,13 @@ def test_rounded_weights_draft_and_verify(tiny_model: Callable[[str], TinyModel]
 def test_two_workers_draft_and_verify(tiny_model: Callable[[str], TinyModel]) -> None:
     """The head's passes are one graph, of which each rank has its share, cut at every collective."""
     model = tiny_model("llama")
-    config = speculation("head", model)
+    config = speculation("head", model) | {"num_speculative_tokens": 2}
     buckets = {"neuron_config": FEW_BUCKETS}
-    options = {"max_model_len": 128, "speculative_config": config, "additional_config": buckets}
-    with engine(model.path, **options) as llm:
+    options: dict[str, Any] = {"max_model_len": 128, "speculative_config": config}
+    with engine(model.path, **options, enforce_eager=True) as llm:
         assert generate(llm, PROMPTS) == expected(model, PROMPTS)
         accepted_alone = share_accepted(llm)
-    with engine(model.path, **options, tensor_parallel_size=2) as llm:
+    with engine(model.path, **options, tensor_parallel_size=2, additional_config=buckets) as llm:
         before = llm.collective_rpc(count_of_rank)
         assert generate(llm, PROMPTS) == expected(model, PROMPTS)
         assert llm.collective_rpc(count_of_rank) == before
