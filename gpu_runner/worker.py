@@ -34,6 +34,10 @@ class GPUWorker(ModelRunnerWorker):
                 f"gpu_runner.GPUWorker serves CUDA GPUs, and vLLM runs on {current_platform.device_name!r} here: "
                 "leave out --worker-cls"
             )
+        if self.model_config.is_multimodal_model:
+            raise UnsupportedConfigError(
+                "gpu_runner.GPUWorker does not serve multimodal models yet: leave out --worker-cls"
+            )
         os.environ.pop("NCCL_ASYNC_ERROR_HANDLING", None)  # Ray sets it; graphs that hold collectives fail with it.
         torch.set_float32_matmul_precision(envs.VLLM_FLOAT32_MATMUL_PRECISION)
         device = torch.device(f"cuda:{self.local_rank}")

@@ -17,6 +17,17 @@ from model_runner_base.vllm_port.speculation import read_speculation
 
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 
+MULTIMODAL_ARCHITECTURES = (
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+)
+"""Those whose images are held against another implementation; of others it is not known what they need."""
+
 
 def check_config(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedConfigError for the first setting that this runner does not serve."""
@@ -46,7 +57,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         "sequence parallelism is not supported yet: leave enable_sp and fuse_gemm_comms out of pass_config": (
             vllm_config.compilation_config.pass_config.enable_sp
         ),
-        "multimodal models are not supported yet: serve a text-only model": model and model.is_multimodal_model,
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
         "models with multi-head latent attention (MLA) are not supported yet": model and model.use_mla,
@@ -64,6 +74,8 @@ def check_config(vllm_config: VllmConfig) -> None:
             raise UnsupportedConfigError(message)
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
+    if model and model.is_multimodal_model:
+        _check_multimodal(vllm_config)
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:
@@ -97,6 +109,29 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         read_speculation(vllm_config)
     except ValueError as error:
         raise UnsupportedConfigError(str(error)) from None
+
+
+def _check_multimodal(vllm_config: VllmConfig) -> None:
+    model = vllm_config.model_config
+    config = model.multimodal_config
+    refusals = {
+        f"{model.architecture} is not supported yet: use a text-only model, or one of "
+        f"{', '.join(MULTIMODAL_ARCHITECTURES)}": model.architecture not in MULTIMODAL_ARCHITECTURES,
+        "adapters are not supported with multimodal models yet: leave out enable_lora": vllm_config.lora_config,
+        "speculative decoding is not supported with multimodal models yet: leave out speculative_config": (
+            vllm_config.speculative_config
+        ),
+        "prompt embeddings are not supported with multimodal models yet: leave out enable_prompt_embeds": (
+            model.enable_prompt_embeds
+        ),
+        "tensor parallelism is not supported with multimodal models yet: use tensor_parallel_size=1": (
+            vllm_config.parallel_config.tensor_parallel_size > 1
+        ),
+        "video_pruning_rate is not supported: leave it out": config and config.is_multimodal_pruning_enabled(),
+    }
+    for message, is_asked in refusals.items():
+        if is_asked:
+            raise UnsupportedConfigError(message)
 
 
 def _plugins() -> list[str]:

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -26,7 +25,6 @@ from model_runner_base.caches import allocation
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.kinds import make_caches
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.logits_processors import load_processors
@@ -37,6 +35,7 @@ from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.loader import change_config, reload_checkpoint
+from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder, make_encoder
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.start.behind import SizesBehind
 from model_runner_base.start.warm_up import warm_up
@@ -105,6 +104,7 @@ class ModelRunnerBase:
         self.model: Any
         self.adapters: Adapters = NO_ADAPTERS
         """Of the model; ``load_adapters`` puts them in."""
+        self.encoder: Encoder = NO_ENCODER
         self._cache_device_properties()
         self.logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
 
@@ -150,6 +150,10 @@ class ModelRunnerBase:
     def load_adapters(self) -> None:
         """Gives the loaded model places for LoRA adapters, if they are enabled."""
         self.adapters = make_adapters(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
+
+    def load_encoder(self) -> None:
+        """Makes room for what the loaded model's encoder makes of images and such, if it has one."""
+        self.encoder = make_encoder(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
 
     def get_model(self) -> nn.Module:
         return self.model
@@ -272,7 +276,7 @@ class ModelRunnerBase:
             info = parts.requests.infos[req_id]
         else:
             seed = parts.head.draw_seed() if params.seed is None else params.seed
-            info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter)
+            info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter, arrival.items)
             if req_id not in parts.requests.infos:  # Else a session goes on; its first prompt has been introduced.
                 parts.head.introduce(req_id, info)
         row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
@@ -352,28 +356,23 @@ class ModelRunnerBase:
         context = get_forward_context()
         context.moe_layer_index = 0  # Counted up by vLLM's own expert layers, step by step.
         context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
-        output = self.model(positions=call.positions, intermediate_tensors=None, **call.kwargs)
+        output = self.model(intermediate_tensors=None, **call.kwargs)
         context.attn_metadata = None  # type: ignore[assignment]
         hidden_states, kept = parts.drafter.keep(output, call)
         results = *parts.head.traced(hidden_states, call), *kept, packed
         parts.inputs.unbind()
         return results
 
-    # ---- Multimodal inputs: text-only so far, limits.py refuses the models ----
+    # ---- Multimodal inputs ----
 
-    def _calc_mrope_positions(self, schedule: Schedule) -> np.ndarray | None:
-        """Multimodal rotary positions [3, T], or None for a model whose positions are one-dimensional."""
-        return None
+    def _execute_encoder(self, schedule: Schedule) -> None:
+        """Forgets the encoder outputs that the scheduler gave up, and runs the encoder on the items it names."""
+        if schedule.encoder_inputs or schedule.freed_items:
+            self.encoder.run(schedule, self.parts.requests.infos)
 
-    def _execute_encoder(self, schedule: Schedule) -> list[torch.Tensor]:
-        """Runs the scheduled encoder inputs; a text-only model has none."""
-        if schedule.encoder_inputs:
-            raise UnsupportedConfigError("multimodal inputs are not supported yet: send text only")
-        return []
-
-    def _gather_encoder_outputs(self, schedule: Schedule) -> list[torch.Tensor]:
-        """Encoder outputs that fall into the scheduled tokens; a text-only model has none."""
-        return []
+    def reset_encoder_cache(self) -> None:
+        """Forgets all encoder outputs: the weights have changed."""
+        self.encoder.reset()
 
     # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
 

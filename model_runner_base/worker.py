@@ -95,6 +95,7 @@ class ModelRunnerWorker(WorkerBase):
         ):
             self.model_runner.load_model()
             self.model_runner.load_adapters()
+            self.model_runner.load_encoder()
         logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
@@ -210,7 +211,8 @@ class ModelRunnerWorker(WorkerBase):
         self.model_config.max_model_len = max_model_len
 
     def reset_encoder_cache(self) -> None:
-        """There is none: text-only models keep no encoder outputs."""
+        """Forgets all encoder outputs: after new weights, say."""
+        self.model_runner.reset_encoder_cache()
 
     def execute_dummy_batch(self) -> None:
         """Only data-parallel ranks without requests are asked for this, and limits.py refuses data parallelism."""

@@ -3,6 +3,7 @@
 from model_runner_base.graph_policy import GraphPolicy
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.multimodal.towers import towers_left_out
 from model_runner_base.start.step_memory import estimate_step_memory
 from neuron_runner.config import read_neuron_config
 from neuron_runner.nki import use_nki
@@ -44,13 +45,14 @@ class NeuronModelRunner(ModelRunnerBase):
         if is_quantized:
             quantization.check_quantizable(self.model_config)
         self.model = load_checkpoint(self.vllm_config)
-        if self.vllm_config.lora_config is None:  # An adapter of the head adds to whole rows.
-            self.vocabulary = cut_vocabulary(self.model)
-        if is_quantized:
-            quantization.quantize_weights(self.model)
-        if not self.model_config.enforce_eager:
-            weights.transpose_linear_weights(self.model)
-            weights.move(self.model, self.device)
+        with towers_left_out(self.model):  # They run on the host.
+            if self.vllm_config.lora_config is None:  # An adapter of the head adds to whole rows.
+                self.vocabulary = cut_vocabulary(self.model)
+            if is_quantized:
+                quantization.quantize_weights(self.model)
+            if not self.model_config.enforce_eager:
+                weights.transpose_linear_weights(self.model)
+                weights.move(self.model, self.device)
         weights.refuse_loading(self.model)
 
     def profile_run(self) -> int:

@@ -13,37 +13,27 @@ from vllm.config import ModelConfig
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.repeat import RepeatPart
-from model_runner_base.step.sizes import StepSize, geometric
+from model_runner_base.step.sizes import StepSize
 
 SECTION = "embed_source"
 LOOKED_UP = -1
-SMALLEST_PIECE = 64
-"""Embeddings are uploaded in one piece a step: of this length, twice it, and so on up to a step's tokens."""
-
-
-def _write(pool: torch.Tensor, rows: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-    """Writes ``embeds`` [N, H] to ``rows`` [N] of the pool, in place; returns the rows."""
-    pool.index_put_((rows,), embeds)
-    return rows.clone()
 
 
 class EmbeddingInputs(TokenInputs):
-    """``pool`` [max_num_tokens + 1, H] float32, whose last row takes what a piece is padded with."""
+    """The pool's rows, float32, are those of the step's own embeddings, one behind another."""
 
     def __init__(
         self, requests: RequestStates, max_num_tokens: int, hidden_size: int, wrap: WrapFunction, device_ops: DeviceOps
     ) -> None:
         super().__init__(requests)
-        self._device_ops = device_ops
-        self._pool = [device_ops.zeros((max_num_tokens + 1, hidden_size), torch.float32)]
-        self._write = wrap(_write, self._pool)
-        self._pieces = geometric(SMALLEST_PIECE, max_num_tokens)
+        self._pool = EmbeddingPool(max_num_tokens, hidden_size, torch.float32, max_num_tokens, wrap, device_ops)
         self._num_embeds = np.zeros(requests.max_num_reqs, np.int64)
 
     def admit(self, row: int, info: RequestInfo) -> None:
@@ -71,37 +61,28 @@ class EmbeddingInputs(TokenInputs):
         """Uploads the embeddings of the step's tokens."""
         chunks = [chunk for _, chunk in self._chunks(batch)] if not batch.is_repeat else []
         if chunks:
-            count = sum(map(len, chunks))
-            self._upload(chunks, next(length for length in self._pieces if length >= count))
-
-    def _upload(self, chunks: list[np.ndarray], length: int) -> None:
-        """To the front of the pool."""
-        max_num_tokens, hidden_size = self._pool[0].shape[0] - 1, self._pool[0].shape[1]
-        padding = length - sum(map(len, chunks))
-        embeds = np.concatenate([*chunks, np.zeros((padding, hidden_size), np.float32)])
-        rows = np.arange(length, dtype=np.int32)
-        rows[length - padding :] = max_num_tokens
-        self._write(self._pool[0], self._device_ops.to_device(rows), self._device_ops.to_device(embeds))
+            embeds = torch.cat(chunks)
+            self._pool.write(np.arange(len(embeds), dtype=np.int32), embeds)
 
     def warm_up(self) -> None:
-        for length in self._pieces:
-            self._upload([], length)
+        self._pool.warm_up()
 
-    def _chunks(self, batch: InputBatch) -> Iterator[tuple[int, np.ndarray]]:
+    def _chunks(self, batch: InputBatch) -> Iterator[tuple[int, torch.Tensor]]:
         """The scheduled parts of prompts of embeddings, and where in the step each begins."""
         # Behind a prompt come output tokens, which have ids.
         indices = np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed)
         for index, info in zip(indices, self._requests.infos_of(batch.rows[indices]), strict=True):
             assert info.prompt_embeds is not None
             begin = batch.num_computed[index]
-            chunk = info.prompt_embeds[begin : begin + batch.query_len[index]].float().numpy()
+            chunk = info.prompt_embeds[begin : begin + batch.query_len[index]].float()
             yield int(batch.query_start[index]), chunk
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        return tuple(self._pool)
+        return tuple(self._pool.tensors)
 
     def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super().bind(call, model, tensors)
         (pool,), source = tensors, call.arrays[SECTION]
         looked_up = model.embed_input_ids(call.token_ids)
         given = pool[source.clamp(min=0)].to(looked_up.dtype)
@@ -141,9 +122,10 @@ def embeddings_memory(model_config: ModelConfig, max_num_tokens: int) -> int:
 
 def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """What a model is called with for its tokens before there are requests: the same arguments as in every step."""
-    if model_config.enable_prompt_embeds:
-        return {"input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
-    return {"input_ids": token_ids, "inputs_embeds": None}
+    positions = token_ids.expand(3, -1) if model_config.uses_mrope else token_ids
+    if model_config.enable_prompt_embeds or model_config.is_multimodal_model:
+        return {"positions": positions, "input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
+    return {"positions": positions, "input_ids": token_ids, "inputs_embeds": None}
 
 
 def check_embeds(embeds: torch.Tensor, hidden_size: int, wants_prompt_logprobs: bool) -> None:

@@ -17,6 +17,9 @@ from model_runner_base.step.sizes import StepSize
 class TokenInputs:
     """Token ids are all there is."""
 
+    prompts_in_chunks = False
+    """Whether no token of a prompt may have a decode row."""
+
     def __init__(self, requests: RequestStates) -> None:
         self._requests = requests
 
@@ -71,6 +74,7 @@ class TokenInputs:
 
     def bind(self, call: ModelCall, model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         """Sets what the model is called with for its tokens. Part of the graph."""
+        call.kwargs["positions"] = call.positions
         call.kwargs["input_ids"] = call.token_ids
         call.kwargs["inputs_embeds"] = None
 

@@ -12,6 +12,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 
 
@@ -40,6 +41,8 @@ class RequestInfo:
     """[prompt, hidden] on the host, in place of ids."""
     adapter: LoRARequest | None = None
     """The low-rank adapter that it runs with."""
+    items: Sequence[MultiModalFeatureSpec] = ()
+    """The images and such of its prompt, and where they stand."""
     output_token_ids: list[int] = field(default_factory=list)
     """Kept up to date only where a rule looks back on it (heads/sampling/history.py); the list stays the same."""
 

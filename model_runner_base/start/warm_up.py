@@ -69,7 +69,7 @@ def profile_step(runner: Starting) -> None:
         runner.adapters.unused(num_tokens, num_logits),
     ):
         inputs = profile_inputs(runner.model_config, runner.model, token_ids)
-        output = runner.model(positions=token_ids, intermediate_tensors=None, **inputs)
+        output = runner.model(intermediate_tensors=None, **inputs)
         hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else states of layers beside it.
         logits = LogitsOf(runner.model, runner.vocabulary).whole(hidden_states, zeros((num_logits,), torch.int32))
     tables = (zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))

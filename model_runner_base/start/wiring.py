@@ -24,6 +24,7 @@ from model_runner_base.heads.sampling.pipeline import SamplingPipeline
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import make_inputs
 from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.multimodal.encoder import Encoder
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestStates
@@ -48,6 +49,7 @@ class Unwired(Protocol):
 
     vocabulary: Vocabulary
     adapters: Adapters
+    encoder: Encoder
     model: Any
     logits_processors: Any
     max_model_len: int
@@ -120,7 +122,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     caches = runner._make_caches(groups, limits)
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
     inputs = make_inputs(config.model_config, requests, max_num_tokens, policy.wrap, device_ops)
-    inputs = runner.adapters.beside(inputs, requests)
+    inputs = runner.adapters.beside(runner.encoder.beside(inputs, requests), requests)
 
     def sections(size: StepSize) -> list[Section]:
         return [*inputs.sections(size), *caches.sections(size), *drafter.sections(size)]
@@ -169,7 +171,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         bind_kv_caches=bind_kv_caches,
         caches=caches,
         inputs=inputs,
-        batches=BatchBuilder(requests, caches.order),
+        batches=BatchBuilder(requests, caches.order._replace(prompts_in_chunks=inputs.prompts_in_chunks)),
         repeat=Repeat(requests),
         packer=Packer(sections, device_ops),
         sections=sections,

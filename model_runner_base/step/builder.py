@@ -21,6 +21,8 @@ class BatchOrder(NamedTuple):
     row_len: int = 1
     """Tokens that every decode row takes up, whether it has as many or not. More than one where drafts are verified:
     then requests have a decode row once all their tokens are output, and the scheduler says how far they are."""
+    prompts_in_chunks: bool = False
+    """Whether no token of a prompt may have a decode row: requests have one once all their tokens are output."""
 
 
 class BatchBuilder:
@@ -78,12 +80,13 @@ def order_of(
     decode_len: int,
     fresh_last: bool,
     row_len: int,
+    prompts_in_chunks: bool,
     keys: np.ndarray,
 ) -> tuple[int, bool]:
     """Fills ``keys`` [R] that a batch is sorted by; returns how many have a decode row, and whether it is sorted."""
     num_decodes, is_sorted = 0, True
     for index in range(len(rows)):
-        if row_len > 1:
+        if row_len > 1 or prompts_in_chunks:
             key = 0 if progress[rows[index]] >= num_known[rows[index]] else 1
         else:
             key = 0 if query_len[index] <= decode_len else 1

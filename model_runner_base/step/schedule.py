@@ -10,11 +10,12 @@ Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 
 
@@ -35,6 +36,8 @@ class Arrival:
     """[prompt, hidden] on the host, of a new one whose prompt is embeddings; its ``token_ids`` are zeros then."""
     adapter: LoRARequest | None = None
     """Of a new one that names one."""
+    items: Sequence[MultiModalFeatureSpec] = ()
+    """Of a new one: the images and such of its prompt, and where they stand."""
 
 
 @dataclass(slots=True)
@@ -56,8 +59,10 @@ class Schedule:
     steps that the scheduler has read it knows the truth."""
     drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Drafts to verify, which count among ``num_tokens``, by request; -1 where the device alone knows them."""
-    encoder_inputs: Mapping[str, Any] = field(default_factory=dict)
-    """Multimodal items to encode, by request."""
+    encoder_inputs: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Items to encode before the step, by request: indices among its ``items``."""
+    freed_items: Sequence[str] = ()
+    """Identifiers of items whose encoder outputs are given up, before others are encoded."""
 
 
 class Grammar(NamedTuple):

@@ -54,7 +54,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
             elif tensor_name.endswith("correction_bias"):
                 torch.nn.init.normal_(tensor, std=0.1)
             elif isinstance(tensor, torch.nn.Parameter):
-                _vary(tensor_name, tensor)
+                vary(tensor_name, tensor)
         if model.config.tie_word_embeddings:
             # A residual that is mostly the last token's embedding would make that token its own successor.
             torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.05)
@@ -68,7 +68,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
 
 
 @torch.no_grad()
-def _vary(name: str, parameter: torch.nn.Parameter) -> None:
+def vary(name: str, parameter: torch.nn.Parameter) -> None:
     if parameter.ndim > 1:
         torch.nn.init.normal_(parameter, std=0.25)
     elif name.endswith("bias"):

@@ -27,6 +27,7 @@ def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
         cached.num_computed_tokens,
         scheduler_output.scheduled_spec_decode_tokens,
         scheduler_output.scheduled_encoder_inputs,
+        scheduler_output.free_encoder_mm_hashes,
     )
 
 
@@ -44,6 +45,7 @@ def _arrival(new: NewRequestData) -> Arrival:
         new.sampling_params,
         new.prompt_embeds,
         new.lora_request,
+        new.mm_features,
     )
 
 

@@ -7,7 +7,11 @@ registry and keeps its own forward. Experts are not here: ``model_runner_base/la
 
 from typing import Any
 
+import torch
 from vllm.model_executor.custom_op import op_registry_oot
+
+_host_ops: torch.library.Library | None = None
+"""Implementations stand as long as this does."""
 
 
 def register() -> None:
@@ -31,3 +35,14 @@ def register() -> None:
         (replaced,) = override.__bases__
         if op_registry_oot.get(replaced.__name__) is not override:
             replaced.register_oot(override)
+    _run_towers_on_the_host()
+
+
+def _run_towers_on_the_host() -> None:
+    """vLLM registers attention of towers for the platform's own dispatch key; towers run on the host here."""
+    from vllm.v1.attention.ops.vit_attn_wrappers import torch_sdpa_wrapper
+
+    global _host_ops
+    if _host_ops is None:
+        _host_ops = torch.library.Library("vllm", "FRAGMENT")
+        _host_ops.impl("torch_sdpa_wrapper", torch_sdpa_wrapper, "CPU")

@@ -12,6 +12,8 @@ from model_runner_base.limits import check_config
 
 MODEL = {
     "is_multimodal_model": False,
+    "architecture": "LlavaForConditionalGeneration",
+    "multimodal_config": SimpleNamespace(is_multimodal_pruning_enabled=lambda: False),
     "enable_prompt_embeds": False,
     "runner_type": "generate",
     "is_encoder_decoder": False,
@@ -22,6 +24,7 @@ MODEL = {
 }
 PARALLEL = {
     "use_ubatching": False,
+    "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "prefill_context_parallel_size": 1,
@@ -88,7 +91,6 @@ def draft(**options: Any) -> SimpleNamespace:
         ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=1"),
         ("parallel_config.enable_expert_parallel", True, "leave out enable_expert_parallel"),
         ("compilation_config.pass_config.enable_sp", True, "leave enable_sp and fuse_gemm_comms out of pass_config"),
-        ("model_config.is_multimodal_model", True, "serve a text-only model"),
         ("model_config.runner_type", "pooling", "use a model that generates"),
         ("model_config.is_encoder_decoder", True, "encoder-decoder models are not supported yet"),
         ("model_config.use_mla", True, r"multi-head latent attention \(MLA\) are not supported yet"),
@@ -99,6 +101,26 @@ def draft(**options: Any) -> SimpleNamespace:
 )
 def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message: str) -> None:
     config: Any = deepcopy(SERVED)
+    check_config(config)
+    *path, name = setting.split(".")
+    setattr(reduce(getattr, path, config), name, value)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model_config.architecture", "PaliGemmaForConditionalGeneration", "PaliGemma.* or one of LlavaForConditional"),
+        ("lora_config", object(), "leave out enable_lora"),
+        ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
+        ("parallel_config.tensor_parallel_size", 2, "use tensor_parallel_size=1"),
+        ("model_config.multimodal_config.is_multimodal_pruning_enabled", lambda: True, "video_pruning_rate"),
+    ],
+)
+def test_what_models_that_see_are_not_served_with_yet(setting: str, value: Any, message: str) -> None:
+    config: Any = deepcopy(SERVED)
+    config.model_config.is_multimodal_model = True
     check_config(config)
     *path, name = setting.split(".")
     setattr(reduce(getattr, path, config), name, value)

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.inputs.embeddings import SMALLEST_PIECE, EmbeddingInputs
+from model_runner_base.inputs.embeddings import EmbeddingInputs
+from model_runner_base.inputs.pool import SMALLEST_PIECE
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.testing.cases import random_prompts
@@ -102,13 +103,13 @@ def test_penalties_count_no_token_of_a_prompt_that_has_none(tiny_model: Callable
 
 
 class CountingOps(DeviceOps):
-    """Counts the arrays of numbers that are no integers."""
+    """Counts the copies of numbers that are no integers."""
 
     num_floats = 0
 
-    def to_device(self, array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
-        self.num_floats += array.dtype.kind == "f"
-        return super().to_device(array, out)
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_floats += tensor.is_floating_point()
+        return super().upload(tensor)
 
 
 @given(

@@ -1,0 +1,104 @@
+"""Runs a model's encoder on the items that the scheduler names, and keeps the outputs on the device.
+
+Encoders run eagerly, where the device runs tensor code that is not part of a graph (``DeviceOps.eager_device``): any of
+vLLM's towers works so, and nothing is compiled for the size of an image. Their outputs become rows of one pool on the
+device, from which the graphs of mixed steps gather them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.utils import group_mm_kwargs_by_modality
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.inputs.pool import EmbeddingPool
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.multimodal.inputs import MultiModalInputs, RotatedInputs
+from model_runner_base.multimodal.levels import Levels
+from model_runner_base.multimodal.positions import calc_mrope_positions
+from model_runner_base.multimodal.rows import EncoderRows
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.schedule import Schedule
+
+
+class Encoder:
+    """The model has none."""
+
+    def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
+        """Forgets the outputs that the scheduler gave up, and makes those it asks for."""
+
+    def reset(self) -> None:
+        """Forgets all outputs."""
+
+    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
+        """What a step's graph is given: these inputs, and the outputs of the encoder."""
+        return inputs
+
+
+NO_ENCODER = Encoder()
+
+
+class ItemEncoder(Encoder):
+    """The encoder of a multimodal model."""
+
+    def __init__(self, vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+        budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
+        model_config = vllm_config.model_config
+        size = budget.encoder_cache_size
+        self._levels = Levels(model)
+        width = (1 + self._levels.count) * model_config.get_inputs_embeds_size()
+        self._model = model
+        self._device = device_ops.eager_device
+        self._rows = EncoderRows(size)
+        assert isinstance(model_config.dtype, torch.dtype)
+        self._pool = EmbeddingPool(size, width, model_config.dtype, size, wrap, device_ops)
+        self._uses_mrope = model_config.uses_mrope
+
+    def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
+        # The scheduler may have promised the room of the old to the new.
+        for identifier in schedule.freed_items:
+            self._rows.give_up(identifier)
+        items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
+        missing = [item for item in items if item.identifier not in self._rows and item.data is not None]
+        if missing:
+            self._encode(missing)
+
+    @torch.no_grad()
+    def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
+        contents = [(item.modality, item.data) for item in items]
+        outputs: list[torch.Tensor] = []
+        groups: Any = group_mm_kwargs_by_modality(contents, device=self._device)  # type: ignore[arg-type]
+        for _, _, kwargs in groups:
+            outputs += self._model.embed_multimodal(**kwargs)
+        for item, output in zip(items, outputs, strict=True):
+            embeds = output.flatten(0, -2)  # Some models keep a dimension of one where videos differ in length.
+            if len(embeds) != item.mm_position.get_num_embeds():
+                raise RuntimeError(
+                    f"the encoder made {len(embeds)} embeddings of a {item.modality} that stands for "
+                    f"{item.mm_position.get_num_embeds()} tokens"
+                )
+            self._pool.write(self._rows.take(item.identifier, len(embeds)), embeds)
+
+    def reset(self) -> None:
+        self._rows.clear()
+
+    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
+        parts = requests, self._pool, self._rows, self._levels
+        return RotatedInputs(*parts, self._calc_positions) if self._uses_mrope else MultiModalInputs(*parts)
+
+    def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
+        return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
+
+
+def make_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Encoder:
+    """Of the loaded ``model``; one that does nothing for a model of text alone."""
+    if not vllm_config.model_config.is_multimodal_model:
+        return NO_ENCODER
+    return ItemEncoder(vllm_config, model, wrap, device_ops)

@@ -1,0 +1,140 @@
+"""What a model with an encoder is called with: embeddings of text, and the encoder's outputs in the items' places.
+
+Placeholders stand in prompts only, and no token of a prompt has a decode row here, so steps of pure decode carry
+nothing of it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_runner_base.inputs.pool import EmbeddingPool
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.multimodal.levels import Levels
+from model_runner_base.multimodal.rows import EncoderRows
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import Section
+from model_runner_base.step.sizes import StepKind, StepSize
+
+ROWS, ROTATION = "encoder_rows", "rotary_offsets"
+LOOKED_UP = -1
+"""A token of text."""
+
+
+class MultiModalInputs(TokenInputs):
+    """A token's ``encoder_rows`` is its row of the pool, or -1: then its embedding is looked up by its id."""
+
+    prompts_in_chunks = True
+
+    def __init__(self, requests: RequestStates, pool: EmbeddingPool, rows: EncoderRows, levels: Levels) -> None:
+        super().__init__(requests)
+        self._pool = pool
+        self._encoder_rows = rows
+        self._levels = levels
+
+    def sections(self, size: StepSize) -> list[Section]:
+        own = [Section(ROWS, (size.num_tokens,))] if size.kind == StepKind.MIXED else []
+        return [*super().sections(size), *own]
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        super().fill(batch, size, views)
+        if size.kind == StepKind.MIXED:
+            views[ROWS][:] = LOOKED_UP
+            for index in range(batch.num_decodes, len(batch.rows)):
+                self._place(batch, index, views[ROWS])
+
+    def _place(self, batch: InputBatch, index: int, rows: np.ndarray) -> None:
+        """Writes the rows of a request's items that stand in the tokens of this step."""
+        (info,) = self._requests.infos_of(batch.rows[index : index + 1])
+        begin, count = int(batch.num_computed[index]), int(batch.query_len[index])
+        token = int(batch.query_start[index])
+        for item in info.items:
+            place = item.mm_position
+            first, last = max(begin, place.offset), min(begin + count, place.offset + place.length)
+            if first >= last:
+                continue
+            low, high = place.get_embeds_indices_in_range(first - place.offset, last - place.offset)
+            tokens = np.arange(first, last)
+            if place.is_embed is not None:
+                tokens = tokens[place.is_embed[first - place.offset : last - place.offset].numpy()]
+            rows[token + tokens - begin] = self._encoder_rows[item.identifier][low:high]
+
+    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        super().fill_padding(size, views)
+        if size.kind == StepKind.MIXED:
+            views[ROWS][:] = LOOKED_UP
+
+    def warm_up(self) -> None:
+        self._pool.warm_up()
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return tuple(self._pool.tensors)
+
+    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super().bind(call, model, tensors)
+        if call.size.kind == StepKind.MIXED:
+            embeds, levels = gather_encoder_outputs(call, model, *tensors)
+            call.kwargs["input_ids"], call.kwargs["inputs_embeds"] = None, embeds
+            self._levels.bind(levels)
+
+    def unbind(self) -> None:
+        self._levels.unbind()
+
+
+def gather_encoder_outputs(call: ModelCall, model: Any, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, H] embeddings of a step's tokens: of the pool's rows where an item stands, else of their ids; and what else
+    lies in these rows, [T, W - H], zeros where none stands. Traceable."""
+    rows = call.arrays[ROWS]
+    looked_up = model.get_language_model().embed_input_ids(call.token_ids)
+    stands = (rows >= 0).unsqueeze(1)
+    gathered = pool[rows.clamp(min=0)].to(looked_up.dtype)
+    width = looked_up.shape[1]
+    return torch.where(stands, gathered[:, :width], looked_up), torch.where(stands, gathered[:, width:], 0)
+
+
+class RotatedInputs(MultiModalInputs):
+    """Of a model with M-RoPE: ``rotary_offsets``, [3, T] in a mixed step and [T] else, from the cache positions."""
+
+    def __init__(
+        self,
+        requests: RequestStates,
+        pool: EmbeddingPool,
+        rows: EncoderRows,
+        levels: Levels,
+        calc_positions: Callable[[RequestInfo], tuple[np.ndarray, int]],
+    ) -> None:
+        super().__init__(requests, pool, rows, levels)
+        self._calc_positions = calc_positions
+        self._of_prompt: list[np.ndarray] = [np.zeros((3, 0), np.int32)] * requests.max_num_reqs
+        self._behind = np.zeros(requests.max_num_reqs, np.int32)
+        """By row, of all tokens behind the prompt."""
+
+    def admit(self, row: int, info: RequestInfo) -> None:
+        super().admit(row, info)
+        self._of_prompt[row], self._behind[row] = self._calc_positions(info)
+
+    def sections(self, size: StepSize) -> list[Section]:
+        dims = (3, size.num_tokens) if size.kind == StepKind.MIXED else (size.num_tokens,)
+        return [*super().sections(size), Section(ROTATION, dims)]
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        super().fill(batch, size, views)
+        offsets, num_decodes = views[ROTATION], batch.num_decodes
+        offsets[..., :num_decodes] = self._behind[batch.rows[:num_decodes]]
+        offsets[..., num_decodes:] = 0
+        for index in range(num_decodes, len(batch.rows)):
+            row, begin, token = (int(of[index]) for of in (batch.rows, batch.num_computed, batch.query_start))
+            of_chunk = offsets[:, token : token + int(batch.query_len[index])]
+            of_chunk[:] = self._behind[row]
+            in_prompt = self._of_prompt[row][:, begin : begin + of_chunk.shape[1]]
+            of_chunk[:, : in_prompt.shape[1]] = in_prompt
+
+    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super().bind(call, model, tensors)
+        rotated = call.positions + call.arrays[ROTATION]
+        call.kwargs["positions"] = rotated if rotated.dim() == 2 else rotated.unsqueeze(0).expand(3, -1)

@@ -1,0 +1,149 @@
+"""Images in prompts: tokens are the reference's, whatever else is in the batch, and an image is encoded when it has to.
+
+One engine a model serves all checks. It takes 24 tokens a step, so every image is cut; it keeps few encoder outputs, so
+they are evicted; and its KV cache holds 288 tokens, so requests are preempted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from vllm import LLM, RequestOutput
+
+from model_runner_base.testing.engine import greedy, metric, runner_of
+from model_runner_base.testing.images import TOKEN_BYTES, SeeingModel, make_seeing_model, picture
+
+Prompt = tuple[str, list[Image.Image]]
+COUNT = 12
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen3-vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
+    """The second rotates by height and width, has images of any size, and adds to its first layers."""
+    return make_seeing_model(request.param, tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture
+def llm(engine: Callable[..., LLM], model: SeeingModel) -> LLM:
+    memory = {"kv_cache_memory_bytes": 288 * TOKEN_BYTES}
+    return engine(model.path, skip_tokenizer_init=False, max_num_batched_tokens=24, max_logprobs=-1, **memory)
+
+
+@pytest.fixture
+def num_encoded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Images in each call of the encoder."""
+    seen: list[int] = []
+    model = runner_of(llm).model
+    encode = model.embed_multimodal
+
+    def noting(**kwargs: Any) -> Any:
+        outputs = encode(**kwargs)
+        seen.append(len(outputs))
+        return outputs
+
+    monkeypatch.setattr(model, "embed_multimodal", noting)
+    return seen
+
+
+def prompts(model: SeeingModel) -> list[Prompt]:
+    """Text alone; a picture before, within and behind text; several of them; one that two prompts share."""
+    one, other, wide = picture(1, 32, 32), picture(2, 40, 24), picture(3, 64, 48)
+    see = model.placeholder
+    return [
+        ("no picture here", []),
+        (f"{see} what is it?", [one]),
+        (f"look at this: {see} and say what it is", [other]),
+        (f"the last thing is {see}", [wide]),
+        (f"{see} and {see} beside {see}: which is largest?", [one, wide, other]),
+        ("a longer text without any picture, that goes on for a while and then ends", []),
+    ]
+
+
+def as_input(prompt: Prompt) -> Any:
+    text, images = prompt
+    return {"prompt": text} | ({"multi_modal_data": {"image": images}} if images else {})
+
+
+def ask(llm: LLM, asked: list[Prompt], count: int = COUNT, **rules: Any) -> list[RequestOutput]:
+    return llm.generate([as_input(prompt) for prompt in asked], greedy(count, **rules), use_tqdm=False)
+
+
+def read(outputs: list[RequestOutput]) -> list[tuple[list[int], list[int]]]:
+    return [(list(out.prompt_token_ids or ()), list(out.outputs[0].token_ids)) for out in outputs]
+
+
+def expected(model: SeeingModel, asked: list[Prompt], count: int = COUNT) -> list[tuple[list[int], list[int]]]:
+    return [model.greedy(text, images, count) for text, images in asked]
+
+
+def test_tokens(llm: LLM, model: SeeingModel) -> None:
+    """Of prompts with and without images in one batch; then with a cached prefix each."""
+    asked = prompts(model)
+    want = expected(model, asked)
+    assert len({tuple(tokens) for _, tokens in want}) == len(want)
+    assert read(ask(llm, asked)) == want
+    assert read(ask(llm, asked[::-1])) == want[::-1]
+
+
+def test_log_probabilities(llm: LLM, model: SeeingModel) -> None:
+    asked = prompts(model)
+    for (text, images), out in zip(asked, ask(llm, asked, logprobs=-1), strict=True):
+        (completion,) = out.outputs
+        want = model.log_probabilities(text, images, completion.token_ids)
+        assert completion.logprobs is not None
+        for place, row in zip(completion.logprobs, want, strict=True):
+            assert place is not None
+            got = [place[token].logprob for token in range(len(row))]
+            np.testing.assert_allclose(got, row.numpy(), atol=2e-3)
+
+
+def test_preemption(llm: LLM, model: SeeingModel) -> None:
+    """A request that comes back has its tokens where they were, those behind an image too."""
+    asked = [prompt for prompt in prompts(model) if len(prompt[1]) < 3]
+    before = metric(llm, "vllm:num_preemptions")
+    assert read(ask(llm, asked, 60)) == expected(model, asked, 60)
+    assert metric(llm, "vllm:num_preemptions") > before
+
+
+def test_an_image_of_several_requests_is_encoded_once(llm: LLM, model: SeeingModel, num_encoded: list[int]) -> None:
+    shared = picture(4, 48, 32)
+    asked = [(f"{text} {model.placeholder}", [shared]) for text in ("this", "that", "which?")]
+    assert read(ask(llm, asked)) == expected(model, asked)
+    assert num_encoded == [1]
+
+
+def test_images_that_were_evicted(llm: LLM, model: SeeingModel, num_encoded: list[int]) -> None:
+    asked = [(f"see {model.placeholder}!", [picture(seed, 48, 48)]) for seed in range(10, 18)]
+    want = expected(model, asked)
+    assert read(ask(llm, asked)) == want
+    llm.reset_prefix_cache()
+    assert read(ask(llm, asked)) == want
+    assert sum(num_encoded) > len(asked)
+
+
+def test_a_cached_prefix_that_ends_inside_an_image(llm: LLM, model: SeeingModel) -> None:
+    see, images = model.placeholder, [picture(5, 64, 64), picture(6, 32, 32), picture(7, 32, 32)]
+    asked = [(f"ab {see * 3}{text}", images) for text in ("", "?", " is it", " was")]
+    want = expected(model, asked)
+    for prompt, answer in zip(asked, want, strict=True):
+        (out,) = ask(llm, [prompt])
+        assert read([out]) == [answer]
+    assert out.num_cached_tokens and out.num_cached_tokens % 32 == 0
+
+
+def test_requests_that_are_aborted_leave_nothing(llm: LLM, model: SeeingModel) -> None:
+    """While they wait for an encoder, between two chunks, and while they decode."""
+    asked = prompts(model)
+    want = expected(model, asked)
+    for num_steps in range(1, 8):
+        llm.reset_prefix_cache()
+        for name, prompt in enumerate(asked):
+            llm.llm_engine.add_request(f"{num_steps}-{name}", as_input(prompt), greedy(COUNT))
+        for _ in range(num_steps):
+            llm.llm_engine.step()
+        llm.llm_engine.abort_request([f"{num_steps}-{name}" for name in range(len(asked))])
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+    assert read(ask(llm, asked)) == want

@@ -1,0 +1,280 @@
+"""Tiny models that see, with processors of their own, and pictures for them; HF transformers says what is right."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from model_runner_base.testing.architectures import VOCAB_SIZE
+from model_runner_base.testing.models import vary
+from model_runner_base.testing.tokenizer import make_tokenizer
+
+# Typed loosely: transformers loads its classes on demand.
+hf: Any = transformers
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": VOCAB_SIZE + 16,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+TOKEN_BYTES = 4 * 2 * TEXT["num_hidden_layers"] * TEXT["num_key_value_heads"] * 16
+"""Of KV cache, in float32; head size 16."""
+
+
+@dataclass(frozen=True)
+class SeeingModel:
+    """A checkpoint on disk and its reference; ``placeholder`` is what stands for an image in a prompt's text."""
+
+    path: Path
+    placeholder: str
+
+    def greedy(self, text: str, images: Sequence[Image.Image], count: int) -> tuple[list[int], list[int]]:
+        """The prompt's tokens as the reference's processor makes them, and the next ``count``."""
+        model, processor = _reference(self.path)
+        inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
+        with torch.no_grad():
+            out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
+        tokens: list[int] = out[0].tolist()
+        return tokens[:-count], tokens[-count:]
+
+    def greedy_of_video(self, text: str, frames: np.ndarray, count: int) -> tuple[list[int], list[int]]:
+        """The same for a video, [frames, height, width, 3] of two frames a second, of which all are looked at."""
+        model, processor = _reference(self.path)
+        video = torch.from_numpy(frames).permute(0, 3, 1, 2)
+        told = {"do_sample_frames": False, "video_metadata": [video_facts(frames)]} if self.tells_times else {}
+        inputs = processor(text=[text], videos=[video], return_tensors="pt", **told)
+        with torch.no_grad():
+            out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
+        tokens: list[int] = out[0].tolist()
+        return tokens[:-count], tokens[-count:]
+
+    @property
+    def tells_times(self) -> bool:
+        """Whether its processor writes the time of each frame into the prompt."""
+        return "Qwen3VL" in (self.path / "config.json").read_text()
+
+    def log_probabilities(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int]) -> torch.Tensor:
+        """[len(tokens), V] of the place of each of ``tokens``, given all before it."""
+        model, processor = _reference(self.path)
+        inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
+        for name, more in (("input_ids", torch.tensor([tokens])), ("attention_mask", torch.ones(1, len(tokens)))):
+            inputs[name] = torch.cat((inputs[name], more.to(inputs[name].dtype)), dim=1)
+        with torch.no_grad():
+            logits: torch.Tensor = model(**inputs).logits[0]
+        return logits[-len(tokens) - 1 : -1].log_softmax(-1)
+
+
+def video_facts(frames: np.ndarray) -> dict[str, Any]:
+    """Of a video of two frames a second."""
+    indices = list(range(len(frames)))
+    return {"total_num_frames": len(frames), "fps": 2.0, "duration": len(frames) / 2, "frames_indices": indices}
+
+
+@cache
+def _reference(path: Path) -> tuple[Any, Any]:
+    model = hf.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    return model.eval(), hf.AutoProcessor.from_pretrained(path)
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Blots of random colours: small pictures of noise alone look all the same to a tower."""
+    random = np.random.default_rng(seed)
+    coarse = random.integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _tokenizer(*special: str) -> Any:
+    """The kit's own, of a class that the processors take."""
+    plain = make_tokenizer()
+    tokenizer = hf.Qwen2TokenizerFast(
+        tokenizer_object=plain.backend_tokenizer, unk_token=None, eos_token=plain.eos_token, pad_token=plain.pad_token
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
+
+
+def _llava() -> tuple[Any, Any, str]:
+    tokenizer = _tokenizer("<image>")
+    vision = hf.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    config = hf.LlavaConfig(
+        vision_config=vision,
+        text_config=hf.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=16,
+    )
+    processor = hf.LlavaProcessor(
+        image_processor=hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+    return config, processor, "<image>"
+
+
+_VISION = {"depth": 3, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_PIXELS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 16 * 16, "max_pixels": 64 * 64}
+
+
+def _qwen_vl(classes: tuple[Any, Any, Any], vision: dict[str, Any], **text: Any) -> tuple[Any, Any, str]:
+    """``classes`` of config, processor and video processor."""
+    config_class, processor_class, video_class = classes
+    names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = _tokenizer(*names)
+    start, end, image, video = tokenizer.convert_tokens_to_ids(names)
+    config = config_class(
+        vision_config=_VISION | vision,
+        text_config=TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}} | text,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=False,
+    )
+    sizes = {"size": {"shortest_edge": _PIXELS["min_pixels"], "longest_edge": _PIXELS["max_pixels"]}}
+    processor = processor_class(
+        image_processor=hf.Qwen2VLImageProcessor(**_PIXELS),
+        tokenizer=tokenizer,
+        video_processor=video_class(**_PIXELS, **sizes),
+    )
+    return config, processor, "".join((names[0], names[2], names[1]))
+
+
+def _qwen2_vl() -> tuple[Any, Any, str]:
+    classes = hf.Qwen2VLConfig, hf.Qwen2VLProcessor, hf.Qwen2VLVideoProcessor
+    return _qwen_vl(classes, {"embed_dim": 32, "hidden_size": TEXT["hidden_size"]})
+
+
+_INNER = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
+
+
+def _qwen2_5_vl() -> tuple[Any, Any, str]:
+    classes = hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLProcessor, hf.Qwen2VLVideoProcessor
+    return _qwen_vl(classes, _INNER | {"window_size": 16, "fullatt_block_indexes": [1]})
+
+
+def _qwen3_vl() -> tuple[Any, Any, str]:
+    classes = hf.Qwen3VLConfig, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
+    rotation = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision = _INNER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    return _qwen_vl(classes, vision, head_dim=16, rope_scaling=rotation)
+
+
+def _llava_onevision() -> tuple[Any, Any, str]:
+    tokenizer = _tokenizer("<image>", "<video>")
+    pinpoints = [[32, 32], [32, 64], [64, 32], [64, 64]]
+    vision = hf.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    config = hf.LlavaOnevisionConfig(
+        vision_config=vision,
+        text_config=hf.Qwen2Config(**TEXT, architectures=["Qwen2ForCausalLM"]),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=pinpoints,
+        vision_aspect_ratio="anyres_max_4",
+        tie_word_embeddings=False,
+    )
+    size = {"height": 32, "width": 32}
+    processor = hf.LlavaOnevisionProcessor(
+        image_processor=hf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints),
+        tokenizer=tokenizer,
+        video_processor=hf.LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_4",
+    )
+    return config, processor, "<image>"
+
+
+def _mistral3() -> tuple[Any, Any, str]:
+    names = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    tokenizer = _tokenizer(*names)
+    vision = hf.PixtralVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8
+    )
+    config = hf.Mistral3Config(
+        vision_config=vision,
+        text_config=hf.MistralConfig(**TEXT, head_dim=16, sliding_window=None, architectures=["MistralForCausalLM"]),
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+    )
+    images = hf.PixtralImageProcessor(size={"longest_edge": 64}, patch_size={"height": 16, "width": 16})
+    processor = hf.PixtralProcessor(image_processor=images, tokenizer=tokenizer, patch_size=8, spatial_merge_size=2)
+    return config, processor, "[IMG]"
+
+
+def _internvl() -> tuple[Any, Any, str]:
+    names = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
+    tokenizer = _tokenizer(*names)
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
+    tokenizer = hf.Qwen2TokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        unk_token=None,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        additional_special_tokens=names,
+        extra_special_tokens=dict(
+            zip(("start_image_token", "end_image_token", "context_image_token", "video_token"), names, strict=True)
+        ),
+    )
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = hf.InternVLConfig(
+        vision_config=hf.InternVLVisionConfig(**vision, image_size=[32, 32], patch_size=[8, 8]),
+        text_config=hf.Qwen2Config(**TEXT, architectures=["Qwen2ForCausalLM"]),
+        image_token_id=ids["<IMG_CONTEXT>"],
+        image_seq_length=4,
+        downsample_ratio=0.5,
+    )
+    size = {"height": 32, "width": 32}
+    processor = hf.InternVLProcessor(
+        image_processor=hf.GotOcr2ImageProcessorFast(size=size, max_patches=4, crop_to_patches=True),
+        tokenizer=tokenizer,
+        video_processor=hf.InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+    )
+    return config, processor, "<IMG_CONTEXT>"
+
+
+FAMILIES = {
+    "llava": _llava,
+    "qwen2-vl": _qwen2_vl,
+    "qwen2.5-vl": _qwen2_5_vl,
+    "qwen3-vl": _qwen3_vl,
+    "llava-onevision": _llava_onevision,
+    "mistral3": _mistral3,
+    "internvl": _internvl,
+}
+
+
+def make_seeing_model(name: str, directory: Path) -> SeeingModel:
+    """Writes a tiny checkpoint of a family with its processor."""
+    config, processor, placeholder = FAMILIES[name]()
+    path = directory / name
+    if not path.exists():
+        torch.manual_seed(sum(map(ord, name)))
+        model = hf.AutoModelForImageTextToText.from_config(config)
+        for tensor_name, tensor in model.named_parameters():
+            vary(tensor_name, tensor)
+        model.save_pretrained(path)
+        processor.save_pretrained(path)
+    return SeeingModel(path, placeholder)

@@ -1,0 +1,31 @@
+"""Models that see on openxla: encoders run on the host, and no image compiles anything."""
+
+from pathlib import Path
+from random import Random
+
+from conftest import engine
+
+from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read
+from model_runner_base.testing.engine import runner_of
+from model_runner_base.testing.images import make_seeing_model, picture
+from neuron_runner.metrics import CompilationCount
+
+FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [256]}
+
+
+def test_images_of_fifty_sizes_compile_nothing(tmp_path: Path) -> None:
+    model, random = make_seeing_model("qwen2.5-vl", tmp_path), Random(0)
+    asked = [
+        (f"{seed} {model.placeholder}", [picture(seed, random.randint(8, 90), random.randint(8, 90))])
+        for seed in range(50)
+    ]
+    options = {"skip_tokenizer_init": False, "max_model_len": 256}
+    with engine(model.path, **options, additional_config={"neuron_config": FEW_BUCKETS}) as llm:
+        module = runner_of(llm).model
+        assert {p.device.type for p in module.visual.parameters()} == {"cpu"}
+        assert {p.device.type for p in module.language_model.parameters()} == {"xla"}
+        before = CompilationCount.now()
+        got = read(ask(llm, asked))
+        assert CompilationCount.now() == before
+        assert len({len(prompt) for prompt, _ in got}) > 10
+        assert got[::10] == expected(model, asked[::10], COUNT)
