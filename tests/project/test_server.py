@@ -1,53 +1,24 @@
 """The real `vllm serve` with the limits it takes by itself, against the real OpenAI client."""
 
 import json
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from conftest import BUNDLED_MODEL
+from serving import served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPT = "And it came to pass, when the king heard"
-START_TIMEOUT = 600
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Starts the server and yields its base URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", BUNDLED_MODEL, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "kjv"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while True:
-            assert process.poll() is None, "the server ended before it was ready"
-            assert time.monotonic() < deadline, "the server was not ready in time"
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.5)
+    with served(BUNDLED_MODEL, "--served-model-name", "kjv") as url:
         yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
 
 
 @pytest.fixture(scope="module")
