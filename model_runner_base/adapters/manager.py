@@ -40,7 +40,6 @@ class SlotManager(LRUCacheLoRAModelManager):
 
     def use_slots(self, writer: SlotWriter) -> None:
         """From now on adapters are written by ``writer``, slot by slot."""
-        self.supported_lora_modules = [name for name in self.supported_lora_modules if name != "experts"]
         layers: dict[str, BaseLayerWithLoRA] = self.modules
         self.widths = widths_of(layers, self.packed_modules)
         self.slotted = {name: SlottedLayer(layer, self.lora_slots, writer) for name, layer in layers.items()}
@@ -81,6 +80,20 @@ class SlotManager(LRUCacheLoRAModelManager):
                 setattr(parent, name, layer)
 
 
+class _AnyName(frozenset[str]):
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+class Checkpoint(LoRAModel):
+    """An adapter's matrices, of whatever layers: ``check_fit`` names the first that the model has no place for."""
+
+    @classmethod
+    def from_local_checkpoint(cls, lora_dir: str, expected_lora_modules: Any, **options: Any) -> LoRAModel:
+        """vLLM's own check would list every module of such an adapter, some thousands where it is one of experts."""
+        return super().from_local_checkpoint(lora_dir, _AnyName(), **options)  # type: ignore[arg-type]
+
+
 class AdapterManager(LRUCacheWorkerLoRAManager):
     """vLLM's worker manager, which loads what a request names."""
 
@@ -88,7 +101,7 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
     _adapter_manager: SlotManager
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: Any) -> None:
-        super().__init__(vllm_config, device, model.embedding_modules)
+        super().__init__(vllm_config, device, model.embedding_modules, lora_model_cls=Checkpoint)
         self._names = Names(bool(vllm_config.cache_config.enable_prefix_caching))
         self.create_lora_manager(model, vllm_config)
 

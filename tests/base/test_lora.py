@@ -1,0 +1,162 @@
+"""LoRA adapters together with everything else: tokens of each request's model with its adapter merged into it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import engine
+from safetensors.torch import load_file
+from test_reload import other_weights, reload_weights
+from torch import nn
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from model_runner_base.draft.loading import draft_of
+from model_runner_base.testing.adapters import ATTENTION, EVERYWHERE, TinyAdapter, make_adapter
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.checks.test_lora import NEW_TOKENS, greedy_requests, run
+from model_runner_base.testing.drafts import speculation
+from model_runner_base.testing.engine import greedy, metric, runner_of
+from model_runner_base.testing.grammars import is_one_of
+from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.reference import Request
+from model_runner_base.testing.tokenizer import add_tokenizer
+from neuron_runner.metrics import CompilationCount
+
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_model_len": 128}
+FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [128]}
+COMPILED = {"additional_config": {"neuron_config": FEW_BUCKETS}}
+EAGER = {"enforce_eager": True}
+LENGTHS = [5, 70, 1, 40]
+CHOICES = ["yes", "no", "yesterday"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tiny_model: Callable[[str], TinyModel]) -> Iterator[LLM]:
+    """More slots, on openxla."""
+    more = {"max_loras": 4, "max_cpu_loras": 8}
+    with engine(tiny_model("llama").path, **LORA | more, **COMPILED) as llm:
+        yield llm
+
+
+def two_adapters(model: TinyModel, directory: Path, first: int = 1) -> list[TinyAdapter]:
+    """One of all layers, one of attention's; their numbers are ``first`` and the next."""
+    return [
+        make_adapter(model.path, directory, first, targets=EVERYWHERE),
+        make_adapter(model.path, directory, first + 1, rank=4),
+    ]
+
+
+def check(llm: LLM, model: TinyModel, adapters: Sequence[TinyAdapter]) -> None:
+    """Both adapters beside none in one batch; then none, while both have their slots."""
+    one, other = adapters
+    run(llm, model, greedy_requests(1, LENGTHS), [one, None, other, one])
+    run(llm, model, greedy_requests(2, LENGTHS), [None, other, one, None])
+    run(llm, model, greedy_requests(3, LENGTHS[:2]), [None, None])
+
+
+@pytest.mark.parametrize("fully_sharded", [False, True], ids=["B or A is cut", "both are cut"])
+def test_tensor_parallelism(fully_sharded: bool, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """Two workers; eager, whose collectives are those of the compiled step."""
+    model = tiny_model("llama")
+    options = LORA | {"fully_sharded_loras": fully_sharded, "tensor_parallel_size": 2}
+    with engine(model.path, **options, **EAGER) as llm:
+        check(llm, model, two_adapters(model, tmp_path))
+
+
+def test_contiguous_cache(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with engine(model.path, **LORA, **EAGER, block_size=LORA["max_model_len"]) as llm:
+        check(llm, model, two_adapters(model, tmp_path))
+
+
+def test_synchronous_scheduling(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with engine(model.path, **LORA, **EAGER, async_scheduling=False) as llm:
+        check(llm, model, two_adapters(model, tmp_path))
+
+
+@pytest.mark.parametrize("options", [EAGER, COMPILED], ids=["eager", "compiled"])
+def test_experts(options: dict[str, Any], tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """Adapters of a model's attention, its embeddings and head; one of its experts is refused by name."""
+    model = tiny_model("qwen3-moe")
+    targets = (*ATTENTION, "embed_tokens", "lm_head")
+    adapters = [
+        make_adapter(model.path, tmp_path, 1, targets=targets),
+        make_adapter(model.path, tmp_path, 2, rank=4),
+    ]
+    experts = make_adapter(model.path, tmp_path, 3, targets=(*ATTENTION, "gate_proj"))
+    with engine(model.path, **LORA, **options) as llm:
+        check(llm, model, adapters)
+        with pytest.raises(ValueError, match=r"'adapter-3' is for .*experts.*, which this model has no adapters in"):
+            llm.llm_engine.add_lora(experts.request)
+        check(llm, model, adapters)
+
+
+@pytest.mark.parametrize("kind", ["noisy", "head"])
+def test_speculation(kind: str, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """What drafts guesses without adapters; the tokens are those of the adapters all the same."""
+    model = tiny_model("llama")
+    with engine(model.path, **LORA, **EAGER, speculative_config=speculation(kind, model)) as llm:
+        check(llm, model, two_adapters(model, tmp_path))
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+        draft: nn.Module = draft_of(runner_of(llm).model)
+        assert not any("lora" in type(each).__module__ for each in draft.modules())
+
+
+def test_structured_output(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    model = add_tokenizer(tiny_model("llama"))
+    adapters = two_adapters(model, tmp_path)
+    grammar = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=CHOICES))
+    prompts = random_prompts(4, LENGTHS)
+    with engine(model.path, **LORA, **EAGER, skip_tokenizer_init=False) as llm:
+        requests = [Request(prompt, grammar, is_one_of(CHOICES)) for prompt in prompts]
+        requests[1] = Request(prompts[1], greedy(NEW_TOKENS))
+        run(llm, model, requests, [adapters[0], adapters[1], adapters[1], None])
+
+
+def test_twenty_adapters_compile_nothing(compiled: LLM, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """Loaded, unloaded and mixed at random while requests run, over four slots and eight places on the host."""
+    model, rng = tiny_model("llama"), np.random.default_rng(5)
+    adapters = [
+        make_adapter(model.path, tmp_path, number, rank=int(rng.choice([1, 2, 8])), targets=targets)
+        for number, targets in zip(range(1, 21), [EVERYWHERE, ATTENTION, ("down_proj",), ("lm_head",)] * 5, strict=True)
+    ]
+    prompts = random_prompts(6, rng.choice([1, 9, 40, 80], 40).tolist())
+    chosen = [adapters[index] if index < len(adapters) else None for index in rng.integers(0, 23, len(prompts))]
+    warm, core = CompilationCount.now(), compiled.llm_engine
+    waiting = [(str(number), prompts[number], chosen[number]) for number in range(len(prompts))]
+    tokens: dict[str, list[int]] = {}
+    while waiting or core.has_unfinished_requests():
+        if waiting and rng.random() < 0.6:
+            name, prompt, adapter = waiting.pop()
+            request = adapter.request if adapter else None
+            core.add_request(name, {"prompt_token_ids": list(prompt)}, greedy(NEW_TOKENS), lora_request=request)
+        if rng.random() < 0.3:
+            core.add_lora(adapters[rng.integers(len(adapters))].request)
+        if rng.random() < 0.2:
+            core.remove_lora(int(rng.integers(1, len(adapters) + 1)))
+        tokens |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
+    assert CompilationCount.now() == warm
+    for number, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True)):
+        reference = adapter.merged if adapter else model
+        assert tokens[str(number)] == reference.greedy(prompt, NEW_TOKENS), number
+
+
+def test_new_weights_beneath_adapters(compiled: LLM, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """The adapters stay in their slots, and add to the new weights; graphs see both."""
+    model = tiny_model("llama")
+    new = other_weights(model, tmp_path / "new")
+    before, after = (two_adapters(each, tmp_path / name, 31) for each, name in ((model, "old"), (new, "other")))
+    for one, other in zip(before, after, strict=True):  # The same adapters, for the reference: the engine has them.
+        name = "adapter_model.safetensors"
+        (other.path / name).write_bytes((one.path / name).read_bytes())
+    warm = CompilationCount.now()
+    check(compiled, model, before)
+    reload_weights(compiled, weights_path=str(new.path))
+    check(compiled, new, after)
+    reload_weights(compiled, weights_iterator=list(load_file(model.path / "model.safetensors").items()))
+    check(compiled, model, before)
+    assert CompilationCount.now() == warm
