@@ -38,6 +38,10 @@ class Adapters:
         """What a step's graph is given: these inputs, and what tells the adapters of its tokens."""
         return inputs
 
+    def step_memory(self) -> int:
+        """Bytes that the largest step needs for adapters, beside their slots and what the model itself needs."""
+        return 0
+
     def unused(self, num_tokens: int, num_logits: int) -> AbstractContextManager[None]:
         """Within it the model runs on tokens of no request, before there are steps."""
         return nullcontext()

@@ -19,6 +19,7 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.states import RequestStates
+from model_runner_base.vllm_port.speculation import read_speculation
 
 
 class LoRAAdapters(Adapters):
@@ -42,6 +43,10 @@ class LoRAAdapters(Adapters):
         self.punica = punica
         """What the layers' products go through; a step's graph binds it."""
         self._device_ops = device_ops
+        scheduler = vllm_config.scheduler_config
+        num_sampled = 1 + read_speculation(vllm_config).num_drafts
+        self._max_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * num_sampled
+        """Tokens of a step, and rows of logits."""
 
     def add(self, request: LoRARequest) -> bool:
         return self._manager.add_adapter(request)
@@ -68,6 +73,12 @@ class LoRAAdapters(Adapters):
         """Runs once what writes a slot of each layer."""
         for layer in self._slots.slotted.values():
             layer.warm_up()
+
+    def step_memory(self) -> int:
+        """An upper estimate: the products of one layer, and one layer's matrices while a slot of them is written."""
+        layers = self._slots.slotted.values()
+        products = max(layer.products_memory(*self._max_rows) for layer in layers)
+        return products + max(layer.write_memory() for layer in layers)
 
     @contextmanager
     def unused(self, num_tokens: int, num_logits: int) -> Iterator[None]:

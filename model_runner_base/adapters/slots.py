@@ -6,13 +6,14 @@ goes to the device whole. So an adapter of any rank goes into any slot by the sa
 matrix.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import StepFunction, WrapFunction
@@ -85,6 +86,7 @@ class SlottedLayer:
         """The shapes of one slot, as vLLM's layer lays it."""
         self._dtype = (stacks[STACKS[0]][0] if self._is_sliced else stacks[STACKS[0]]).dtype
         self._on_device = {name: self._make(name, num_slots) for name in STACKS}
+        self._num_slots = num_slots
         self._is_zero = [True] * num_slots
         self._put(self._on_device)
 
@@ -108,6 +110,18 @@ class SlottedLayer:
     def warm_up(self) -> None:
         """Runs once what writes a slot."""
         self._each(self._zeros(), self._writer.warm_up)
+
+    def products_memory(self, num_tokens: int, num_logits: int) -> int:
+        """Bytes of what the layer's products make: ``x A`` of all slots, masked and not; ``x A B``, joined, added."""
+        rows = num_logits if isinstance(self.layer, LogitsProcessorWithLoRA) else num_tokens
+        stacks = self._on_device["lora_b_stacked"]  # [slots, rank, out] each
+        shrunk, added = (sum(math.prod(s.shape[part]) for s in stacks) for part in (slice(0, 2), slice(2, 3)))
+        return rows * (2 * shrunk + 3 * added) * torch.float32.itemsize
+
+    def write_memory(self) -> int:
+        """Bytes of its largest stack, which a write makes anew, and of one slot of it."""
+        largest = max(stack.nbytes for stacks in self._on_device.values() for stack in stacks)
+        return largest + largest // self._num_slots
 
     def _zeros(self) -> dict[str, list[torch.Tensor]]:
         """One slot on the host."""
