@@ -112,11 +112,11 @@ class SlottedLayer:
         self._each(self._zeros(), self._writer.warm_up)
 
     def products_memory(self, num_tokens: int, num_logits: int) -> int:
-        """Bytes of what the layer's products make: ``x A`` of all slots, masked and not; ``x A B``, joined, added."""
+        """Bytes of what the layer's products make: ``x A`` of all slots, masked, scaled; ``x A B``, joined, added."""
         rows = num_logits if isinstance(self.layer, LogitsProcessorWithLoRA) else num_tokens
         stacks = self._on_device["lora_b_stacked"]  # [slots, rank, out] each
         shrunk, added = (sum(math.prod(s.shape[part]) for s in stacks) for part in (slice(0, 2), slice(2, 3)))
-        return rows * (2 * shrunk + 3 * added) * torch.float32.itemsize
+        return rows * 3 * (shrunk + added) * torch.float32.itemsize
 
     def write_memory(self) -> int:
         """Bytes of its largest stack, which a write makes anew, and of one slot of it."""

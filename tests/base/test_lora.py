@@ -1,15 +1,18 @@
 """LoRA adapters together with everything else: tokens of each request's model with its adapter merged into it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import engine
 from safetensors.torch import load_file
 from test_reload import other_weights, reload_weights
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -76,6 +79,55 @@ def test_synchronous_scheduling(tiny_model: Callable[[str], TinyModel], tmp_path
     model = tiny_model("llama")
     with engine(model.path, **LORA, **EAGER, async_scheduling=False) as llm:
         check(llm, model, two_adapters(model, tmp_path))
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made within it, views and single numbers left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim and not func.is_view:
+            self.bytes += out.nbytes
+        return out
+
+
+def test_memory_of_a_step(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """What is counted for adapters holds what the largest layer's products make, and not twice that."""
+    num_tokens, num_logits = 64, 4
+    with engine(tiny_model("llama").path, **LORA, **EAGER) as llm:
+        adapters = runner_of(llm).adapters
+        layers = {name: slotted.layer for name, slotted in adapters._slots.slotted.items()}
+        made = {}
+        with torch.no_grad(), adapters.unused(num_tokens, num_logits):
+            for name, layer in layers.items():
+                stacks = layer.lora_a_stacked, layer.lora_b_stacked
+                rows, punica = num_logits if name == "lm_head" else num_tokens, adapters.punica
+                if "embed" in name:
+                    inputs = torch.zeros(rows, stacks[1].shape[-1]), torch.zeros(rows, stacks[1].shape[1]), stacks[1]
+                    product = partial(punica.add_lora_embedding, *inputs)
+                elif name == "lm_head":
+                    inputs = torch.zeros(rows, stacks[1].shape[-1]), torch.zeros(rows, stacks[0].shape[0]), *stacks
+                    product = partial(punica.add_lora_logits, *inputs, 1.0)
+                else:
+                    width = sum(b.shape[-1] for b in stacks[1])
+                    inputs = torch.zeros(rows, width), torch.zeros(rows, stacks[0][0].shape[0]), *stacks
+                    product = partial(punica.add_lora_linear, *inputs, 1.0, ())
+                with Made() as counted:
+                    product()
+                made[name] = counted.bytes
+        written = max(slotted.write_memory() for slotted in adapters._slots.slotted.values())
+        largest = max(stack.nbytes for layer in layers.values() for stack in flat(layer))
+        assert written == largest * 3 // 2  # A stack of two slots, and a slot.
+        assert max(made.values()) <= adapters.step_memory() - written < 2 * max(made.values())
+
+
+def flat(layer: Any) -> Iterator[torch.Tensor]:
+    for stacks in (layer.lora_a_stacked, layer.lora_b_stacked):
+        yield from stacks if isinstance(stacks, tuple) else (stacks,)
 
 
 @pytest.mark.parametrize("options", [EAGER, COMPILED], ids=["eager", "compiled"])

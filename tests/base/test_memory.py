@@ -21,6 +21,7 @@ from model_runner_base import (
     StepLimits,
     estimate_step_memory,
 )
+from model_runner_base.adapters.adapters import NO_ADAPTERS
 from model_runner_base.caches.paged import plan_dims
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, Tiling
@@ -50,6 +51,12 @@ def test_plain_host_reports_its_memory() -> None:
     assert 0 < info.free <= info.total
 
 
+def runner_that_needs(step: int, ops: object, useful: float = float("inf")) -> SimpleNamespace:
+    return SimpleNamespace(
+        device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: useful, adapters=NO_ADAPTERS
+    )
+
+
 @pytest.mark.parametrize(
     ("asked", "used", "step", "useful", "sharing", "expected"),
     [
@@ -65,7 +72,7 @@ def test_available_memory(asked: int | None, used: int, step: int, useful: float
     ops = ScriptedOps(torch.device("cpu"))
     ops.used = used
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: useful),
+        model_runner=runner_that_needs(step, ops, useful),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
         _memory_at_start=MemoryInfo(free=1000, total=1000),
         _allowed_memory=900,
@@ -97,7 +104,7 @@ def test_device_without_a_report_needs_to_be_told() -> None:
     """Before anything is loaded; what it is told is then taken as it is."""
     ops = SimpleNamespace(memory_info=lambda: MemoryInfo(free=0, total=0))
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(device_ops=ops, profile_run=lambda: 700, useful_cache_memory=lambda: float("inf")),
+        model_runner=runner_that_needs(700, ops),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
         _num_sharing=lambda: 1,
     )
@@ -144,9 +151,7 @@ def test_runtimes_report_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_asking_for_more_than_is_free_names_the_limits(step: int, sharing: int) -> None:
     ops = ScriptedOps(torch.device("cpu"))
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(
-            device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: float("inf")
-        ),
+        model_runner=runner_that_needs(step, ops),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=400, gpu_memory_utilization=0.9),
         _num_sharing=lambda: sharing,
     )

@@ -17,6 +17,7 @@ from vllm.v1.worker.utils import request_memory
 
 from gpu_runner.device_ops import CudaDeviceOps
 from gpu_runner.worker import GPUWorker
+from model_runner_base.adapters.adapters import NO_ADAPTERS
 
 
 class CountingGpu:
@@ -105,6 +106,7 @@ def test_kv_cache_gets_what_vllms_worker_would_give_it(
             device_ops=ops,
             profile_run=lambda: ops.peak_memory(lambda: profile(gpu)),
             useful_cache_memory=lambda: math.inf,
+            adapters=NO_ADAPTERS,
         )
         worker = object.__new__(GPUWorker)
         worker.cache_config, worker.model_runner = cache_config, runner  # type: ignore[assignment]
