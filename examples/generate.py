@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 MODEL = Path(__file__).parent / "models" / "kjv-2m"
+ADAPTER = MODEL.with_name("kjv-modern")
 SPECULATION = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "draft_model": {"method": "draft_model", "model": str(MODEL.with_name("kjv-draft"))},
@@ -18,6 +19,7 @@ SPECULATION = {
 }
 """What each way takes beside the number of drafts."""
 NUM_DRAFTS = 3
+MAX_LORA_RANK = 16
 STEPS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 PROMPTS = [
     "In the beginning God created",
@@ -49,6 +51,12 @@ def main() -> None:
         choices=SPECULATION,
         help="what drafts tokens that a step then verifies together; the text stays what it is without",
     )
+    parser.add_argument(
+        "--lora",
+        nargs="?",
+        const=str(ADAPTER),
+        help="a LoRA adapter that every prompt is continued with; the bundled one if no path is given",
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no compilation, for debugging")
     args = parser.parse_args()
 
@@ -56,6 +64,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     started = time.perf_counter()
     llm = LLM(
@@ -66,6 +75,8 @@ def main() -> None:
         enforce_eager=args.enforce_eager,
         speculative_config=args.speculative and SPECULATION[args.speculative] | {"num_speculative_tokens": NUM_DRAFTS},
         disable_log_stats=args.speculative is None,
+        enable_lora=args.lora is not None,
+        max_lora_rank=MAX_LORA_RANK,
         # A few prompts: a quick start is worth more than steps without padding.
         additional_config={"neuron_config": {"max_padding": 0.4, "warm_up": args.warm_up}},
     )
@@ -75,7 +86,8 @@ def main() -> None:
     policy = llm.llm_engine.model_executor.driver_worker.worker.model_runner.graph_policy
     num_ready = len(policy.offered)
     sampling = SamplingParams(temperature=args.temperature, top_p=0.9, max_tokens=args.max_tokens, seed=args.seed)
-    outputs = llm.generate(args.prompt or PROMPTS, sampling)
+    adapter = LoRARequest(Path(args.lora).name, 1, args.lora) if args.lora else None
+    outputs = llm.generate(args.prompt or PROMPTS, sampling, lora_request=adapter)
     done = time.perf_counter()
     later = CompilationCount.now()
 

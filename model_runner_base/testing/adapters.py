@@ -97,7 +97,7 @@ def _merge(model: Path, adapter: Path) -> TinyModel:
     hf.config.tie_word_embeddings = False
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = _scale(config["lora_alpha"], config["r"], config["use_rslora"])
-    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors = {name: tensor.float() for name, tensor in load_file(adapter / "adapter_model.safetensors").items()}
     for key, a in tensors.items():
         name, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
         if kind == "A.weight":

@@ -1,6 +1,7 @@
 """The examples as a reader runs them, each in a process of its own; texts are those of HF transformers."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,14 +12,16 @@ import pytest
 from conftest import BUNDLED_MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from model_runner_base.testing.adapters import TinyAdapter
+
 ROOT = Path(__file__).parents[2]
 
 
 @cache
-def greedy_text(prompt: str, count: int) -> str:
+def greedy_text(prompt: str, count: int, model: Path = BUNDLED_MODEL) -> str:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
-    out = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="float32").generate(
+    out = AutoModelForCausalLM.from_pretrained(model, dtype="float32").generate(
         ids, max_new_tokens=count, do_sample=False
     )
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
@@ -82,6 +85,21 @@ def test_speculative_decoding(drafts: str) -> None:
         assert f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, 48)!r}\n" in printed
     line = re.search(r"^Tokens a step of a request: ([0-9.]+)$", printed, re.MULTILINE)
     assert line and 1.5 < float(line[1]) <= 4
+
+
+def test_adapter(tmp_path: Path) -> None:
+    """The bundled adapter's texts are those of the model with it merged, and not the model's own."""
+    adapter = BUNDLED_MODEL.with_name("kjv-modern")
+    copy = Path(shutil.copytree(adapter, tmp_path / adapter.name))
+    merged = TinyAdapter(adapter.name, 1, copy, BUNDLED_MODEL).merged.path
+    prompts = ["And the king said unto David, Thou hast", "Then said Moses,"]
+    arguments = [part for prompt in prompts for part in ("--prompt", prompt)]
+    options = ["--temperature", "0", "--max-tokens", "24", "--enforce-eager"]
+    printed = re.sub("\033\\[[0-9]*m", "", run("generate.py", "--lora", *options, *arguments))
+    for prompt in prompts:
+        text = greedy_text(prompt, 24, merged)
+        assert text != greedy_text(prompt, 24)
+        assert f"\n{prompt}{text}\n" in printed, printed
 
 
 @pytest.mark.parametrize(
