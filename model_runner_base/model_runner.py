@@ -19,7 +19,7 @@ from vllm.tasks import SupportedTask
 
 from model_runner_base import limits
 from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
-from model_runner_base.adapters.lora import make_adapters
+from model_runner_base.adapters.lora import check_adapters, make_adapters
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches import allocation
 from model_runner_base.caches.group import AttentionGroup, CacheKind
@@ -80,6 +80,7 @@ class ModelRunnerBase:
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         limits.check_config(vllm_config)
+        check_adapters(vllm_config)
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config

@@ -3,8 +3,8 @@
     python examples/models/train_adapter.py
 
 It learns from text that the model writes itself, with old words replaced, so nothing but `kjv-2m` is needed; that takes
-some two minutes of one CPU core. Matrices have the names that PEFT saves, are stored in bfloat16, and meant to be run in
-float32. Printed is the share of old words among those that have a new one, in text that was not trained on.
+some two minutes of one CPU core. Matrices have the names that PEFT saves, are stored in bfloat16, and meant to be run
+in float32. Printed is the share of old words among those that have a new one, in text that was not trained on.
 """
 
 import argparse

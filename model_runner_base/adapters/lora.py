@@ -8,6 +8,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import supports_lora
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.adapters.inputs import AdapterInputs
@@ -34,10 +36,7 @@ class LoRAAdapters(Adapters):
         self._manager = AdapterManager(vllm_config, device_ops.device, model)
         self._slots = self._manager.slots
         (punica,) = self._slots.punica_wrapper_mapping.values()
-        if not isinstance(punica, MaskedPunicaWrapper):
-            raise UnsupportedConfigError(
-                f"LoRA adapters are not supported with {type(punica).__name__} yet: leave out enable_lora"
-            )
+        assert isinstance(punica, MaskedPunicaWrapper), "check_adapters comes first"
         self._slots.use_slots(SlotWriter(wrap, device_ops))
         punica.vocab_size = self._slots.vocab_size
         self.punica = punica
@@ -89,6 +88,17 @@ class LoRAAdapters(Adapters):
 
     def set_aside(self) -> AbstractContextManager[None]:
         return self._slots.set_aside()
+
+
+def check_adapters(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedConfigError, before anything is loaded, where the platform has LoRA products of its own."""
+    if vllm_config.lora_config is None:
+        return
+    wrapper = current_platform.get_punica_wrapper()
+    if not issubclass(resolve_obj_by_qualname(wrapper), MaskedPunicaWrapper):
+        raise UnsupportedConfigError(
+            f"LoRA adapters are not supported with {wrapper.rpartition('.')[2]} yet: leave out enable_lora"
+        )
 
 
 def make_adapters(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Adapters:

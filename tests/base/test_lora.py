@@ -14,9 +14,11 @@ from test_reload import other_weights, reload_weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
 from model_runner_base.draft.loading import draft_of
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.testing.adapters import ATTENTION, EVERYWHERE, TinyAdapter, make_adapter
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_lora import NEW_TOKENS, greedy_requests, run
@@ -27,6 +29,7 @@ from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request
 from model_runner_base.testing.tokenizer import add_tokenizer
 from neuron_runner.metrics import CompilationCount
+from neuron_runner.model_runner import NeuronModelRunner
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_model_len": 128}
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [128]}
@@ -79,6 +82,22 @@ def test_synchronous_scheduling(tiny_model: Callable[[str], TinyModel], tmp_path
     model = tiny_model("llama")
     with engine(model.path, **LORA, **EAGER, async_scheduling=False) as llm:
         check(llm, model, two_adapters(model, tmp_path))
+
+
+def test_platform_with_products_of_its_own(
+    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's, for one: refused before weights are read."""
+    gpu = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
+    monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda cls: gpu))
+    monkeypatch.setattr(NeuronModelRunner, "load_model", None)
+    with (
+        pytest.raises(
+            UnsupportedConfigError, match=r"LoRA adapters are not supported with PunicaWrapperGPU yet: leave"
+        ),
+        engine(tiny_model("llama").path, **LORA, **EAGER),
+    ):
+        pass
 
 
 class Made(TorchDispatchMode):
