@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -61,9 +62,12 @@ class Side:
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        self._read()
+        started = time.perf_counter()
+        self.memory: dict[str, int] = json.loads(self._read())
+        """Bytes of the model's weights, and of the slots for adapters."""
+        self.start_s = time.perf_counter() - started
 
-    def run(self, **workload: int) -> dict[str, float]:
+    def run(self, **workload: Any) -> dict[str, float]:
         """What the engine has counted of drafts since it started, if it counts."""
         assert self._process.stdin is not None
         print(json.dumps(workload), file=self._process.stdin)
