@@ -32,6 +32,8 @@ LONGEST = [
     "conformance",
     "mutations",
     "architectures",
+    "lora",
+    "lora_server",
     "tensor_parallel",
     "quantization",
     "gpu_runner",
