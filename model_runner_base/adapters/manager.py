@@ -89,7 +89,9 @@ class Checkpoint(LoRAModel):
     """An adapter's matrices, of whatever layers: ``check_fit`` names the first that the model has no place for."""
 
     @classmethod
-    def from_local_checkpoint(cls, lora_dir: str, expected_lora_modules: Any, **options: Any) -> LoRAModel:
+    def from_local_checkpoint(  # type: ignore[override]
+        cls, lora_dir: str, expected_lora_modules: Any, **options: Any
+    ) -> LoRAModel:
         """vLLM's own check would list every module of such an adapter, some thousands where it is one of experts."""
         return super().from_local_checkpoint(lora_dir, _AnyName(), **options)  # type: ignore[arg-type]
 
