@@ -555,4 +555,56 @@ MUTATIONS = [
         "test_serving_while_sizes_are_made",
         device="compiling_device",
     ),
+    # Images
+    Mutation(
+        "encoder outputs are given up behind the next step's encoder",
+        "multimodal/encoder.py",
+        "        for identifier in schedule.freed_items:",
+        "        late, self._late = getattr(self, '_late', ()), schedule.freed_items\n        for identifier in late:",
+        "test_images_that_were_evicted and qwen3",
+    ),
+    Mutation(
+        "an item is gathered one row off",
+        "multimodal/inputs.py",
+        "self._encoder_rows[item.identifier][low:high]",
+        "np.roll(self._encoder_rows[item.identifier], 1)[low:high]",
+        "test_an_image_of_several_requests",
+    ),
+    Mutation(
+        "the last token of an image is looked up by its id",
+        "multimodal/inputs.py",
+        "min(begin + count, place.offset + place.length)",
+        "min(begin + count, place.offset + place.length - 1)",
+        "test_an_image_of_several_requests",
+    ),
+    Mutation(
+        "the last token of a prompt may have a decode row",
+        "multimodal/inputs.py",
+        "    prompts_in_chunks = True",
+        "    prompts_in_chunks = False",
+        "test_a_cached_prefix_that_ends",
+    ),
+    Mutation(
+        "a request that comes back forgets by how much its image shifted it",
+        "multimodal/inputs.py",
+        "        self._of_prompt[row], self._behind[row] = self._calc_positions(info)",
+        "        self._of_prompt[row], self._behind[row] = self._calc_positions(info)\n"
+        "        self._behind[row] *= id(info) not in self.__dict__.setdefault('seen', [])\n"
+        "        self.seen.append(id(info))",
+        "test_preemption and qwen3",
+    ),
+    Mutation(
+        "what follows an image is rotated by its place in the cache",
+        "multimodal/inputs.py",
+        "offsets[..., :num_decodes] = self._behind[batch.rows[:num_decodes]]",
+        "offsets[..., :num_decodes] = 0",
+        "test_an_image_of_several_requests",
+    ),
+    Mutation(
+        "deeper levels of an image are those of the step before",
+        "multimodal/levels.py",
+        "            self._bound = {",
+        "            self._bound, self._next = getattr(self, '_next', None), {",
+        "test_an_image_of_several_requests",
+    ),
 ]
