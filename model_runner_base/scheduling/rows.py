@@ -1,6 +1,6 @@
 """Requests in steady decode, one row each of a few arrays: how far they are, and when something happens to them."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
@@ -8,58 +8,15 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
 from model_runner_base.scheduling.batch import Batch, Due
+from model_runner_base.scheduling.columns import MAX_STOPS, NEVER, Columns
 from model_runner_base.scheduling.row_request import RowRequest
 
-MAX_STOPS = 8
-"""Tokens that may end a request of a row, its end-of-sequence token among them."""
-NEVER = 1 << 62
 
-FIELDS = (
-    "computed",  # num_computed_tokens
-    "known",  # num_tokens
-    "placeholders",  # num_output_placeholders
-    "written",  # tokens that the request's own lists hold
-    "next_block",  # computed tokens at which a cache block must be added
-    "next_cached",  # known tokens at which another block enters the prefix cache
-    "next_full",  # known tokens at which another block can be hashed
-    "last",  # computed tokens from which on vLLM may schedule no more
-    "next_event",  # computed tokens at which scheduling may have something to do
-    "next_told",  # known tokens at which an output may have something to do
-    "length",  # num_prompt_tokens + max_tokens
-    "cap",  # known tokens at which the request ends
-    "prompt",  # num_prompt_tokens
-    "num_cached",  # num_cached_tokens
-    "client",  # client_index
-    "structured",  # whether a grammar follows the tokens
-    "logprobs",  # whether log probabilities are asked for
-    "idle",  # whether vLLM schedules no more, though the request still runs
-)
-
-
-class DecodeRows:
+class DecodeRows(Columns):
     """The rows, in the order in which the requests run.
 
     Requests in a row are ``RowRequest``s. A row whose request has left it is ``loose`` until ``settle``.
     """
-
-    computed: np.ndarray
-    known: np.ndarray
-    placeholders: np.ndarray
-    written: np.ndarray
-    next_block: np.ndarray
-    next_cached: np.ndarray
-    next_full: np.ndarray
-    last: np.ndarray
-    next_event: np.ndarray
-    next_told: np.ndarray
-    length: np.ndarray
-    cap: np.ndarray
-    prompt: np.ndarray
-    num_cached: np.ndarray
-    client: np.ndarray
-    structured: np.ndarray
-    logprobs: np.ndarray
-    idle: np.ndarray
 
     def __init__(
         self, manager: SingleTypeKVCacheManager, pool: BlockPool, max_model_len: int, has_placeholders: bool
@@ -71,21 +28,17 @@ class DecodeRows:
         self._manager, self._pool = manager, pool
         self._max_model_len = max_model_len
         self._has_placeholders = has_placeholders
-        self._numbers: np.ndarray = np.zeros((len(FIELDS), 0), np.int64)
-        self._tokens: np.ndarray = np.zeros((0, self.block_size), np.int64)
-        """By row and position in the block: tokens that the request's own lists lack."""
-        self._stops: np.ndarray = np.zeros((MAX_STOPS, 0), np.int64)
-        self._num_stops = 0
         self._batch: Batch | None = None
-        self._batches: list[Batch] = []
+        self._batches: set[Batch] = set()
         """Of steps in flight: their rows are kept up when rows move."""
-        self._reslice()
+        self._row_of: dict[str, int] | None = None
+        super().__init__(self.block_size)
 
     # ---- Who has a row ----
 
-    def settle(self, running: list[Request], scheduled_before: Set[str], in_flight: Sequence[Batch]) -> None:
+    def settle(self, running: list[Request], scheduled_before: Set[str], in_flight: Iterable[Batch]) -> None:
         """The longest run of requests from the first on that can be kept in rows has rows, and nobody else."""
-        self._batches = list(in_flight)
+        self._batches = set(in_flight)
         if self.loose:
             self._fill_loose(scheduled_before)
         count = len(self.requests)
@@ -145,10 +98,9 @@ class DecodeRows:
         for request in running[start:row]:
             self.requests.append(request)
             self.req_ids.append(request.request_id)
-        self._reslice()
+        self._moved()
         for index in range(start, row):
             self._take(index, running[index])
-        self._batch = None
 
     def _take(self, row: int, request: Request) -> None:
         """Puts a request into its row."""
@@ -185,9 +137,7 @@ class DecodeRows:
         stops = list(params.stop_token_ids or ())
         if not params.ignore_eos and request.eos_token_id is not None:
             stops.append(request.eos_token_id)
-        self._stops[:, row] = -1
-        self._stops[: len(stops), row] = stops
-        self._num_stops = max(self._num_stops, len(stops))
+        self._set_stops(row, stops)
         request.__dict__["decode_rows"] = self
         request.__class__ = RowRequest
 
@@ -201,43 +151,36 @@ class DecodeRows:
         moved[kept] = np.arange(len(kept))
         for batch in self._batches:
             batch.rows = moved[: len(batch.req_ids)] if batch.rows is None else np.append(moved, -1)[batch.rows]
-        self._numbers[:, : len(kept)] = self._numbers[:, kept]
-        self._tokens[: len(kept)] = self._tokens[kept]
-        self._stops[:, : len(kept)] = self._stops[:, kept]
+        self._keep(kept)
         for row in reversed(dropped):
             del self.requests[row], self.req_ids[row]
-        self._reslice()
-        self._batch = None
+        self._moved()
 
-    def _make_room(self, count: int) -> None:
-        capacity = self._numbers.shape[1]
-        if count > capacity:
-            more = max(count, 2 * capacity, 64) - capacity
-            self._numbers = np.hstack((self._numbers, np.zeros((len(FIELDS), more), np.int64)))
-            self._tokens = np.vstack((self._tokens, np.zeros((more, self.block_size), np.int64)))
-            self._stops = np.hstack((self._stops, np.full((MAX_STOPS, more), -1)))
+    def _moved(self) -> None:
+        """Other requests have the rows."""
+        self._show(len(self.requests))
+        self._batch = self._row_of = None
 
-    def _reslice(self) -> None:
-        count = len(self.requests)
-        for name, numbers in zip(FIELDS, self._numbers, strict=True):
-            setattr(self, name, numbers[:count])
-        self._all = np.arange(count)
+    def _row(self, request: Request) -> int:
+        if self._row_of is None:
+            self._row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
+        return self._row_of[request.request_id]
 
     # ---- Requests as others see them ----
 
     def bring_up_to_date(self, request: Request) -> None:
-        self._write(self.requests.index(request))
+        self._write(self._row(request))
 
     def let_go(self, request: Request) -> None:
-        self._release(self.requests.index(request))
+        self._release(self._row(request))
 
     def let_all_go(self) -> None:
         """No request has a row."""
         for row in range(len(self.requests)):
             self._release(row)
         self.loose.clear()
-        self.requests, self.req_ids, self._batch, self._num_stops = [], [], None, 0
-        self._reslice()
+        self.requests, self.req_ids, self._num_stops = [], [], 0
+        self._moved()
 
     def _release(self, row: int) -> None:
         if row not in self.loose:

@@ -51,6 +51,8 @@ class Setting:
     max_num_batched_tokens: int = 64
     long_prefill_token_threshold: int = 0
     include_finished_set: bool = False
+    depth: int = 2
+    """Steps in flight, where scheduling is asynchronous; vLLM's engine has two."""
 
 
 @dataclass
@@ -297,7 +299,7 @@ class Pair:
         self.in_flight.append((outputs, self._tokens(outputs[0])))
         if look:
             self.look()
-        depth = 2 if self.setting.is_async else 1
+        depth = self.setting.depth if self.setting.is_async else 1
         if self.random.random() < self.habits.drains:
             depth = 1
         while len(self.in_flight) >= depth:

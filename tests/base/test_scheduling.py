@@ -31,8 +31,9 @@ from vllm.v1.request import Request, RequestStatus
 
 import model_runner_base.scheduling.scheduler as mixin
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler, make_scheduler
+from model_runner_base.scheduling.columns import MAX_STOPS
 from model_runner_base.scheduling.row_request import RowRequest
-from model_runner_base.scheduling.rows import MAX_STOPS, DecodeRows
+from model_runner_base.scheduling.rows import DecodeRows
 from model_runner_base.scheduling.support import why_not
 
 SETTINGS = st.builds(
@@ -46,6 +47,7 @@ SETTINGS = st.builds(
     max_num_batched_tokens=st.sampled_from([24, 64, 200]),
     long_prefill_token_threshold=st.sampled_from([0, 0, 10]),
     include_finished_set=st.booleans(),
+    depth=st.sampled_from([2, 2, 3]),
 )
 HABITS = st.builds(
     Habits,
@@ -55,7 +57,7 @@ HABITS = st.builds(
     forced_resets=st.sampled_from([0, 0, 0.01]),
     structured=st.sampled_from([0, 0.1]),
     logprobs=st.sampled_from([0, 0.3]),
-    sessions=st.sampled_from([0, 0.1]),
+    sessions=st.sampled_from([0, 0.1, 0.4]),
     drains=st.sampled_from([0, 0.1]),
     shuffles=st.sampled_from([0, 0.2]),
     longest_output=st.sampled_from([20, 150]),

@@ -1,0 +1,85 @@
+"""The arrays that rows are rows of, and their memory."""
+
+import numpy as np
+
+MAX_STOPS = 8
+"""Tokens that may end a request of a row, its end-of-sequence token among them."""
+NEVER = 1 << 62
+
+FIELDS = (
+    "computed",  # num_computed_tokens
+    "known",  # num_tokens
+    "placeholders",  # num_output_placeholders
+    "written",  # tokens that the request's own lists hold
+    "next_block",  # computed tokens at which a cache block must be added
+    "next_cached",  # known tokens at which another block enters the prefix cache
+    "next_full",  # known tokens at which another block can be hashed
+    "last",  # computed tokens from which on vLLM may schedule no more
+    "next_event",  # computed tokens at which scheduling may have something to do
+    "next_told",  # known tokens at which an output may have something to do
+    "length",  # num_prompt_tokens + max_tokens
+    "cap",  # known tokens at which the request ends
+    "prompt",  # num_prompt_tokens
+    "num_cached",  # num_cached_tokens
+    "client",  # client_index
+    "structured",  # whether a grammar follows the tokens
+    "logprobs",  # whether log probabilities are asked for
+    "idle",  # whether vLLM schedules no more, though the request still runs
+)
+
+
+class Columns:
+    """``FIELDS`` as int64 arrays [rows], and for each row a block of tokens and the tokens that end it."""
+
+    computed: np.ndarray
+    known: np.ndarray
+    placeholders: np.ndarray
+    written: np.ndarray
+    next_block: np.ndarray
+    next_cached: np.ndarray
+    next_full: np.ndarray
+    last: np.ndarray
+    next_event: np.ndarray
+    next_told: np.ndarray
+    length: np.ndarray
+    cap: np.ndarray
+    prompt: np.ndarray
+    num_cached: np.ndarray
+    client: np.ndarray
+    structured: np.ndarray
+    logprobs: np.ndarray
+    idle: np.ndarray
+
+    def __init__(self, block_size: int) -> None:
+        self._numbers: np.ndarray = np.zeros((len(FIELDS), 0), np.int64)
+        self._tokens: np.ndarray = np.zeros((0, block_size), np.int64)
+        """By row and position in the block: tokens that the request's own lists lack."""
+        self._stops: np.ndarray = np.zeros((MAX_STOPS, 0), np.int64)
+        self._num_stops = 0
+        """The most of any row since there were none."""
+        self._show(0)
+
+    def _make_room(self, count: int) -> None:
+        capacity = self._numbers.shape[1]
+        if count > capacity:
+            more = max(count, 2 * capacity, 64) - capacity
+            self._numbers = np.hstack((self._numbers, np.zeros((len(FIELDS), more), np.int64)))
+            self._tokens = np.vstack((self._tokens, np.zeros((more, self._tokens.shape[1]), np.int64)))
+            self._stops = np.hstack((self._stops, np.full((MAX_STOPS, more), -1)))
+
+    def _keep(self, kept: np.ndarray) -> None:
+        """These rows move to the front, in order."""
+        self._numbers[:, : len(kept)] = self._numbers[:, kept]
+        self._tokens[: len(kept)] = self._tokens[kept]
+        self._stops[:, : len(kept)] = self._stops[:, kept]
+
+    def _show(self, count: int) -> None:
+        """There are so many rows."""
+        for name, numbers in zip(FIELDS, self._numbers, strict=True):
+            setattr(self, name, numbers[:count])
+        self._all = np.arange(count)
+
+    def _set_stops(self, row: int, stops: list[int]) -> None:
+        self._stops[:, row] = -1
+        self._stops[: len(stops), row] = stops
+        self._num_stops = max(self._num_stops, len(stops))
