@@ -26,6 +26,8 @@ class Batch:
         at: slice | np.ndarray = slice(None) if active is None else active
         self.req_ids = rows.req_ids.copy() if active is None else [rows.req_ids[row] for row in active.tolist()]
         self.counts = dict.fromkeys(self.req_ids, 1)
+        self.id_set: set[str] = set()
+        """The ids, once a step has scheduled nobody else; vLLM may clear it."""
         self.num_cached: list[int] = rows.num_cached[at].tolist()
         self.clients: list[int] = rows.client[at].tolist()
         self.client = self.clients[0] if len(set(self.clients)) == 1 else None

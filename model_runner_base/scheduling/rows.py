@@ -1,6 +1,7 @@
 """Requests in steady decode, one row each of a few arrays: how far they are, and when something happens to them."""
 
 from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
@@ -176,6 +177,8 @@ class DecodeRows(Columns):
 
     def let_all_go(self) -> None:
         """No request has a row."""
+        if not self.requests:
+            return
         for row in range(len(self.requests)):
             self._release(row)
         self.loose.clear()
@@ -196,16 +199,10 @@ class DecodeRows(Columns):
         state["num_output_placeholders"] = int(self.placeholders[row])
         start, end = int(self.written[row]), int(self.known[row])
         if start < end:
-            self._write_tokens(row, start, end)
+            # They lie in one block: what fills one is written at once.
+            first = start % self.block_size
+            _append_tokens(state, self._tokens[row, first : first + end - start].tolist())
             self.written[row] = end
-
-    def _write_tokens(self, row: int, start: int, end: int) -> None:
-        """They lie in one block: what fills one is written at once."""
-        first = start % self.block_size
-        tokens = self._tokens[row, first : first + end - start].tolist()
-        state = self.requests[row].__dict__
-        state["_output_token_ids"].extend(tokens)
-        state["_all_token_ids"].extend(tokens)
 
     # ---- A step is scheduled ----
 
@@ -286,15 +283,18 @@ class DecodeRows(Columns):
                 places = np.flatnonzero(rows >= 0)
                 at, tokens = rows[places], tokens[places]
                 rows = at
-        known = self.known[at] + 1
+        before = self.known[at]
+        known = before + 1
         is_apart = self._is_apart(at, tokens)
         near = (known >= self.next_told[at]).nonzero()[0]
         if len(near):
             is_apart[near] |= self._ends(rows[near], known[near])
-        apart = self._places_apart(batch, places, is_apart, set_apart)
-        for row in rows[is_apart.nonzero()[0]].tolist():
-            self._release(row)
-        self._tokens[rows, (known - 1) % self.block_size] = tokens
+        apart: list[int] = []
+        if places is not None or set_apart or is_apart.any():
+            apart = self._places_apart(batch, places, is_apart, set_apart)
+            for row in rows[is_apart].tolist():
+                self._release(row)
+        self._tokens[rows, before % self.block_size] = tokens
         self.known[at] = known
         if self._has_placeholders:
             self.placeholders[at] -= 1
@@ -336,13 +336,20 @@ class DecodeRows(Columns):
         rows = near[self.known[near] >= self.next_full[near]]
         if len(rows):
             ends = self.known[rows]
-            for row, start, end in zip(rows.tolist(), self.written[rows].tolist(), ends.tolist(), strict=True):
+            firsts = self.written[rows] % self.block_size
+            for row, first, block in zip(rows.tolist(), firsts.tolist(), self._tokens[rows].tolist(), strict=True):
                 if row not in self.loose:
                     request = self.requests[row]
-                    self._write_tokens(row, start, end)
+                    _append_tokens(request.__dict__, block[first:])
                     request.__class__ = Request  # To read it, the hasher need not ask the row.
                     request.update_block_hashes()
                     request.__class__ = RowRequest
             self.written[rows] = ends
             self.next_full[rows] = ends + self.block_size
         self.next_told[near] = np.minimum(np.minimum(self.next_full[near], self.cap[near]), self.next_cached[near] + 1)
+
+
+def _append_tokens(state: dict[str, Any], tokens: list[int]) -> None:
+    """To the lists of a request, whose attributes these are."""
+    state["_output_token_ids"].extend(tokens)
+    state["_all_token_ids"].extend(tokens)

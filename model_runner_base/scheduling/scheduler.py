@@ -101,8 +101,10 @@ class RowScheduling(SessionTurns):
         is_alone = len(self.running) == num_rows and not self.waiting
         output = self._schedule_nobody() if is_alone else self._schedule_others(num_rows, num_active)
         counts = output.num_scheduled_tokens
-        if counts or before != batch.counts.keys():
+        if counts:
             before = {*batch.req_ids, *counts}
+        elif before is not batch.id_set or len(before) != num_active:
+            before = batch.id_set = set(batch.req_ids)
         self.prev_step_scheduled_req_ids = before
         first = self.running[0].request_id
         output.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)

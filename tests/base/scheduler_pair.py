@@ -198,6 +198,10 @@ class Pair:
             make(stock, setting),
             make(ours or (EagerAsyncRows if setting.is_async else EagerRows), setting),
         ]
+        self.depth = setting.depth if setting.is_async else 1
+        if habits.forced_resets:
+            # vLLM discards one output of each request then, and fails where two are in flight.
+            self.depth = min(self.depth, 2)
         self.in_flight: deque[tuple[list[SchedulerOutput], dict[str, list[int]]]] = deque()
         self.num_requests = 0
         self.sessions: list[str] = []
@@ -299,7 +303,7 @@ class Pair:
         self.in_flight.append((outputs, self._tokens(outputs[0])))
         if look:
             self.look()
-        depth = self.setting.depth if self.setting.is_async else 1
+        depth = self.depth
         if self.random.random() < self.habits.drains:
             depth = 1
         while len(self.in_flight) >= depth:
