@@ -22,9 +22,12 @@ class Case:
 
     num_decodes: int
     target: float
+    """Of the runner's ratio."""
     is_async: bool = False
     has_features: bool = False
     num_prefills: int = 0
+    sum_target: float | None = None
+    """Of the ratio of scheduler and runner together."""
 
     @property
     def num_tokens(self) -> int:
@@ -33,9 +36,14 @@ class Case:
 
 TARGETS = {1: 7, 8: 7, 64: 8, 256: 12, 1024: 16}
 ASYNC_TARGETS = {1: 7, 8: 7, 64: 10, 256: 16, 1024: 30}
+SUM_TARGETS = {1: 4, 64: 6, 256: 8, 1024: 10}
 CASES = {
-    **{f"decode_{count}": Case(count, target) for count, target in TARGETS.items()},
+    **{f"decode_{n}": Case(n, target, sum_target=SUM_TARGETS.get(n)) for n, target in TARGETS.items()},
     "mixed": Case(252, 4, num_prefills=4),
-    **{f"decode_{count}_features": Case(count, 3, has_features=True) for count in (64, 256)},
-    **{f"decode_{count}_async": Case(count, target, is_async=True) for count, target in ASYNC_TARGETS.items()},
+    **{f"decode_{n}_features": Case(n, 3, has_features=True) for n in (64, 256)},
+    **{
+        f"decode_{n}_async": Case(n, target, is_async=True, sum_target=SUM_TARGETS.get(n))
+        for n, target in ASYNC_TARGETS.items()
+    },
+    "mixed_async": Case(252, 4, is_async=True, num_prefills=4),
 }

@@ -2,6 +2,7 @@
 
 import cProfile
 import gc
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from benchmarks.fake_device import VOCAB_SIZE
+from benchmarks.fake_device import CLOCK_NS, VOCAB_SIZE
 from benchmarks.host_cases import FEATURES, PROMPT_LENGTH, Case
 from benchmarks.host_engine import LAYERS, MAX_NUM_TOKENS, Side, Sides, make_request
 from model_runner_base.step.trace import RequestTrace
@@ -31,11 +32,13 @@ class Lane:
 
     def __init__(self, sides: Sides, side: Side, name: str, num_blocks: int, max_num_tokens: int) -> None:
         self.side = side
-        self.scheduler = sides.make_scheduler(num_blocks, max_num_tokens)
+        self.scheduler = sides.make_scheduler(side, num_blocks, max_num_tokens)
+        self.schedule_ns = self.update_ns = 0
+        """The scheduler's time since they were last set to 0; the runner's is its side's."""
         self.profiler: cProfile.Profile | None = None
-        """Runs while the runner does, from when it is set."""
+        """Runs while the scheduler or the runner does, from when it is set."""
         self.is_cold = False
-        """Whether the runner finds the processor's caches full of something else."""
+        """Whether a step finds the processor's caches full of something else."""
         self._name = name
         self._num_requests = 0
         self._in_flight: deque[tuple[SchedulerOutput, Handed]] = deque()
@@ -55,11 +58,13 @@ class Lane:
 
     def step(self) -> "tuple[SchedulerOutput, Results | None]":
         """Launches a step, and reads the one before it, or this one if scheduling is synchronous."""
-        scheduler_output = self.scheduler.schedule()
         if self.is_cold:
             _SWEPT[::64] += 1
         if self.profiler is not None:
             self.profiler.enable()
+        start = time.thread_time_ns()
+        scheduler_output = self.scheduler.schedule()
+        self.schedule_ns += time.thread_time_ns() - start - CLOCK_NS
         self.side.launch(scheduler_output)
         output = self.side.read() if len(self._in_flight) + 1 == self._max_in_flight else None
         if self.profiler is not None:
@@ -75,7 +80,13 @@ class Lane:
 
     def _finish(self, output: ModelRunnerOutput) -> "Results":
         scheduler_output, handed = self._in_flight.popleft()
+        if self.profiler is not None:
+            self.profiler.enable()
+        start = time.thread_time_ns()
         self.scheduler.update_from_output(scheduler_output, output)
+        self.update_ns += time.thread_time_ns() - start - CLOCK_NS
+        if self.profiler is not None:
+            self.profiler.disable()
         return Results(scheduler_output, output, handed)
 
     def watch(self) -> None:
@@ -225,7 +236,7 @@ def measure(
         lane.is_cold = is_cold
         _run_timed(lane, case, WARM_UP_STEPS)
     race.lanes[1].profiler = profiler
-    times: tuple[list[int], list[int]] = ([], [])
+    times: tuple[list[Times], list[Times]] = ([], [])
     for start in range(0, num_steps, turn):
         for lane, lane_times in zip(race.lanes, times, strict=True):
             if turn > 1:
@@ -234,11 +245,23 @@ def measure(
     race.lanes[1].profiler = None
     gc.enable()
     race.close()
-    middle = [median(side) for side in times]
-    pairs = zip(*times, strict=True)
-    kept = [pair for pair in pairs if all(time < OUTLIER * mid for time, mid in zip(pair, middle, strict=True))]
-    stock_us, ours_us = (fmean(side) / 1e3 for side in zip(*kept, strict=True))
-    return {"stock_us": round(stock_us, 2), "ours_us": round(ours_us, 2), "ratio": round(stock_us / ours_us, 3)}
+    return _summary(*times)
+
+
+def _summary(stock: "list[Times]", ours: "list[Times]") -> dict[str, float]:
+    middle = [median(map(sum, side)) for side in (stock, ours)]
+    kept = [
+        pair
+        for pair in zip(stock, ours, strict=True)
+        if all(sum(times) < OUTLIER * mid for times, mid in zip(pair, middle, strict=True))
+    ]
+    means = [[fmean(part) / 1e3 for part in zip(*side, strict=True)] for side in zip(*kept, strict=True)]
+    values = {}
+    for part, stock_us, ours_us in zip(Times._fields, *means, strict=True):
+        values |= {f"stock_{part}_us": round(stock_us, 2), f"ours_{part}_us": round(ours_us, 2)}
+    values["runner_ratio"] = round(values["stock_runner_us"] / values["ours_runner_us"], 3)
+    values["sum_ratio"] = round(sum(means[0]) / sum(means[1]), 3)
+    return values
 
 
 def _add_prompts(to: Race | Lane, case: Case) -> None:
@@ -246,13 +269,20 @@ def _add_prompts(to: Race | Lane, case: Case) -> None:
         to.add(PROMPT_LENGTH, 1, case.has_features)
 
 
-def _run_timed(lane: Lane, case: Case, num_steps: int) -> list[int]:
-    """Nanoseconds of each step."""
+class Times(NamedTuple):
+    """Nanoseconds of a step."""
+
+    schedule: int
+    runner: int
+    update: int
+
+
+def _run_timed(lane: Lane, case: Case, num_steps: int) -> list[Times]:
     times = []
     for _ in range(num_steps):
         _add_prompts(lane, case)
-        lane.side.step_ns = 0
+        lane.side.step_ns = lane.schedule_ns = lane.update_ns = 0
         scheduler_output, _ = lane.step()
         assert scheduler_output.total_num_scheduled_tokens == case.num_tokens
-        times.append(lane.side.step_ns)
+        times.append(Times(lane.schedule_ns, lane.side.step_ns, lane.update_ns))
     return times

@@ -1,4 +1,4 @@
-"""An engine core in small: both runners, and real schedulers of vLLM whose outputs step them.
+"""An engine core in small: both runners, each behind a scheduler: vLLM's own, or ours.
 
 Nothing here loads a checkpoint: the model's layers are names with a KV-cache spec, of Llama-3-8B's number.
 """
@@ -16,8 +16,10 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import enable_envs_cache
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.hashing import sha256
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -30,6 +32,7 @@ from benchmarks.fake_device import CLOCK_NS, VOCAB_SIZE, FakeDevice, FakeDeviceR
 from benchmarks.models import BUNDLED_MODEL
 from benchmarks.stock_runner import StockBackend, StockRunner, watch_stock
 from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.scheduling import make_scheduler as make_row_scheduler
 from model_runner_base.step.trace import watch_steps
 
 MAX_NUM_SEQS = 1024
@@ -57,6 +60,7 @@ class Layer(AttentionLayerBase):
 def init_process() -> None:
     """What a worker does once: one rank, one thread for tensor code so that thread time is all of it."""
     torch.set_num_threads(1)
+    init_none_hash(sha256)
     enable_envs_cache()
     address = get_distributed_init_method("127.0.0.1", get_open_port())
     init_distributed_environment(1, 0, address, 0, "gloo")
@@ -72,8 +76,8 @@ def make_config(is_async: bool, backend: type[AttentionBackend], **options: Any)
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_TOKENS,
         block_size=BLOCK_SIZE,  # type: ignore[arg-type]
-        enable_prefix_caching=False,
         async_scheduling=is_async,
+        disable_cascade_attn=True,
         **options,
     ).create_engine_config()
     config.compilation_config.static_forward_context.update({name: Layer(backend) for name in LAYERS})
@@ -88,8 +92,15 @@ def cache_config(num_blocks: int) -> KVCacheConfig:
 class Side:
     """One of the two runners, its outputs still to be read, and its host time."""
 
-    def __init__(self, runner: Any, watch: Callable[[Any], AbstractContextManager[list[Any]]]) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        watch: Callable[[Any], AbstractContextManager[list[Any]]],
+        scheduler_cls: Callable[..., Scheduler],
+    ) -> None:
         self.runner = runner
+        self.scheduler_cls = scheduler_cls
+        """What schedules for the runner."""
         self.device: FakeDevice = runner.fake_device
         self.watch = watch
         """As ``watch_steps``."""
@@ -131,25 +142,27 @@ class Sides:
             ours = FakeDeviceRunner(self.config, torch.device("cpu"))
             ours.load_model()
             ours.initialize_kv_cache(cache_config(self.num_blocks))
-        self.stock = Side(stock, watch_stock)
-        self.ours = Side(ours, watch_steps)
+        self.stock = Side(stock, watch_stock, AsyncScheduler if is_async else Scheduler)
+        self.ours = Side(ours, watch_steps, make_row_scheduler)
 
     def __iter__(self) -> Iterator[Side]:
         return iter((self.stock, self.ours))
 
-    def make_scheduler(self, num_blocks: int, max_num_tokens: int) -> Scheduler:
+    def make_scheduler(self, side: Side, num_blocks: int, max_num_tokens: int) -> Scheduler:
         """A fresh one; it may be told less than the runners can take."""
-        return make_scheduler(self.config, self.is_async, num_blocks, max_num_tokens)
+        return make_scheduler(side.scheduler_cls, self.config, num_blocks, max_num_tokens)
 
 
-def make_scheduler(config: VllmConfig, is_async: bool, num_blocks: int, max_num_tokens: int) -> Scheduler:
+def make_scheduler(
+    scheduler_cls: Callable[..., Scheduler], config: VllmConfig, num_blocks: int, max_num_tokens: int
+) -> Scheduler:
     config.cache_config.num_gpu_blocks = num_blocks
-    scheduler = (AsyncScheduler if is_async else Scheduler)(
-        config,
-        cache_config(num_blocks),
-        StructuredOutputManager(config),
-        BLOCK_SIZE,
-        log_stats=False,
+    scheduler = scheduler_cls(
+        vllm_config=config,
+        kv_cache_config=cache_config(num_blocks),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+        log_stats=True,
     )
     scheduler.max_num_scheduled_tokens = max_num_tokens
     return scheduler
@@ -158,4 +171,5 @@ def make_scheduler(config: VllmConfig, is_async: bool, num_blocks: int, max_num_
 def make_request(req_id: str, prompt: list[int], max_tokens: int, **params: Any) -> Request:
     """Greedy unless ``params`` say otherwise."""
     options = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | params
-    return Request(req_id, prompt, SamplingParams(**options), None, None)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+    return Request(req_id, prompt, SamplingParams(**options), None, None, block_hasher=hasher)

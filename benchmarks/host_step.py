@@ -1,15 +1,15 @@
-"""Host time a step of our runner and of vLLM's own, each behind a scheduler of vLLM's in one process.
+"""Host time a step of an engine core: vLLM's own scheduler and runner against ours, in one process.
 
     python -m benchmarks.host_step [--json] [--cases NAME ...] [--steps N] [--turn N] [--cold] [--profile]
 
-Time is the thread's CPU time in execute_model, sample_tokens and (under asynchronous scheduling) get_output, less what
-the model, the logits and the sampler take, which are fakes (fake_device.py). The scheduler is not timed. The runners
-take turns of 64 steps, after eight that do not count, stepped as in an engine: between two steps their scheduler runs
-and, on a device that is not the host, nothing else (in the mixed case prompts are drawn, too). With ``--turn 1`` each
-finds in the processor's caches what the other has just left there. Packed buffers are made beforehand, as an engine's
-warm-up does. Figures are means over all steps, since steps differ: now and then a request enters a new block or
-attention tile, or all move to a larger size. A step that takes either runner ten times its median is left out for both.
-The garbage collector rests while steps are timed.
+Time is the thread's CPU time in ``schedule``, in the runner (execute_model, sample_tokens and, under asynchronous
+scheduling, get_output, less what the model, the logits and the sampler take, which are fakes: fake_device.py), and in
+``update_from_output``. Prefix caching and statistics are on, as by default. The two take turns of 64 steps, after
+eight that do not count, stepped as in an engine: on a device that is not the host nothing else runs in between (in the
+mixed cases prompts are drawn, too). With ``--turn 1`` each finds in the processor's caches what the other has just left
+there. Packed buffers are made beforehand, as an engine's warm-up does. Figures are means over all steps, since steps
+differ: now and then a request enters a new block or attention tile, or all move to a larger size. A step that takes
+either ten times its median is left out for both. The garbage collector rests while steps are timed.
 
 Before a case is timed, and in schedules of random arrivals with chunked prompts, preemption and finishing, both
 schedulers must ask for the same steps, and both runners hand over the same token ids, positions, cache slots, visible
@@ -63,9 +63,19 @@ def main() -> None:
             if profiler is not None:
                 print(f"\n{name}, {args.steps} steps")
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-    show([{"case": name, **values, "target": CASES[name].target} for name, values in results.items()], False)
+    show([_row(name, values) for name, values in results.items()], False)
     if args.json:
+        # The runner alone has had these names from before the scheduler was timed.
+        for values in results.values():
+            values |= {"stock_us": values["stock_runner_us"], "ours_us": values["ours_runner_us"]}
+            values["ratio"] = values["runner_ratio"]
         print(json.dumps({"cases": results}))
+
+
+def _row(name: str, values: dict[str, float]) -> dict[str, object]:
+    case = CASES[name]
+    targets = {"runner_target": case.target, "sum_target": case.sum_target or ""}
+    return {"case": name, **{key.removesuffix("_us"): value for key, value in values.items()}, **targets}
 
 
 if __name__ == "__main__":

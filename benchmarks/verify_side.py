@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from benchmarks.fake_device import VOCAB_SIZE, FakeDevice, FakeDeviceRunner
 from benchmarks.host_engine import (
@@ -53,8 +55,9 @@ class VerifySide:
             runner = DraftingRunner(self.config, torch.device("cpu"))
             runner.load_model()
             runner.initialize_kv_cache(cache_config(NUM_BLOCKS))
-        self._side = Side(runner, watch_steps)
-        self._scheduler = make_scheduler(self.config, is_async, NUM_BLOCKS, MAX_NUM_TOKENS)
+        scheduler_cls = AsyncScheduler if is_async else Scheduler
+        self._side = Side(runner, watch_steps, scheduler_cls)
+        self._scheduler = make_scheduler(scheduler_cls, self.config, NUM_BLOCKS, MAX_NUM_TOKENS)
         self._is_async, self._drafts = is_async, speculative_config is not None
         self._in_flight: deque[Any] = deque()
         self._num_requests = 0
