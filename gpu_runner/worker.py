@@ -17,7 +17,7 @@ from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
 from gpu_runner.model_runner import GPUModelRunner
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.worker import ModelRunnerWorker
+from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
 
 
 class GPUWorker(ModelRunnerWorker):
@@ -48,10 +48,11 @@ class GPUWorker(ModelRunnerWorker):
         init_workspace_manager(device)
         return device
 
-    def compile_or_warm_up_model(self) -> None:
+    def compile_or_warm_up_model(self) -> CompilationTimes:  # type: ignore[override]
         self._tune_kernels()
-        super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()
         lock_workspace()  # Graphs hold its address.
+        return times
 
     def _tune_kernels(self) -> None:
         """Kernels that vLLM compiles or tunes at run time, as its own worker has it done ahead."""

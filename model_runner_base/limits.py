@@ -6,13 +6,13 @@ is built takes its line away.
 
 from importlib.metadata import entry_points
 
-from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.vllm_port.config import returns_routed_experts, uses_sequence_parallelism
 from model_runner_base.vllm_port.speculation import read_speculation
 
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
@@ -55,7 +55,7 @@ def check_config(vllm_config: VllmConfig) -> None:
         "expert parallelism is not supported yet: leave out enable_expert_parallel, experts are then cut like other"
         " layers": parallel.enable_expert_parallel,
         "sequence parallelism is not supported yet: leave enable_sp and fuse_gemm_comms out of pass_config": (
-            vllm_config.compilation_config.pass_config.enable_sp
+            uses_sequence_parallelism(vllm_config)
         ),
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
@@ -63,10 +63,7 @@ def check_config(vllm_config: VllmConfig) -> None:
         "layers with a recurrent state (Mamba, linear attention, convolution) are not supported yet: serve a model of"
         " attention layers": model and _has_recurrent_layers(model),
         "routed experts are not returned yet: leave out enable_return_routed_experts": (
-            model and model.enable_return_routed_experts
-        ),
-        "VLLM_USE_V2_MODEL_RUNNER has the scheduler speak to vLLM's own runner alone: leave it unset": (
-            envs.VLLM_USE_V2_MODEL_RUNNER
+            returns_routed_experts(vllm_config)
         ),
     }
     for message, is_asked in refusals.items():

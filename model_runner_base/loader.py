@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, VllmConfig, update_config
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -19,6 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import use_plain_experts
+from model_runner_base.vllm_port.experts import experts_layers
 
 
 class CheckpointError(ValueError):
@@ -126,11 +126,13 @@ def reload_checkpoint(
 
 def _check_reloadable(model: nn.Module) -> None:
     """Refuses weights that reach their layers past vLLM's record of what was loaded, which reloading goes by."""
+    biased = {
+        name
+        for name, layer in experts_layers(model)
+        if layer.e_score_correction_bias is not None or layer.moe_config.has_bias
+    }
     for name, layer in model.named_modules():
-        has_bias = isinstance(layer, FusedMoE) and (
-            layer.e_score_correction_bias is not None or layer.moe_config.has_bias
-        )
-        if has_bias or getattr(getattr(layer, "impl", None), "sinks", None) is not None:
+        if name in biased or getattr(getattr(layer, "impl", None), "sinks", None) is not None:
             raise CheckpointError(
                 f"{name} has biases or sinks that cannot be loaded again yet: start another engine; nothing was changed"
             )

@@ -272,13 +272,14 @@ class ModelRunnerBase:
     def _admit(self, arrival: Arrival) -> None:
         """Gives a new or resumed request its row; whoever keeps something by row learns of it."""
         parts, req_id = self.parts, arrival.req_id
-        params = arrival.sampling_params
-        if params is None:
-            info = parts.requests.infos[req_id]
+        params, known = arrival.sampling_params, parts.requests.infos.get(req_id)
+        if known is not None and known.is_asked_by(arrival):
+            info = known
         else:
+            assert params is not None
             seed = parts.head.draw_seed() if params.seed is None else params.seed
             info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter, arrival.items)
-            if req_id not in parts.requests.infos:  # Else a session goes on; its first prompt has been introduced.
+            if known is None:  # Else a session goes on; its first prompt has been introduced.
                 parts.head.introduce(req_id, info)
         row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
         parts.head.admit(row, info, arrival.token_ids)

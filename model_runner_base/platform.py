@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from model_runner_base.vllm_port.config import forgo_kv_scales, offloads_weights, set_default_block_size
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.pooling_params import PoolingParams
@@ -97,6 +99,10 @@ class PagedPlatform(Platform):
         """A process has one device."""
 
     @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        """Tokens are drawn by seeds of the base's own; ``set_random_seed`` seeds torch beside."""
+
+    @classmethod
     def device_count(cls) -> int:
         """One a worker: vLLM divides ranks by it to tell which of them share a host."""
         return cls.num_local_workers
@@ -116,7 +122,9 @@ class PagedPlatform(Platform):
         return False
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         from model_runner_base.errors import UnsupportedConfigError
 
         if selected_backend is not None and selected_backend.name != "CUSTOM":
@@ -182,11 +190,12 @@ class PagedPlatform(Platform):
         vllm_config.compilation_config.custom_ops = ["all"]
 
         cache = vllm_config.cache_config
-        if cache.cpu_offload_gb:
-            raise UnsupportedConfigError("weights are not offloaded here: leave out cpu_offload_gb")
-        cache.calculate_kv_scales = False  # They are those of fp8 caches, which attention refuses.
-        if cache.block_size is None:
-            cache.block_size = cls.default_block_size  # type: ignore[assignment]
+        if offloads_weights(vllm_config):
+            raise UnsupportedConfigError(
+                "weights are not offloaded here: leave out cpu_offload_gb and offload_group_size"
+            )
+        forgo_kv_scales(cache)
+        set_default_block_size(cache, cls.default_block_size)
         kv_tile_for(cache.block_size)  # Raises for a size that attention cannot read in parts.
         model = vllm_config.model_config
         if model is None:
@@ -220,7 +229,14 @@ class PagedPlatform(Platform):
         return gib
 
     @classmethod
-    def validate_request(cls, prompt: Any, params: "SamplingParams | PoolingParams", processed_inputs: Any) -> None:
+    def update_block_size_for_backend(cls, vllm_config: "VllmConfig") -> None:
+        """``check_and_update_config`` has set it."""
+
+    @classmethod
+    def validate_request(  # type: ignore[override]
+        cls, processed_inputs: Any, params: "SamplingParams | PoolingParams", prompt: Any = None
+    ) -> None:
+        """vLLM passes these two by position, or all three by name. Raises ValueError for what would come out wrong."""
         from model_runner_base.limits import check_request
 
         check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)

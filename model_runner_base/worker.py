@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,13 @@ from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, DraftTok
 from model_runner_base.vllm_port.schedule import GrammarOutput, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")
+
+
+class CompilationTimes(NamedTuple):
+    """Seconds, by vLLM's names."""
+
+    language_model: float
+    encoder: float
 
 
 class ModelRunnerWorker(WorkerBase):
@@ -87,7 +94,8 @@ class ModelRunnerWorker(WorkerBase):
                 "lower it, or free the device of other processes"
             )
 
-    def load_model(self) -> None:
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """By ``load_config``. Dummy weights are asked of ranks that join a running engine, which limits.py refuses."""
         with (
             set_current_vllm_config(self.vllm_config),
             DeviceMemoryProfiler(self.model_runner.device_ops) as profiler,
@@ -142,7 +150,8 @@ class ModelRunnerWorker(WorkerBase):
         self.cache_config.num_gpu_blocks = num_gpu_blocks
         self.cache_config.num_cpu_blocks = num_cpu_blocks
 
-    def compile_or_warm_up_model(self) -> None:
+    def compile_or_warm_up_model(self) -> CompilationTimes:  # type: ignore[override]
+        """Returns the seconds that it took, which some releases of vLLM ask for."""
         ops, start = self.model_runner.device_ops, time.perf_counter()
         with self.model_runner.step_guard, DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
@@ -156,6 +165,7 @@ class ModelRunnerWorker(WorkerBase):
         # Building and profiling the model must not move the seed of what follows.
         set_random_seed(self.model_config.seed)
         self.model_runner.sizes_behind.start()
+        return CompilationTimes(time.perf_counter() - start, 0.0)
 
     # ---- Steps ----
 

@@ -55,7 +55,9 @@ class NeuronPlatform(PagedPlatform):
         return torch.no_grad()
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         from neuron_runner.nki import use_nki
 
         plain = super().get_attn_backend_cls(selected_backend, attn_selector_config)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from vllm.config import ModelConfig
-from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import ACTIVATIONS, PlainExpertsMethod
+from model_runner_base.vllm_port.experts import ExpertsLayer
 from neuron_runner import environment
 from neuron_runner.weights import RelaidWeights, logits_heads, product
 
@@ -173,7 +173,7 @@ def quantize_weights(model: nn.Module) -> None:
     heads = logits_heads(model)
     layer: Any
     for layer in model.modules():
-        if isinstance(layer, FusedMoE):
+        if isinstance(layer, ExpertsLayer):
             layer.quant_method = Int8ExpertsMethod(layer.moe_config)
             layer.quant_method.quantize(layer)
         elif layer not in routers and type(getattr(layer, "quant_method", None)) is UnquantizedLinearMethod:
@@ -203,7 +203,7 @@ def _routers(model: nn.Module) -> set[nn.Module]:
     return {
         layer
         for parent in model.modules()
-        if any(isinstance(child, FusedMoE) for child in parent.children())
+        if any(isinstance(child, ExpertsLayer) for child in parent.children())
         for layer in parent.children()
         if isinstance(layer, ReplicatedLinear)
     }

@@ -18,11 +18,11 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from vllm.model_executor.layers.fused_moe import FusedMoE
 
 from model_runner_base.adapters.checks import Names, check_config, check_fit, widths_of
 from model_runner_base.adapters.slots import SlottedLayer, SlotWriter
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
+from model_runner_base.vllm_port.experts import ExpertsLayer
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -34,7 +34,7 @@ class SlotManager(LRUCacheLoRAModelManager):
 
     def _match_target_modules(self, module_name: str) -> bool:
         """Not in experts, whose LoRA layers are kernels of vLLM's, nor in what drafts: it guesses without adapters."""
-        if module_name.startswith(f"{DRAFT}.") or isinstance(self.model.get_submodule(module_name), FusedMoE):
+        if module_name.startswith(f"{DRAFT}.") or isinstance(self.model.get_submodule(module_name), ExpertsLayer):
             return False
         return super()._match_target_modules(module_name)
 

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
 from model_runner_base.attention.cache_ops import write_slots
 from model_runner_base.attention.capture import OneNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
+from model_runner_base.vllm_port.attention_metadata import layouts_of_pages
 
 MASK_VALUE = -1e30
 SEES_NOTHING = -1e29
@@ -62,6 +63,11 @@ class PagedAttentionBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         return NoBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Which of vLLM's layouts ``get_kv_cache_shape`` is, where vLLM asks by them."""
+        return layouts_of_pages()
 
     @staticmethod
     def get_kv_cache_shape(
@@ -126,16 +132,19 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes keys and values to the cache, then attends. ``query`` [T, H * D]; returns [T, H * D].
+        """Writes keys and values to the cache, then attends. ``query`` [T, H * D], or [T, H, D]; returns [T, H * D].
 
-        A layer that shares the cache of another finds it written.
+        A layer that shares the cache of another finds it written. Some releases of vLLM hand over ``output`` and read
+        it in place of what is returned.
         """
         kv_cache = self._own_view(kv_cache, attn_metadata.block_size)
         if self.kv_sharing_target_layer_name is None:
             key = key.view(-1, self.num_kv_heads, self.head_size)
             value = value.view(-1, self.num_kv_heads, self.head_size)
             write_slots(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)
-        return self._one_node(query, kv_cache, attn_metadata)
+        if output is None:
+            return self._one_node(query, kv_cache, attn_metadata)
+        return output.copy_(self._one_node(query.flatten(1), kv_cache, attn_metadata).view_as(output))
 
     def _own_view(self, kv_cache: torch.Tensor, block_size: int) -> torch.Tensor:
         """The cache with this layer's heads: it may lie in memory shared with a layer that has others."""

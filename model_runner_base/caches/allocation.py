@@ -23,6 +23,7 @@ from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
 from model_runner_base.vllm_port.kv_cache import (
     KVCacheSpec,
     attention_layers,
+    bind_cache,
     cacheless_layers,
     shared_caches,
     useful_bytes,
@@ -168,7 +169,7 @@ def bind(caches: Sequence[torch.Tensor], index_of: dict[str, int], vllm_config: 
     """Gives every attention layer its cache."""
     layers = attention_layers(vllm_config)
     for name, index in index_of.items():
-        layers[name].kv_cache = [caches[index]]
+        bind_cache(layers[name], caches[index])
 
 
 def attention_groups(

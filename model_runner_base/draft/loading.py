@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import nn
 from vllm.compilation.backends import set_model_tag
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
-from vllm.v1.spec_decode.utils import create_vllm_config_for_draft_model
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
@@ -30,7 +29,7 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
         return
     if method == "draft_model":
         with set_model_tag(ATTRIBUTE):
-            draft = get_model(vllm_config=create_vllm_config_for_draft_model(vllm_config), prefix=ATTRIBUTE)
+            draft = get_model(vllm_config=_config_of_draft(vllm_config), prefix=ATTRIBUTE)
     else:
         with set_model_tag("eagle_head"):
             draft = get_model(vllm_config=vllm_config, model_config=config.draft_model_config)
@@ -40,6 +39,18 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
     if method == "eagle3" and draft.model.use_aux_hidden_state:
         return_states_of_layers(target, config.draft_model_config.hf_config)
     setattr(target, ATTRIBUTE, draft)
+
+
+def _config_of_draft(vllm_config: VllmConfig) -> VllmConfig:
+    """That of an engine whose model the draft would be, on this rank: it has a quantisation of its own."""
+    config = vllm_config.speculative_config
+    assert config is not None
+    return replace(
+        vllm_config,
+        model_config=config.draft_model_config,
+        parallel_config=replace(config.draft_parallel_config, rank=vllm_config.parallel_config.rank),
+        quant_config=None,
+    )
 
 
 def draft_of(target: Any) -> Any:

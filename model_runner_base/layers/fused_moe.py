@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.model_executor.layers.fused_moe import FusedMoE, SharedFusedMoE, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from model_runner_base.layers.routing import check_router, select_experts
+from model_runner_base.vllm_port.experts import ExpertsView, activation_name, experts_layers
 
 GATHER_COST = 3
 """Reading an expert's weights through a gather costs this many times what reading them in place does."""
@@ -161,7 +161,7 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         return Experts(
             layer.w13_weight,
             layer.w2_weight,
-            layer.activation,
+            activation_name(layer),
             layer.w13_bias if has_bias else None,
             layer.w2_bias if has_bias else None,
         )
@@ -172,17 +172,12 @@ def use_plain_experts(model: nn.Module) -> None:
 
     Raises NotImplementedError for what would come out wrong.
     """
-    layer: Any
-    for layer in model.modules():
-        if isinstance(layer, FusedMoE):
-            _check(layer)
-            layer.quant_method = PlainExpertsMethod(layer.moe_config)
-            layer.quant_method.process_weights_after_loading(layer)
-            # What vLLM's own dispatch by platform sets.
-            layer._forward_method = partial(forward, layer)
+    for _, layer in experts_layers(model):
+        _check(layer)
+        layer.use(PlainExpertsMethod(layer.moe_config), choose_and_run)
 
 
-def _check(layer: Any) -> None:
+def _check(layer: ExpertsView) -> None:
     refusals = {
         f"quantised experts ({type(layer.quant_method).__name__})": (
             not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
@@ -190,9 +185,8 @@ def _check(layer: Any) -> None:
         f"the {layer.activation} activation": layer.activation not in ACTIVATIONS,
         "expert parallelism": layer.use_ep,
         "sequence parallelism": layer.is_sequence_parallel,
-        f"a forward of its own ({type(layer).__name__})": (
-            type(layer).forward not in (FusedMoE.forward, SharedFusedMoE.forward)
-        ),
+        f"a forward of its own ({type(layer.module).__name__})": layer.has_own_forward,
+        f"{layer.asks_for_more}": layer.asks_for_more is not None,
     }
     for what, is_asked in refusals.items():
         if is_asked:
@@ -204,23 +198,12 @@ def _transposed(weight: Any) -> nn.Parameter:
     return nn.Parameter(weight.data.transpose(1, 2).contiguous(), requires_grad=False)
 
 
-def forward(
-    layer: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What ``FusedMoE.forward`` returns: the experts' sum, behind the shared experts' output where there are such."""
-    shared = None if layer.shared_experts is None else layer.shared_experts(hidden_states)
-    hidden = layer.apply_routed_input_transform(hidden_states)
+def choose_and_run(layer: ExpertsView, hidden: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's routed experts. ``hidden`` [T, hidden], ``router_logits`` [T, experts]."""
     if layer.gate is not None:
         router_logits, _ = layer.gate(hidden)
     weights, ids = select_experts(layer, hidden, router_logits)
     if layer.apply_router_weight_on_input:
         hidden = hidden * weights.to(hidden.dtype)
         weights = torch.ones_like(weights)
-    out = run_experts(layer.quant_method.experts(layer), hidden, ids, weights)
-    if shared is None:
-        return _reduced(layer, out)
-    return _reduced(layer, shared), _reduced(layer, out)
-
-
-def _reduced(layer: Any, states: torch.Tensor) -> torch.Tensor:
-    return tensor_model_parallel_all_reduce(states) if layer.reduce_results and layer.tp_size > 1 else states
+    return run_experts(layer.quant_method.experts(layer.weights), hidden, ids, weights)

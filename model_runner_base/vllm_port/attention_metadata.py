@@ -1,6 +1,6 @@
-"""What a step tells vLLM's metadata builders: ``CommonAttentionMetadata``, which changes from release to release."""
+"""What attention and vLLM tell each other: of a step ``CommonAttentionMetadata``, of a backend the layouts it reads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -32,7 +32,6 @@ class StepBounds(NamedTuple):
 
 def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMetadata:
     """For one KV-cache group."""
-    seq_lens = bounds.seq_lens
     return CommonAttentionMetadata(
         query_start_loc=step.query_start_loc,
         query_start_loc_cpu=bounds.query_start_loc,
@@ -43,6 +42,21 @@ def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMe
         max_seq_len=bounds.max_seq_len,
         block_table_tensor=step.block_table,
         slot_mapping=step.slot_mapping,
-        _seq_lens_cpu=seq_lens,
-        _num_computed_tokens_cpu=None if seq_lens is None else seq_lens - bounds.query_start_loc.diff(),
+        **_lengths_on_host(bounds),
     )
+
+
+def _lengths_on_host(bounds: StepBounds) -> dict[str, Any]:
+    """One field for a bound, or two that must be exact."""
+    seq_lens = bounds.seq_lens
+    if "seq_lens_cpu_upper_bound" in CommonAttentionMetadata.__dataclass_fields__:
+        return {"seq_lens_cpu_upper_bound": seq_lens}
+    num_computed = None if seq_lens is None else seq_lens - bounds.query_start_loc.diff()
+    return {"_seq_lens_cpu": seq_lens, "_num_computed_tokens_cpu": num_computed}
+
+
+def layouts_of_pages() -> tuple[Any, ...]:
+    """What a backend tells vLLM if a layer's cache is [blocks, tokens, heads, size], apart from other layers'."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return (KVCacheLayout.LBNHC,)

@@ -1,17 +1,21 @@
 """vLLM's KV-cache specs and ``KVCacheConfig`` as a ``CacheLayout``, and the layers that they are about."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    KVCacheTensor,
     UniformTypeKVCacheSpecs,
 )
 
@@ -19,16 +23,26 @@ from model_runner_base.attention.layout import CacheLayout, GroupLayout, LayerCa
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import read_speculation
 
+_planning: Any = kv_cache_utils
+if not hasattr(_planning, "get_kv_cache_groups"):
+    _planning = import_module("vllm.v1.core.kv_cache_planning")
+
+IS_ONE_BUFFER = "layers" in KVCacheTensor.__dataclass_fields__
+"""Whether vLLM places the layers in one buffer, by strides, in a layout that backends name; else each tensor is memory
+of its own, in a shape that a backend gives."""
+
 __all__ = [
     "KVCacheConfig",
     "KVCacheSpec",
     "attention_layers",
+    "bind_cache",
     "cacheless_layers",
     "collect_specs",
     "layer_caches",
     "read_layout",
     "shared_caches",
     "useful_bytes",
+    "views_of_buffer",
 ]
 
 
@@ -98,11 +112,49 @@ def read_layout(config: KVCacheConfig) -> CacheLayout:
             specs = spec.kv_cache_specs
         page_bytes.update({name: each.page_size_bytes for name, each in specs.items()})
         groups.append(GroupLayout(layer_caches(specs), spec.block_size))
-    tensors = [
-        TensorLayout(tensor.size // page_bytes[tensor.shared_by[0]], list(tensor.shared_by))
-        for tensor in config.kv_cache_tensors
-    ]
+    if IS_ONE_BUFFER:
+        tensors = [TensorLayout(config.num_blocks, names) for names in _by_place(config.kv_cache_tensors)]
+    else:
+        tensors = [
+            TensorLayout(tensor.size // page_bytes[tensor.shared_by[0]], list(tensor.shared_by))
+            for tensor in config.kv_cache_tensors
+        ]
     return CacheLayout(config.num_blocks, groups, tensors)
+
+
+def _by_place(tensors: Sequence[Any]) -> list[list[str]]:
+    """Layers that lie at the same place of the buffer, which are of different groups. The layout is layer by layer."""
+    names: dict[int, list[str]] = {}
+    for tensor in tensors:
+        for index, name in enumerate(tensor.layers):
+            names.setdefault(tensor.offset + index * tensor.layer_stride, []).append(name)
+    return list(names.values())
+
+
+def views_of_buffer(
+    config: KVCacheConfig, vllm_config: VllmConfig, backends: Mapping[str, type[AttentionBackend]], device: torch.device
+) -> dict[str, torch.Tensor] | None:
+    """The cache of every layer in one buffer of zeros, as kernels of vLLM's want it; None where backends give shapes.
+
+    ``backends``: by layer.
+    """
+    if not IS_ONE_BUFFER:
+        return None
+    from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size  # type: ignore[attr-defined]
+
+    sizes = [
+        select_common_block_size(
+            group.kv_cache_spec.block_size, [backends[group.layer_names[0]]], [group.kv_cache_spec]
+        )
+        for group in config.kv_cache_groups
+    ]
+    cache_config: Any = vllm_config.cache_config
+    return allocate_kv_cache(config, device, cache_config.get_resolved_kv_cache_layout(), sizes)
+
+
+def bind_cache(layer: Any, cache: torch.Tensor) -> None:
+    """Gives an attention layer its cache: as such, or where it was made with a list, in a list of one."""
+    layer.kv_cache = [cache] if isinstance(layer.kv_cache, list) else cache
 
 
 def useful_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_lines: int | None) -> float:
@@ -113,7 +165,7 @@ def useful_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_lin
     """
     if not specs or num_lines is None:
         return math.inf
-    groups = get_kv_cache_groups(vllm_config, dict(specs))
+    groups = _planning.get_kv_cache_groups(vllm_config, dict(specs))
     if isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs):
         return (num_lines + 1) * groups[0].kv_cache_spec.page_size_bytes
     largest = max(len(group.layer_names) for group in groups)

@@ -35,6 +35,9 @@ class StepOutput(AsyncModelRunnerOutput):
             self._logits_start = batch.logits_start(np.arange(batch.num_reqs))
         self._device_ops = device_ops
 
+    def get_kv_connector_output(self) -> None:
+        """None: limits.py refuses KV transfer."""
+
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
         tokens = self._tokens()[:num_reqs, None].tolist() if self._row_len == 1 else self._yielded(self._tokens())

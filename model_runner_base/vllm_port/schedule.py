@@ -32,11 +32,16 @@ def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
 
 
 def _arrival(new: NewRequestData) -> Arrival:
+    """Of a request that the scheduler calls new: where it takes the worker for its own second runner
+    (``VLLM_USE_V2_MODEL_RUNNER``), so it calls those that resume, too, and sends all their tokens."""
     assert new.sampling_params is not None
     token_ids = new.prompt_token_ids
     if token_ids is None:
         assert new.prompt_embeds is not None
         token_ids = [0] * len(new.prompt_embeds)
+    known = new.prefill_token_ids
+    if known is not None and len(known) > len(token_ids):
+        return Arrival(new.req_id, known, new.num_computed_tokens, new.block_ids)
     return Arrival(
         new.req_id,
         token_ids,

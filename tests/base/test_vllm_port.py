@@ -240,7 +240,7 @@ def test_caches_have_room_for_every_layers_blocks(
     for group in block_sizes:
         for name, block_size in group.items():
             own: Any = specs[name]
-            (cache,) = layers[name].kv_cache
+            cache = layers[name].kv_cache
             shape = (NUM_BLOCKS, block_size, 2 * own.num_kv_heads, own.head_size)
             assert cache.numel() == np.prod(shape) and cache.dtype == own.dtype and not cache.any()
             # What attention makes of it, where it lies in memory that a layer with other heads shares.

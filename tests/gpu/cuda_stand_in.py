@@ -33,7 +33,9 @@ class KernelPlatform(PagedPlatform):
     attention = "cuda_stand_in.KernelBackend"
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         return cls.attention
 
     @classmethod

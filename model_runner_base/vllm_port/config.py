@@ -1,0 +1,38 @@
+"""Settings that vLLM's releases keep in different places, or do not have.
+
+Platforms read them while vLLM's config package is half loaded, so nothing of vLLM is imported here.
+"""
+
+from typing import Any
+
+
+def uses_sequence_parallelism(vllm_config: Any) -> bool:
+    return getattr(vllm_config.compilation_config.pass_config, "enable_sp", False)
+
+
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Whether responses are to name the experts that each token went to."""
+    if hasattr(vllm_config, "aux_output_config"):
+        return vllm_config.aux_output_config.enable_return_routed_experts
+    model = vllm_config.model_config
+    return bool(model and model.enable_return_routed_experts)
+
+
+def offloads_weights(vllm_config: Any) -> bool:
+    """Whether some of the weights are to stay on the host."""
+    if hasattr(vllm_config, "offload_config"):
+        offload = vllm_config.offload_config
+        return offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
+    return vllm_config.cache_config.cpu_offload_gb > 0
+
+
+def forgo_kv_scales(cache_config: Any) -> None:
+    """No layer works out scales of its cache: they are those of fp8 caches, which attention refuses."""
+    if hasattr(cache_config, "calculate_kv_scales"):
+        cache_config.calculate_kv_scales = False
+
+
+def set_default_block_size(cache_config: Any, block_size: int) -> None:
+    """Where the user gave none, which some releases tell from their own default by a flag."""
+    if not getattr(cache_config, "user_specified_block_size", cache_config.block_size is not None):
+        cache_config.block_size = block_size
