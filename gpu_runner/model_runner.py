@@ -5,13 +5,13 @@ from functools import partial
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import set_cpu_offload_max_bytes
 from vllm.utils.mem_constants import GiB_bytes
 
 from gpu_runner.cuda_graphs import frozen_garbage
 from gpu_runner.device_ops import CudaDeviceOps
 from gpu_runner.graph_policy import CudaGraphPolicy, mark_views, max_step_tokens
 from gpu_runner.static_inputs import StaticInputs
+from gpu_runner.vllm_port import prepare_offloading
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.loader import load_checkpoint
@@ -33,7 +33,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         """By vLLM's loaders, straight to the device; layers keep their kernels, quantised ones too."""
-        set_cpu_offload_max_bytes(int(self.vllm_config.cache_config.cpu_offload_gb * GiB_bytes))
+        prepare_offloading(self.vllm_config)
         self.model = load_checkpoint(self.vllm_config, use_plain_layers=False)
         compilation = self.vllm_config.compilation_config
         if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:

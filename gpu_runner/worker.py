@@ -7,7 +7,6 @@ from types import MappingProxyType
 import torch
 from vllm import envs
 from vllm.distributed import set_custom_all_reduce
-from vllm.model_executor.layers.batch_invariant import init_batch_invariance
 from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
 from vllm.platforms import current_platform
 from vllm.profiler.wrapper import CudaProfilerWrapper, WorkerProfiler
@@ -15,6 +14,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.utils.flashinfer import autotune, has_flashinfer
 from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
+from gpu_runner import vllm_port
 from gpu_runner.model_runner import GPUModelRunner
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
@@ -43,7 +43,7 @@ class GPUWorker(ModelRunnerWorker):
         device = torch.device(f"cuda:{self.local_rank}")
         current_platform.set_device(device)
         current_platform.check_if_supports_dtype(self.model_config.dtype)  # type: ignore[arg-type]
-        init_batch_invariance(self.vllm_config.attention_config.backend)
+        vllm_port.init_batch_invariance(self.vllm_config)
         set_custom_all_reduce(not self.parallel_config.disable_custom_all_reduce)
         init_workspace_manager(device)
         return device
