@@ -1,57 +1,95 @@
-"""Sets up .venv beside this file, then runs one of the project's jobs in it. Needs Python 3.11 and pip, nothing else.
+"""Sets up an environment beside this file, then runs one of the project's jobs in it. Needs Python 3.11 and pip alone.
 
     python3.11 dev.py generate [options]   text from the bundled model, through vLLM
     python3.11 dev.py test [options]       the tests in up to four processes, with pytest's options (-n 0: in one)
     python3.11 dev.py run COMMAND ...      any command of the environment, such as `vllm serve`
 
-Setting up takes a minute or two, and happens again only when pyproject.toml or constraints.txt change.
+The environment is .venv, whose vLLM is the last one with torch_xla. `--lane newest` before the job takes .venv-newest,
+with the newest vLLM that the project is tested on. Setting up takes a minute or two, and happens again only when
+pyproject.toml or the lane's files under constraints/ change.
 """
 
 import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-VENV = ROOT / ".venv"
-BIN = VENV / "bin"
-STAMP = VENV / "installed"
 # Whole files, since the tests of one share engines; the longest come first (tests/conftest.py).
 SIDE_BY_SIDE = ["-n", "logical", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
-def set_up() -> None:
-    """Makes the environment, unless it stands already."""
-    files = (ROOT / "pyproject.toml", ROOT / "constraints.txt")
-    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    if STAMP.exists() and STAMP.read_text() == wanted:
-        return
-    if sys.version_info[:2] != (3, 11):
-        raise SystemExit(f"Python 3.11 is needed, this is {sys.version.split()[0]}: run python3.11 dev.py")
-    print("Setting up .venv ...", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    constraints = ["--constraint", str(files[1])]
-    python = str(BIN / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "uv", *constraints], check=True)
-    install = [str(BIN / "uv"), "pip", "install", "--python", python, *constraints, "--editable", ".[neuron,test]"]
-    subprocess.run(install, check=True, cwd=ROOT)
-    STAMP.write_text(wanted)
+@dataclass(frozen=True)
+class Lane:
+    """An environment: one vLLM, and what goes with it."""
+
+    name: str
+    folder: str
+    vllm: str
+    extras: str
+    overrides: str | None = None
+    """A file of dependencies that are not to be as their dependents say."""
+
+    @property
+    def bin(self) -> Path:
+        return ROOT / self.folder / "bin"
+
+    @property
+    def constraints(self) -> Path:
+        return ROOT / "constraints" / f"{self.name}.txt"
+
+    def set_up(self) -> None:
+        """Makes the environment, unless it stands already."""
+        override = [ROOT / "constraints" / self.overrides] if self.overrides else []
+        files = (ROOT / "pyproject.toml", self.constraints, *override)
+        wanted = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+        stamp = ROOT / self.folder / "installed"
+        if stamp.exists() and stamp.read_text() == wanted:
+            return
+        if sys.version_info[:2] != (3, 11):
+            raise SystemExit(f"Python 3.11 is needed, this is {sys.version.split()[0]}: run python3.11 dev.py")
+        print(f"Setting up {self.folder} ...", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(ROOT / self.folder)], check=True)
+        python, constraints = str(self.bin / "python"), ["--constraint", str(self.constraints)]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "uv", *constraints], check=True)
+        install = [str(self.bin / "uv"), "pip", "install", "--python", python, *constraints]
+        for path in override:
+            install += ["--override", str(path)]
+        environment = {**os.environ, "VLLM_VERSION_OVERRIDE": self.vllm}
+        subprocess.run([*install, "--editable", f".[{self.extras}]"], check=True, cwd=ROOT, env=environment)
+        stamp.write_text(wanted)
+
+
+LANES = {
+    lane.name: lane
+    for lane in (
+        Lane("0.16", ".venv", "0.16.0", "neuron,test"),
+        Lane("newest", ".venv-newest", "0.33.0", "newest,test", "newest-overrides.txt"),
+    )
+}
+"""The first is the default."""
 
 
 def main(arguments: list[str]) -> None:
+    lane = next(iter(LANES.values()))
+    if arguments[:1] == ["--lane"]:
+        if arguments[1:2] == [] or arguments[1] not in LANES:
+            raise SystemExit(f"--lane needs one of {', '.join(LANES)}")
+        lane, arguments = LANES[arguments[1]], arguments[2:]
     jobs = {
-        "generate": [str(BIN / "python"), str(ROOT / "examples" / "generate.py")],
-        "test": [str(BIN / "python"), "-m", "pytest", *SIDE_BY_SIDE],
+        "generate": [str(lane.bin / "python"), str(ROOT / "examples" / "generate.py")],
+        "test": [str(lane.bin / "python"), "-m", "pytest", *SIDE_BY_SIDE],
         "run": [],
     }
     if not arguments or arguments[0] not in jobs:
         raise SystemExit(__doc__)
-    set_up()
+    lane.set_up()
     command = [*jobs[arguments[0]], *arguments[1:]]
     if not command:
         raise SystemExit("run needs a command, such as: run vllm serve examples/models/kjv-2m")
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"}
+    environment = {**os.environ, "PATH": f"{lane.bin}{os.pathsep}{os.environ.get('PATH', '')}"}
     # The tests start some fifty processes, each of which would compile vLLM's modules for ten seconds.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if arguments[0] == "test":

@@ -45,7 +45,7 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 
 
 def pinned() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = (ROOT / "constraints" / "0.16.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line)
 
 

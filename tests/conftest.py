@@ -6,15 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lane import HAS_OPENXLA, NEWEST, ROOT
+
 # One process, so that tests can look into the engine; tests of the other ways to run start processes of their own.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # A compiled loop that leaves its arrays would spoil others in silence. What is compiled so lies
 # apart, also from what another of pytest's processes compiles.
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
-os.environ.setdefault(
-    "NUMBA_CACHE_DIR", f"{Path(__file__).parents[1]}/.numba_cache/{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
-)
+os.environ.setdefault("NUMBA_CACHE_DIR", f"{ROOT}/.numba_cache/{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}")
 # Tiny models: threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -46,11 +46,26 @@ LONGEST = [
 ]
 """The files that take longest."""
 
-BUNDLED_MODEL = Path(__file__).parents[1] / "examples" / "models" / "kjv-2m"
+BUNDLED_MODEL = ROOT / "examples" / "models" / "kjv-2m"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if HAS_OPENXLA or collection_path.is_dir():
+        return None
+    return str(collection_path.relative_to(ROOT / "tests")) not in NEWEST or None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "openxla: needs torch_xla, which the newest vLLM is not made for")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: side by side, no process is left alone with one at the end."""
+    if not HAS_OPENXLA:
+        left_out = pytest.mark.skip(reason="torch_xla is not there")
+        for item in items:
+            if item.get_closest_marker("openxla"):
+                item.add_marker(left_out)
     files = [f"test_{name}" for name in LONGEST]
     items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
 
@@ -70,4 +85,13 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
         shut_down()
 
 
-__all__ = ["BUNDLED_MODEL", "engine", "tiny_model"]
+def compilations() -> object:
+    """What was compiled so far; two answers are equal where nothing was between them."""
+    if not HAS_OPENXLA:
+        return None
+    from neuron_runner.metrics import CompilationCount
+
+    return CompilationCount.now()
+
+
+__all__ = ["BUNDLED_MODEL", "compilations", "engine", "tiny_model"]

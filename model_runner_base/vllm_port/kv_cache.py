@@ -23,9 +23,9 @@ from model_runner_base.attention.layout import CacheLayout, GroupLayout, LayerCa
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import read_speculation
 
-_planning: Any = kv_cache_utils
-if not hasattr(_planning, "get_kv_cache_groups"):
-    _planning = import_module("vllm.v1.core.kv_cache_planning")
+planning: Any = kv_cache_utils
+if not hasattr(planning, "get_kv_cache_groups"):
+    planning = import_module("vllm.v1.core.kv_cache_planning")
 
 IS_ONE_BUFFER = "layers" in KVCacheTensor.__dataclass_fields__
 """Whether vLLM places the layers in one buffer, by strides, in a layout that backends name; else each tensor is memory
@@ -165,7 +165,7 @@ def useful_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_lin
     """
     if not specs or num_lines is None:
         return math.inf
-    groups = _planning.get_kv_cache_groups(vllm_config, dict(specs))
+    groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
     if isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs):
         return (num_lines + 1) * groups[0].kv_cache_spec.page_size_bytes
     largest = max(len(group.layer_names) for group in groups)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import engine
+from conftest import compilations, engine
 from greedy import expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,6 @@ from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import metric
 from model_runner_base.testing.models import TinyModel
-from neuron_runner.metrics import CompilationCount
 
 NEW_TOKENS = 20
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [2, 4], "context_length_buckets": [256]}
@@ -201,10 +200,10 @@ def test_compiled_graphs_serve_both(tiny_model: Callable[[str], TinyModel]) -> N
     embeds = embeddings(model, prompts)
     options = {"enable_prompt_embeds": True, "additional_config": {"neuron_config": FEW_BUCKETS}}
     with engine(model.path, max_model_len=256, **options) as llm:
-        warm = CompilationCount.now()
+        warm = compilations()
         for first in (0, 1):
             assert run(llm, alternating(prompts, embeds, first)) == expected(model, prompts)
-        assert CompilationCount.now() == warm
+        assert compilations() == warm
 
 
 def test_what_the_model_cannot_take_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:

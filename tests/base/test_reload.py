@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import engine
+from conftest import compilations, engine
 from greedy import expected, generate
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
@@ -14,7 +14,6 @@ from vllm import SamplingParams
 from model_runner_base.loader import CheckpointError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
-from neuron_runner.metrics import CompilationCount
 
 PROMPTS = random_prompts(20, [5, 30, 70])
 FEW_BUCKETS = {
@@ -52,13 +51,13 @@ def test_compiled_graphs_see_new_weights(name: str, tiny_model: Callable[[str], 
     new = other_weights(old, tmp_path / "new")
     assert expected(new, PROMPTS) != expected(old, PROMPTS)
     with small_engine(old) as llm:
-        before = CompilationCount.now()
+        before = compilations()
         assert generate(llm, PROMPTS) == expected(old, PROMPTS)
         reload_weights(llm, weights_path=str(new.path))
         assert generate(llm, PROMPTS) == expected(new, PROMPTS)
         reload_weights(llm, weights_iterator=list(load_file(old.path / "model.safetensors").items()))
         assert generate(llm, PROMPTS) == expected(old, PROMPTS)
-        assert CompilationCount.now() == before
+        assert compilations() == before
         for item in load_file(new.path / "model.safetensors").items():
             with pytest.raises(CheckpointError, match=r"reload_weights\(weights_iterator"):
                 llm.apply_model(lambda module, item=item: module.load_weights([item]))

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -27,9 +26,9 @@ from model_runner_base.caches import allocation
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.vllm_port import kv_cache
-from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
+from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata, layouts_of_pages
 from model_runner_base.vllm_port.hand_made import HandMadeStep
-from model_runner_base.vllm_port.kv_cache import read_layout
+from model_runner_base.vllm_port.kv_cache import planning, read_layout
 from model_runner_base.vllm_port.schedule import read_grammar, read_schedule
 
 BLOCKS = st.tuples(st.lists(st.integers(1, 99), min_size=1, max_size=3), st.lists(st.integers(1, 99), max_size=3))
@@ -150,8 +149,11 @@ def test_metadata_of_builders_name_the_step() -> None:
     assert (metadata.max_query_len, metadata.max_seq_len) == (3, 8)
     assert metadata.seq_lens is on_device.seq_lens and metadata.query_start_loc is on_device.query_start_loc
     assert metadata.block_table_tensor is on_device.block_table and metadata.slot_mapping is on_device.slot_mapping
-    assert metadata.query_start_loc_cpu.tolist() == [0, 3, 4] and metadata._seq_lens_cpu.tolist() == [8, 7]
-    assert metadata._num_computed_tokens_cpu.tolist() == [5, 6]
+    assert metadata.query_start_loc_cpu.tolist() == [0, 3, 4]
+    if hasattr(metadata, "seq_lens_cpu_upper_bound"):
+        assert metadata.seq_lens_cpu_upper_bound.tolist() == [8, 7]
+    else:
+        assert metadata._seq_lens_cpu.tolist() == [8, 7] and metadata._num_computed_tokens_cpu.tolist() == [5, 6]
 
 
 # ---- The KV cache ----
@@ -168,16 +170,19 @@ def spec(num_kv_heads: int, head_size: int, window: int | None = None, chunk: in
 
 @pytest.fixture(scope="module")
 def config(tiny_model: Callable[[str], TinyModel]) -> VllmConfig:
-    return EngineArgs(str(tiny_model("llama").path), max_model_len=256, block_size=16).create_engine_config()
+    config = EngineArgs(str(tiny_model("llama").path), max_model_len=256, block_size=16).create_engine_config()
+    for layout in layouts_of_pages() if kv_cache.IS_ONE_BUFFER else ():
+        config.cache_config.kv_cache_layout = layout.name
+    return config
 
 
 def layout_of(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> CacheLayout:
     """As vLLM groups the layers, with memory for ``NUM_BLOCKS`` blocks and a bit."""
-    groups = get_kv_cache_groups(config, dict(specs))
+    groups = planning.get_kv_cache_groups(config, dict(specs))
     pages = groups[0].kv_cache_spec.page_size_bytes
     if not isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs):
         pages *= max(len(group.layer_names) for group in groups)
-    return read_layout(get_kv_cache_config_from_groups(config, groups, pages * NUM_BLOCKS + pages // 2))
+    return read_layout(planning.get_kv_cache_config_from_groups(config, groups, pages * NUM_BLOCKS + pages // 2))
 
 
 CASES: dict[str, tuple[dict[str, KVCacheSpec], list[dict[str, int]], list[list[str]]]] = {

@@ -65,7 +65,7 @@ def run(arguments: list[str], path: Path = ROOT) -> tuple[int, dict[str, str], s
     return out.returncode, dict(rows), out.stdout + out.stderr
 
 
-@pytest.mark.parametrize("device", [PLAIN, OPENXLA], ids=["plain", "openxla"])
+@pytest.mark.parametrize("device", [PLAIN, pytest.param(OPENXLA, marks=pytest.mark.openxla)], ids=["plain", "openxla"])
 def test_keeps_every_promise(device: list[str]) -> None:
     status, results, printed = run(device)
     assert status == 0, printed[-8000:]

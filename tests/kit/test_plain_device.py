@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BUNDLED_MODEL
+from lane import WITH_PLAIN_PLATFORM
 from test_structure import HOOKS
 from transformers import AutoModelForCausalLM
 
@@ -25,17 +26,10 @@ from examples.plain_device import PlainPlatform
 vllm.platforms.current_platform = PlainPlatform()
 """
 
-BY_ENTRY_POINT = """
-import vllm.platforms
-vllm.platforms.load_plugins_by_group = lambda group: (
-    {"plain": lambda: "examples.plain_device.PlainPlatform"} if group == "vllm.platform_plugins" else {}
-)
-"""
-
 SERVE = """
 import sys
 from vllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
+llm = LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128, **eval(sys.argv[4]))
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
 (output,) = llm.generate([{"prompt_token_ids": eval(sys.argv[3])}], params, use_tqdm=False)
 foreign = sorted({name.split(".")[0] for name in sys.modules} & {"neuron_runner", "torch_xla"})
@@ -44,15 +38,19 @@ print("RESULT", type(vllm.platforms.current_platform).__name__, foreign, list(ou
 
 
 @pytest.mark.parametrize(
-    ("how", "multiprocess"),
-    [(BY_HAND, "0"), (BY_ENTRY_POINT, "1")],
-    ids=["by hand, in process", "by entry point, multiprocess"],
+    ("how", "environment", "options"),
+    [
+        (BY_HAND, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}, {}),
+        ("", WITH_PLAIN_PLATFORM, {}),
+        ("", WITH_PLAIN_PLATFORM, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    ],
+    ids=["by hand, in process", "by entry point, multiprocess", "over two workers"],
 )
-def test_serves(how: str, multiprocess: str) -> None:
+def test_serves(how: str, environment: dict[str, str], options: dict[str, object]) -> None:
     """Beside an installed platform of another device, which must not be touched."""
     out = subprocess.run(
-        [sys.executable, "-c", how + SERVE, BUNDLED_MODEL, str(NEW_TOKENS), str(PROMPT)],
-        env={"VLLM_ENABLE_V1_MULTIPROCESSING": multiprocess, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", how + SERVE, BUNDLED_MODEL, str(NEW_TOKENS), str(PROMPT), str(options)],
+        env={"PATH": "/usr/bin:/bin", **environment},
         capture_output=True,
         text=True,
         timeout=300,

@@ -9,7 +9,6 @@ import pytest
 from model_runner_base import ModelRunnerBase
 from model_runner_base.multimodal.inputs import gather_encoder_outputs
 from model_runner_base.multimodal.positions import calc_mrope_positions
-from neuron_runner.model_runner import NeuronModelRunner
 
 ROOT = Path(__file__).parents[2]
 HOOKS = {"_cache_device_properties", "load_model", "profile_run", "capture_model"}
@@ -115,7 +114,10 @@ def test_base_names_no_device(path: Path) -> None:
     assert DEVICE_NAMES.findall(text) == []
 
 
+@pytest.mark.openxla
 def test_device_runner_overrides_exactly_the_hooks() -> None:
+    from neuron_runner.model_runner import NeuronModelRunner
+
     own = {name for name, value in vars(NeuronModelRunner).items() if callable(value)}
     assert own == HOOKS
 

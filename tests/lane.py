@@ -1,0 +1,33 @@
+"""The lane that the tests run in, told by what is installed. To be imported before anything of vLLM."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HAS_OPENXLA = find_spec("torch_xla") is not None
+WITH_PLAIN_PLATFORM = {
+    "VLLM_NEURON_RUNNER": "0",
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "plugin"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
+"""Of a process: vLLM finds the example device's platform installed, and no other."""
+if not HAS_OPENXLA:
+    # A lane without torch_xla: the example device is the one of this machine, in processes that tests start, too.
+    os.environ |= WITH_PLAIN_PLATFORM
+    sys.path[:0] = WITH_PLAIN_PLATFORM["PYTHONPATH"].split(os.pathsep)[:2]
+
+NEWEST = [
+    "kit/test_conformance.py",
+    "kit/test_plain_device.py",
+    "base/test_engine_contracts.py",
+    "base/test_limits.py",
+    "base/test_prompt_embeds.py",
+    "base/test_reload.py",
+    "base/test_streaming_input.py",
+    "base/test_vllm_port.py",
+    "project/test_server.py",
+    "project/test_structure.py",
+    "project/test_vllm_names.py",
+]
+"""What runs without torch_xla; tests marked ``openxla`` are left out there."""
