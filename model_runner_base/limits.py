@@ -12,9 +12,17 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_port.config import returns_routed_experts, uses_sequence_parallelism
+from model_runner_base.vllm_port.config import returns_routed_experts, setting, uses_second_runner
 from model_runner_base.vllm_port.speculation import read_speculation
 
+NEWER_PARAMS = (
+    "logprob_token_ids",
+    "prompt_logprob_start",
+    "prompt_logprob_token_ids",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
+)
+"""Fields of ``SamplingParams`` that newer releases of vLLM have."""
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 
 MULTIMODAL_ARCHITECTURES = (
@@ -55,7 +63,7 @@ def check_config(vllm_config: VllmConfig) -> None:
         "expert parallelism is not supported yet: leave out enable_expert_parallel, experts are then cut like other"
         " layers": parallel.enable_expert_parallel,
         "sequence parallelism is not supported yet: leave enable_sp and fuse_gemm_comms out of pass_config": (
-            uses_sequence_parallelism(vllm_config)
+            setting(vllm_config, "compilation_config.pass_config.enable_sp", False)
         ),
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
@@ -64,6 +72,30 @@ def check_config(vllm_config: VllmConfig) -> None:
         " attention layers": model and _has_recurrent_layers(model),
         "routed experts are not returned yet: leave out enable_return_routed_experts": (
             returns_routed_experts(vllm_config)
+        ),
+        "logits processors are not supported with what vLLM says to its second runner, which has others: set "
+        "VLLM_USE_V2_MODEL_RUNNER=0": (
+            (setting(model, "logits_processors") or _plugins()) and uses_second_runner(vllm_config)
+        ),
+        # What newer releases of vLLM have beside.
+        "watermarks are not supported yet: leave out watermark_config": setting(vllm_config, "watermark_config"),
+        "diffusion models are not supported yet: leave out diffusion_config": setting(vllm_config, "diffusion_config"),
+        "engrams are not supported yet: leave out engram_config": setting(vllm_config, "engram_config"),
+        "caches of sparse attention on the host are not supported yet: leave out hisparse_config": (
+            setting(vllm_config, "attention_config.hisparse_config")
+        ),
+        "hits in parts of a block are not supported yet: leave out prefix_match_unit": (
+            setting(vllm_config, "cache_config.prefix_match_unit")
+        ),
+        "sampling masks are not returned yet: leave out return_sampling_mask": (
+            setting(model, "return_sampling_mask", False)
+        ),
+        "traces are not replayed yet: leave out enable_trace_replay": setting(model, "enable_trace_replay", False),
+        "sampling in shards of a batch is not supported yet: leave out enable_batch_sharded_sampling": (
+            setting(parallel, "enable_batch_sharded_sampling", False)
+        ),
+        "ranks that come and go are not supported yet: leave out enable_elastic_ep and enable_fault_tolerance": (
+            setting(parallel, "enable_elastic_ep", False) or setting(parallel, "enable_fault_tolerance", False)
         ),
     }
     for message, is_asked in refusals.items():
@@ -87,7 +119,21 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
             config.parallel_drafting and config.method not in ("draft_model", "eagle3")
         ),
         "token trees are not supported: leave speculative_token_tree out of speculative_config": (
-            config.speculative_token_tree not in (None, chain)
+            setting(config, "speculative_token_tree", chain) != chain
+        ),
+        "speculative decoding is not supported with what vLLM says to its second runner: set "
+        "VLLM_USE_V2_MODEL_RUNNER=0": uses_second_runner(vllm_config),
+        "as many drafts as the batch's size allows are not supported yet: leave out "
+        "num_speculative_tokens_per_batch_size": setting(config, "num_speculative_tokens_per_batch_size"),
+        "a draft model with a vocabulary of its own is not supported yet: leave out use_heterogeneous_vocab": (
+            setting(config, "use_heterogeneous_vocab", False)
+        ),
+        "a quantised copy of lm_head is not supported yet: leave out draft_lm_head_quantization": (
+            setting(config, "draft_lm_head_quantization")
+        ),
+        f"rejection_sample_method={setting(config, 'rejection_sample_method')} is not supported: a draft is accepted "
+        "if it is what would have been drawn; leave it out": (
+            setting(config, "rejection_sample_method", "standard") != "standard"
         ),
         f"{', '.join(_plugins())}: logits processors from plugins are not supported with speculative decoding, where "
         "vLLM leaves them out: uninstall them, or leave out speculative_config": bool(_plugins()),
@@ -157,6 +203,9 @@ def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], 
         raise ValueError(f"Token id {bad} is out of vocabulary: use ids below {vocab_size}")
     if not isinstance(params, SamplingParams):
         raise ValueError("this runner generates text: pooling requests are not supported")
+    for name in NEWER_PARAMS:
+        if getattr(params, name, None) is not None:
+            raise ValueError(f"{name} is not supported yet: leave it out")
     for token in params.allowed_token_ids or ():
         if not 0 <= token < vocab_size:
             raise ValueError(

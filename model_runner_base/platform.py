@@ -34,7 +34,7 @@ class PagedPlatform(Platform):
     worker_cls: str
     """Qualified name of the worker, which vLLM imports in the worker's process."""
     scheduler_cls = "model_runner_base.scheduling.make_scheduler"
-    """Qualified name of what makes the scheduler, for users who name none. vLLM calls it as it calls a class."""
+    """Qualified name of what makes the scheduler where the user names none and this vLLM's is known. Called as a class."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     """What a model may run in; ``dtype="auto"`` chooses from ``supported_dtypes``, which are these by default."""
     default_block_size = 32
@@ -170,12 +170,16 @@ class PagedPlatform(Platform):
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.limits import check_config
+        from model_runner_base.vllm_port.scheduler import has_steps_of_rows
 
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
-        if vllm_config.scheduler_config.scheduler_cls is None:
-            vllm_config.scheduler_config.scheduler_cls = cls.scheduler_cls
+        scheduler = vllm_config.scheduler_config
+        if has_steps_of_rows():
+            scheduler.scheduler_cls = scheduler.scheduler_cls or cls.scheduler_cls
+        elif scheduler.scheduler_cls == cls.scheduler_cls:
+            raise UnsupportedConfigError(f"{cls.scheduler_cls} does not know this vLLM: leave out scheduler_cls")
         if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -240,6 +244,8 @@ class PagedPlatform(Platform):
         from model_runner_base.limits import check_request
 
         check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)
+        if processed_inputs.get("is_token_ids") is not None:
+            raise ValueError("a prompt of tokens and embeddings is not supported yet: give all of it as embeddings")
         embeds = processed_inputs.get("prompt_embeds")
         if embeds is not None:
             from model_runner_base.inputs.embeddings import check_embeds

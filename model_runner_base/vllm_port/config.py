@@ -6,8 +6,20 @@ Platforms read them while vLLM's config package is half loaded, so nothing of vL
 from typing import Any
 
 
-def uses_sequence_parallelism(vllm_config: Any) -> bool:
-    return getattr(vllm_config.compilation_config.pass_config, "enable_sp", False)
+def setting(config: Any, path: str, default: Any = None) -> Any:
+    """A setting by its path, such as ``"pass_config.enable_sp"``, or the default where this vLLM has none."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+        if config is None:
+            return default
+    return config
+
+
+def uses_second_runner(vllm_config: Any) -> bool:
+    """Whether the scheduler takes the worker for vLLM's second runner, and says what that one wants to hear."""
+    from vllm import envs
+
+    return bool(setting(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER))
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:

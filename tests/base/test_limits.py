@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.limits import check_config
+from model_runner_base.limits import NEWER_PARAMS, check_config, check_request
 
 MODEL = {
     "is_multimodal_model": False,
@@ -97,6 +98,25 @@ def draft(**options: Any) -> SimpleNamespace:
         ("model_config.is_attention_free", True, "serve a model of attention layers"),
         ("model_config.hf_text_config.layer_types", ["full_attention", "mamba"], "serve a model of attention layers"),
         ("model_config.enable_return_routed_experts", True, "leave out enable_return_routed_experts"),
+        ("aux_output_config", SimpleNamespace(enable_return_routed_experts=True), "enable_return_routed_experts"),
+        ("watermark_config", object(), "leave out watermark_config"),
+        ("diffusion_config", object(), "leave out diffusion_config"),
+        ("engram_config", object(), "leave out engram_config"),
+        ("attention_config", SimpleNamespace(hisparse_config=object()), "leave out hisparse_config"),
+        ("cache_config.prefix_match_unit", 16, "leave out prefix_match_unit"),
+        ("model_config.return_sampling_mask", True, "leave out return_sampling_mask"),
+        ("model_config.enable_trace_replay", True, "leave out enable_trace_replay"),
+        ("parallel_config.enable_batch_sharded_sampling", True, "leave out enable_batch_sharded_sampling"),
+        ("parallel_config.enable_elastic_ep", True, "leave out enable_elastic_ep and enable_fault_tolerance"),
+        ("parallel_config.enable_fault_tolerance", True, "leave out enable_elastic_ep and enable_fault_tolerance"),
+        (
+            "speculative_config",
+            draft(num_speculative_tokens_per_batch_size=[(1, 4, 2)]),
+            "leave out num_speculative_tokens_per_batch_size",
+        ),
+        ("speculative_config", draft(use_heterogeneous_vocab=True), "leave out use_heterogeneous_vocab"),
+        ("speculative_config", draft(draft_lm_head_quantization="fp8"), "leave out draft_lm_head_quantization"),
+        ("speculative_config", draft(rejection_sample_method="block"), "rejection_sample_method=block is not"),
     ],
 )
 def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message: str) -> None:
@@ -126,3 +146,30 @@ def test_what_models_that_see_are_not_served_with_yet(setting: str, value: Any, 
     setattr(reduce(getattr, path, config), name, value)
     with pytest.raises(UnsupportedConfigError, match=message):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("speculative_config", draft(), "speculative decoding is not supported with what vLLM says to its second"),
+        ("model_config.logits_processors", ["my.Processor"], "logits processors are not supported with what vLLM says"),
+    ],
+)
+def test_what_the_second_runner_alone_would_do_is_refused(setting: str, value: Any, message: str) -> None:
+    """``VLLM_USE_V2_MODEL_RUNNER``, or vLLM's own choice where it has Triton."""
+    config: Any = deepcopy(SERVED)
+    config.use_v2_model_runner = True
+    check_config(config)
+    *path, name = setting.split(".")
+    setattr(reduce(getattr, path, config), name, value)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        check_config(config)
+
+
+@pytest.mark.parametrize("name", [name for name in NEWER_PARAMS if name in SamplingParams.__struct_fields__])
+def test_newer_sampling_parameters_are_refused(name: str) -> None:
+    params = SamplingParams()
+    check_request(params, [5], 10)
+    setattr(params, name, [1])
+    with pytest.raises(ValueError, match=f"{name} is not supported yet: leave it out"):
+        check_request(params, [5], 10)
