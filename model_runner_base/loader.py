@@ -166,9 +166,18 @@ def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
     tied = "lm_head.weight" if model_config.hf_config.tie_word_embeddings else None
     # What a method made of a layer's tensors may have names of its own.
     quantised = {name.rpartition(".")[0] for name in found} if model_config.quantization else set()
+    # Newer transformers have names of their own for some layers' tensors, and checkpoints those of before.
+    renamed = {_layer_of(name) for name in found if name not in wanted}
     for name, tensor in wanted.items():
         if name in found and found[name] not in (None, list(tensor.shape)):
             return f"{name} has shape {found[name]}, the config asks for {list(tensor.shape)}"
-        if name not in found and name != tied and name.rpartition(".")[0] not in quantised:
+        is_known = name == tied or name.rpartition(".")[0] in quantised or _layer_of(name) in renamed
+        if name not in found and not is_known:
             return f"{name} is missing"
     return None
+
+
+def _layer_of(name: str) -> str:
+    """A tensor's name as far as the number of its layer; the whole of it where it is of none."""
+    parts = name.split(".")
+    return ".".join(parts[: next((index for index, part in enumerate(parts, 1) if part.isdigit()), len(parts))])

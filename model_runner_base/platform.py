@@ -34,7 +34,7 @@ class PagedPlatform(Platform):
     worker_cls: str
     """Qualified name of the worker, which vLLM imports in the worker's process."""
     scheduler_cls = "model_runner_base.scheduling.make_scheduler"
-    """Qualified name of what makes the scheduler where the user names none and this vLLM's is known. Called as a class."""
+    """Qualified name of what makes the scheduler where the user names none and vLLM's is known. Called as a class."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     """What a model may run in; ``dtype="auto"`` chooses from ``supported_dtypes``, which are these by default."""
     default_block_size = 32

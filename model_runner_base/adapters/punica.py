@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
+from model_runner_base.vllm_port.lora import embeddings_indices
+
 NO_SLOT = -1
 """Of a token whose request has no adapter."""
 
@@ -43,7 +45,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         self._logits_mask = self._mask(logits_slots)
         # What VocabParallelEmbeddingWithLoRA adds to a token's id to find its row among all slots' tables.
         first_rows = token_slots.clamp(min=0) * self.vocab_size
-        self._embeddings_indices = (first_rows, first_rows)  # type: ignore[assignment]
+        self._embeddings_indices = embeddings_indices(first_rows)  # type: ignore[assignment]
 
     def unbind(self) -> None:
         """Nothing that a graph computed outlives its tracing."""
@@ -109,6 +111,10 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         shrunk = [_masked(x, a, self._token_mask).flatten(1) * scale for a in lora_a_stacked]
         added = [h @ b.flatten(0, 1) for h, b in zip(shrunk, lora_b_stacked, strict=True)]
         return y + torch.cat(added, dim=-1).to(y.dtype)
+
+    def apply_lora_full_linear(self, *args: Any) -> None:
+        """Only heads that classify are replaced as a whole, by newer releases of vLLM."""
+        raise NotImplementedError("adapters of heads that classify are not supported")
 
     def add_lora_logits(
         self,

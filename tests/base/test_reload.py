@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import compilations, engine
 from greedy import expected, generate
+from lane import HAS_OPENXLA
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
@@ -58,7 +59,7 @@ def test_compiled_graphs_see_new_weights(name: str, tiny_model: Callable[[str], 
         reload_weights(llm, weights_iterator=list(load_file(old.path / "model.safetensors").items()))
         assert generate(llm, PROMPTS) == expected(old, PROMPTS)
         assert compilations() == before
-        for item in load_file(new.path / "model.safetensors").items():
+        for item in load_file(new.path / "model.safetensors").items() if HAS_OPENXLA else ():  # Which re-lays weights.
             with pytest.raises(CheckpointError, match=r"reload_weights\(weights_iterator"):
                 llm.apply_model(lambda module, item=item: module.load_weights([item]))
         assert generate(llm, PROMPTS) == expected(old, PROMPTS)

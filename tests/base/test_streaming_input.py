@@ -7,6 +7,7 @@ prompt (all but the last), and the chunk follows them.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens
 
 OUTPUTS = 7
+WITHOUT_EOS: dict[str, Any] = {"eos_token_id": None} if "eos_token_id" in EngineCoreRequest.__struct_fields__ else {}
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Driver:
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
-            eos_token_id=None,
+            **WITHOUT_EOS,
             arrival_time=time.time(),
             lora_request=None,
             cache_salt=None,

@@ -24,6 +24,7 @@ from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.caches import allocation
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.step.schedule import Grammar
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.vllm_port import kv_cache
 from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata, layouts_of_pages
@@ -129,9 +130,13 @@ def test_hand_made_steps_are_vllms() -> None:
 
 
 def test_grammar_is_read_as_it_is() -> None:
+    """A request's rows may be as many as any request may have drafts and one; those that it lacks are left out."""
     bitmask = np.arange(6, dtype=np.int32).reshape(2, 3)
     grammar = read_grammar(GrammarOutput(structured_output_request_ids=["b", "a"], grammar_bitmask=bitmask))
     assert grammar is not None and list(grammar.req_ids) == ["b", "a"] and grammar.bitmask is bitmask
+    assert grammar.at(np.array([0, 0])).tolist() == bitmask.tolist()
+    even = Grammar(["b", "a"], np.arange(6)[:, None], row_len=3)
+    assert even.at(np.array([0, 0, 1, 2])).ravel().tolist() == [0, 3, 4, 5]
     assert read_grammar(None) is None
 
 

@@ -1,6 +1,7 @@
 """The real `vllm serve` with the limits it takes by itself, against the real OpenAI client."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -158,7 +159,7 @@ def test_concurrent_requests_keep_their_tokens(server: str, client: openai.OpenA
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": "word " * 2000}, "context length is only 1024"),
+        ({"prompt": "word " * 2000}, "context length is (only )?1024"),
         ({"prompt": PROMPT, "temperature": -1}, "temperature"),
         ({"prompt": PROMPT, "max_tokens": -5}, "max_tokens"),
         ({"prompt": PROMPT, "presence_penalty": 5.0}, "presence_penalty"),
@@ -171,7 +172,7 @@ def test_concurrent_requests_keep_their_tokens(server: str, client: openai.OpenA
 )
 def test_bad_requests_get_400(server: str, client: openai.OpenAI, greedy_text: str, body: dict, message: str) -> None:
     answer = httpx.post(f"{server}/v1/completions", json={"model": "kjv", **body})
-    assert 400 <= answer.status_code < 500 and message in answer.text, answer.text
+    assert 400 <= answer.status_code < 500 and re.search(message, answer.text), answer.text
     test_completion_equals_transformers(client, greedy_text)
 
 

@@ -62,13 +62,14 @@ class TokenMasks:
             return logits, slots
         index_of = batch.req_id_to_index
         every = batch.logits_rows(np.array([index_of[req_id] for req_id in grammar.req_ids], np.int64))
+        bitmask = grammar.at(every.place)
         (behind,) = every.place.nonzero()
-        free = behind[(grammar.bitmask[behind] == ALL).all(axis=1)]
+        free = behind[(bitmask[behind] == ALL).all(axis=1)]
         if len(free):
             is_kept = np.ones(slots.shape[1], np.int32)
             is_kept[every.rows[free] - 1] = 0
             slots = self._drop_drafts(slots, self._device_ops.to_device(is_kept))
-        return self.apply(logits, dict(zip(every.rows.tolist(), grammar.bitmask, strict=True))), slots
+        return self.apply(logits, dict(zip(every.rows.tolist(), bitmask, strict=True))), slots
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
         self.apply(logits, {})
