@@ -16,7 +16,7 @@ def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
         arrivals, new_blocks = _resumed(cached)
     if scheduler_output.scheduled_new_reqs:
         arrivals += [_arrival(new) for new in scheduler_output.scheduled_new_reqs]
-    return Schedule(
+    schedule = Schedule(
         scheduler_output.finished_req_ids,
         scheduler_output.preempted_req_ids or (),
         arrivals,
@@ -29,6 +29,24 @@ def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
         scheduler_output.scheduled_encoder_inputs,
         scheduler_output.free_encoder_mm_hashes,
     )
+    if arrivals and schedule.drafts:
+        _leave_out_padding(schedule)
+    return schedule
+
+
+def _leave_out_padding(schedule: Schedule) -> None:
+    """Who arrives with one token may come with places for drafts, so that all requests of a step are alike.
+
+    Nobody has drafted for it. Places that are not run count as drafts that were wrong.
+    """
+    padded = [arrival.req_id for arrival in schedule.arrivals if arrival.req_id in schedule.drafts]
+    if padded:
+        drafts, num_tokens = dict(schedule.drafts), dict(schedule.num_tokens)
+        for req_id in padded:
+            count = len(drafts.pop(req_id))
+            num_tokens[req_id] -= count
+            schedule.total_num_tokens -= count
+        schedule.drafts, schedule.num_tokens = drafts, num_tokens
 
 
 def _arrival(new: NewRequestData) -> Arrival:

@@ -24,11 +24,12 @@ from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.caches import allocation
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.step.schedule import Grammar
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.schedule import Arrival, Grammar
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.vllm_port import kv_cache
 from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata, layouts_of_pages
-from model_runner_base.vllm_port.hand_made import HandMadeStep
+from model_runner_base.vllm_port.hand_made import Continued, HandMadeStep
 from model_runner_base.vllm_port.kv_cache import planning, read_layout
 from model_runner_base.vllm_port.schedule import read_grammar, read_schedule
 
@@ -116,6 +117,44 @@ def test_schedule_says_what_the_scheduler_said(data: st.DataObject) -> None:
     assert cached.new_block_ids == blocks and cached.req_ids == continued
     if not resumed:
         assert schedule.new_blocks is cached.new_block_ids and schedule.continued is continued, "copied for nothing"
+
+
+def step_of(new: list[NewRequestData], num_tokens: dict[str, int], drafts: dict[str, list[int]]) -> SchedulerOutput:
+    """A step in which requests arrive, beside "b", which goes on."""
+    step = HandMadeStep(new, [Continued("b", False, None, None, 9, 3)])
+    output = step.scheduler_output(num_tokens, set(), set(), 1)
+    output.scheduled_spec_decode_tokens = drafts
+    return output
+
+
+def test_who_resumes_as_a_new_request() -> None:
+    """As vLLM's second runner is told: with all tokens; one that has none of its own yet comes as it came first."""
+    params = SamplingParams()
+    known: Any = {"mm_features": [], "pooling_params": None, "num_computed_tokens": 0, "lora_request": None}
+    new = [
+        NewRequestData("a", [5, 6], sampling_params=params, block_ids=([1],), prefill_token_ids=[5, 6, 7, 8], **known),
+        NewRequestData("c", [5, 6], sampling_params=params, block_ids=([2],), prefill_token_ids=[5, 6], **known),
+    ]
+    first, second = read_schedule(step_of(new, {"b": 1, "a": 4, "c": 2}, {})).arrivals
+    assert first == Arrival("a", [5, 6, 7, 8], 0, ([1],))
+    assert second == Arrival("c", [5, 6], 0, ([2],), params, items=[])
+    info = RequestInfo(params, 1, [5, 6])
+    assert info.is_asked_by(first) and info.is_asked_by(second)
+    assert not info.is_asked_by(Arrival("c", [5, 6, 9], 0, ([2],), params))
+    assert not info.is_asked_by(Arrival("c", [5, 6], 0, ([2],), SamplingParams(seed=3)))
+
+
+def test_places_for_drafts_of_who_arrives_are_left_out() -> None:
+    """Nobody has drafted for a request of one token; those that go on keep theirs, and the scheduler its lists."""
+    step = HandMadeStep()
+    step.add_new("a", [5], SamplingParams(), [[1]], 0)
+    output = step_of(step.new, {"b": 3, "a": 3}, {"b": [7, 8], "a": [-1, -1]})
+    schedule = read_schedule(output)
+    assert schedule.num_tokens == {"b": 3, "a": 1} and schedule.drafts == {"b": [7, 8]}
+    assert schedule.total_num_tokens == 4
+    assert output.num_scheduled_tokens == {"b": 3, "a": 3} and len(output.scheduled_spec_decode_tokens) == 2
+    plain = step_of([], {"b": 3}, {"b": [7, 8]})
+    assert read_schedule(plain).num_tokens is plain.num_scheduled_tokens, "copied for nothing"
 
 
 def test_hand_made_steps_are_vllms() -> None:

@@ -400,8 +400,8 @@ MUTATIONS = [
     Mutation(
         "a grammar masks the first place of a row alone",
         "heads/sampling/token_masks.py",
-        "zip(every.rows.tolist(), grammar.bitmask, strict=True)",
-        "zip(every.rows[every.place == 0].tolist(), grammar.bitmask[every.place == 0], strict=True)",
+        "zip(every.rows.tolist(), bitmask, strict=True)",
+        "zip(every.rows[every.place == 0].tolist(), bitmask[every.place == 0], strict=True)",
         "test_rules and prompt-lookup",
     ),
     Mutation(
