@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from gpu_runner.cuda_graphs import StepGraphs
+from gpu_runner.vllm_port import compile_range_ends
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.vllm_port.kv_cache import attention_layers
@@ -28,7 +29,7 @@ class CudaGraphPolicy(GraphPolicy):
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._graphs: list[StepGraphs] = []
-        points = vllm_config.compilation_config.compile_ranges_split_points
+        points = compile_range_ends(vllm_config)
         if points and vllm_config.speculative_config is not None:
             points[-1] = max_step_tokens(vllm_config)  # What is compiled ends there; decode rows count whole.
 

@@ -29,3 +29,10 @@ def prepare_offloading(vllm_config: VllmConfig) -> None:
     else:
         models = import_module("vllm.model_executor.models.utils")
         models.set_cpu_offload_max_bytes(int(config.cache_config.cpu_offload_gb * GiB_bytes))
+
+
+def compile_range_ends(vllm_config: VllmConfig) -> list[int] | None:
+    """Numbers of tokens at which ranges end that vLLM compiles for, each apart."""
+    config: Any = vllm_config.compilation_config
+    name = "compile_ranges_endpoints"
+    return getattr(config, name if hasattr(config, name) else "compile_ranges_split_points")

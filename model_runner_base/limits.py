@@ -13,6 +13,7 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.config import returns_routed_experts, setting, uses_second_runner
+from model_runner_base.vllm_port.errors import RequestError
 from model_runner_base.vllm_port.speculation import read_speculation
 
 NEWER_PARAMS = (
@@ -194,20 +195,20 @@ def _has_recurrent_layers(model: ModelConfig) -> bool:
 
 
 def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:
-    """Raises ValueError, which the API server answers with status 400.
+    """Raises RequestError, a ValueError that the API server answers with status 400.
 
     Refused are pooling requests, and token ids that no embedding has (vLLM checks those only where it has a tokenizer).
     """
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise ValueError(f"Token id {bad} is out of vocabulary: use ids below {vocab_size}")
+        raise RequestError(f"Token id {bad} is out of vocabulary: use ids below {vocab_size}")
     if not isinstance(params, SamplingParams):
-        raise ValueError("this runner generates text: pooling requests are not supported")
+        raise RequestError("this runner generates text: pooling requests are not supported")
     for name in NEWER_PARAMS:
         if getattr(params, name, None) is not None:
-            raise ValueError(f"{name} is not supported yet: leave it out")
+            raise RequestError(f"{name} is not supported yet: leave it out")
     for token in params.allowed_token_ids or ():
         if not 0 <= token < vocab_size:
-            raise ValueError(
+            raise RequestError(
                 f"allowed_token_ids contains {token}, which is out of vocabulary: use ids below {vocab_size}"
             )

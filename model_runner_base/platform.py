@@ -242,10 +242,11 @@ class PagedPlatform(Platform):
     ) -> None:
         """vLLM passes these two by position, or all three by name. Raises ValueError for what would come out wrong."""
         from model_runner_base.limits import check_request
+        from model_runner_base.vllm_port.errors import RequestError
 
         check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)
         if processed_inputs.get("is_token_ids") is not None:
-            raise ValueError("a prompt of tokens and embeddings is not supported yet: give all of it as embeddings")
+            raise RequestError("a prompt of tokens and embeddings is not supported yet: give all of it as embeddings")
         embeds = processed_inputs.get("prompt_embeds")
         if embeds is not None:
             from model_runner_base.inputs.embeddings import check_embeds

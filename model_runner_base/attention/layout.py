@@ -8,6 +8,7 @@ Example: a model of two layers that see everything and one with a sliding window
                          TensorLayout(num_blocks=100, layer_names=["layers.2"])])
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,3 +53,5 @@ class CacheLayout:
     """Of the scheduler's, in each group; block 0 is the null block, which no request gets."""
     groups: list[GroupLayout]
     tensors: list[TensorLayout]
+    make_views: Callable[..., dict[str, torch.Tensor]] | None = None
+    """Where vLLM places all layers in one buffer: makes it, and each layer's cache as vLLM's own kernels want it."""

@@ -65,7 +65,12 @@ def allocate(
     kept = {name: (group.block_size, cache) for group in layout.groups for name, cache in group.layers.items()}
     caches: list[torch.Tensor] = []
     index_of: dict[str, int] = {}
-    for tensor in layout.tensors:
+    backends = {name: layers[name].get_attn_backend() for name in kept}
+    tensors = layout.tensors
+    if layout.make_views is not None and not all(hasattr(each, "get_kv_cache_shape") for each in backends.values()):
+        views_of = layout.make_views(vllm_config, backends, device_ops.device)
+        index_of, caches, tensors = {name: at for at, name in enumerate(views_of)}, list(views_of.values()), []
+    for tensor in tensors:
         forms = {
             name: _Form.of(*kept[name], tensor.num_blocks, layers[name].get_attn_backend(), vllm_config, kv_tile_target)
             for name in tensor.layer_names

@@ -21,6 +21,7 @@ from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import StepSize
+from model_runner_base.vllm_port.errors import RequestError
 
 SECTION = "embed_source"
 LOOKED_UP = -1
@@ -129,12 +130,14 @@ def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tenso
 
 
 def check_embeds(embeds: torch.Tensor, hidden_size: int, wants_prompt_logprobs: bool) -> None:
-    """Raises ValueError for embeddings [P, H] that the model cannot take; [1, P, H] was made [P, H] by vLLM."""
+    """Raises RequestError for embeddings [P, H] that the model cannot take; [1, P, H] was made [P, H] by vLLM."""
     if not embeds.is_floating_point():
-        raise ValueError(f"prompt_embeds must be floating-point numbers, got {embeds.dtype}")
+        raise RequestError(f"prompt_embeds must be floating-point numbers, got {embeds.dtype}")
     if not len(embeds) or embeds.shape[1] != hidden_size:
-        raise ValueError(f"prompt_embeds must be [tokens, {hidden_size}] with a token at least, got {[*embeds.shape]}")
+        raise RequestError(
+            f"prompt_embeds must be [tokens, {hidden_size}] with a token at least, got {[*embeds.shape]}"
+        )
     if not embeds.isfinite().all():
-        raise ValueError("prompt_embeds must be finite")
+        raise RequestError("prompt_embeds must be finite")
     if wants_prompt_logprobs:
-        raise ValueError("prompt_logprobs need token ids, which prompt_embeds do not have: leave one of them out")
+        raise RequestError("prompt_logprobs need token ids, which prompt_embeds do not have: leave one of them out")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -42,7 +43,6 @@ __all__ = [
     "read_layout",
     "shared_caches",
     "useful_bytes",
-    "views_of_buffer",
 ]
 
 
@@ -114,11 +114,11 @@ def read_layout(config: KVCacheConfig) -> CacheLayout:
         groups.append(GroupLayout(layer_caches(specs), spec.block_size))
     if IS_ONE_BUFFER:
         tensors = [TensorLayout(config.num_blocks, names) for names in _by_place(config.kv_cache_tensors)]
-    else:
-        tensors = [
-            TensorLayout(tensor.size // page_bytes[tensor.shared_by[0]], list(tensor.shared_by))
-            for tensor in config.kv_cache_tensors
-        ]
+        return CacheLayout(config.num_blocks, groups, tensors, partial(_make_views, config))
+    tensors = [
+        TensorLayout(tensor.size // page_bytes[tensor.shared_by[0]], list(tensor.shared_by))
+        for tensor in config.kv_cache_tensors
+    ]
     return CacheLayout(config.num_blocks, groups, tensors)
 
 
@@ -131,15 +131,10 @@ def _by_place(tensors: Sequence[Any]) -> list[list[str]]:
     return list(names.values())
 
 
-def views_of_buffer(
+def _make_views(
     config: KVCacheConfig, vllm_config: VllmConfig, backends: Mapping[str, type[AttentionBackend]], device: torch.device
-) -> dict[str, torch.Tensor] | None:
-    """The cache of every layer in one buffer of zeros, as kernels of vLLM's want it; None where backends give shapes.
-
-    ``backends``: by layer.
-    """
-    if not IS_ONE_BUFFER:
-        return None
+) -> dict[str, torch.Tensor]:
+    """The cache of every layer, in one buffer of zeros; ``backends`` by layer."""
     from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size  # type: ignore[attr-defined]
 
     sizes = [

@@ -250,9 +250,11 @@ class PlanningBuilder(KernelBuilder):
         is_uniform = common.num_actual_tokens == common.num_reqs * common.max_query_len
         assert common.query_start_loc_cpu[-1] == common.num_actual_tokens or is_uniform
         assert len(common.slot_mapping) == common.num_actual_tokens
-        assert common.seq_lens_cpu.equal(common.seq_lens) and query_len.equal(common.query_start_loc.diff())
+        on_host = getattr(common, "seq_lens_cpu_upper_bound", None)
+        on_host = common.seq_lens_cpu if on_host is None else on_host
+        assert on_host.equal(common.seq_lens) and query_len.equal(common.query_start_loc.diff())
         is_extended = (query_len > 1).int() if self._is_plain else torch.zeros_like(query_len)
-        regions = torch.where(common.num_computed_tokens_cpu > 0, is_extended, 2)[query_len > 0]
+        regions = torch.where(on_host - query_len > 0, is_extended, 2)[query_len > 0]
         assert regions.diff().ge(0).all(), "decodes, extended requests, fresh prompts: that is the order"
         split_decodes_and_prefills(common, self.reorder_batch_threshold)  # Raises where decodes do not come first.
         return _copy(self._buffer[: common.num_reqs], common.seq_lens)
