@@ -26,7 +26,6 @@ NEWEST = [
     "base/test_reload.py",
     "base/test_streaming_input.py",
     "base/test_vllm_port.py",
-    "gpu/test_gpu_runner.py",
     "project/test_server.py",
     "project/test_structure.py",
     "project/test_vllm_names.py",
