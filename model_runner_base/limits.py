@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.vllm_port import multimodal
 from model_runner_base.vllm_port.config import returns_routed_experts, setting, uses_second_runner
 from model_runner_base.vllm_port.errors import RequestError
 from model_runner_base.vllm_port.speculation import read_speculation
@@ -77,6 +78,9 @@ def check_config(vllm_config: VllmConfig) -> None:
         "logits processors are not supported with what vLLM says to its second runner, which has others: set "
         "VLLM_USE_V2_MODEL_RUNNER=0": (
             (setting(model, "logits_processors") or _plugins()) and uses_second_runner(vllm_config)
+        ),
+        "multimodal models are not supported on this release of vLLM yet: serve a text-only model": (
+            model and model.is_multimodal_model and not multimodal.IS_TRIED
         ),
         # What newer releases of vLLM have beside.
         "watermarks are not supported yet: leave out watermark_config": setting(vllm_config, "watermark_config"),

@@ -14,7 +14,6 @@ from vllm.config import VllmConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.multimodal.utils import group_mm_kwargs_by_modality
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
@@ -26,6 +25,7 @@ from model_runner_base.multimodal.positions import calc_mrope_positions
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
+from model_runner_base.vllm_port.multimodal import group_by_modality
 
 
 class Encoder:
@@ -74,7 +74,7 @@ class ItemEncoder(Encoder):
     def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
         contents = [(item.modality, item.data) for item in items]
         outputs: list[torch.Tensor] = []
-        groups: Any = group_mm_kwargs_by_modality(contents, device=self._device)  # type: ignore[arg-type]
+        groups: Any = group_by_modality(contents, device=self._device)
         for _, _, kwargs in groups:
             outputs += self._model.embed_multimodal(**kwargs)
         for item, output in zip(items, outputs, strict=True):

@@ -10,6 +10,7 @@ from vllm import SamplingParams
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.limits import NEWER_PARAMS, check_config, check_request
+from model_runner_base.vllm_port import multimodal
 
 MODEL = {
     "is_multimodal_model": False,
@@ -138,6 +139,7 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ("model_config.multimodal_config.is_multimodal_pruning_enabled", lambda: True, "video_pruning_rate"),
     ],
 )
+@pytest.mark.skipif(not multimodal.IS_TRIED, reason="refused as such")
 def test_what_models_that_see_are_not_served_with_yet(setting: str, value: Any, message: str) -> None:
     config: Any = deepcopy(SERVED)
     config.model_config.is_multimodal_model = True
