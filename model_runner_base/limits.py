@@ -175,6 +175,8 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         "tensor parallelism is not supported with multimodal models yet: use tensor_parallel_size=1": (
             vllm_config.parallel_config.tensor_parallel_size > 1
         ),
+        "priorities are not supported with multimodal models, of whose images vLLM may then believe that they were "
+        "encoded: leave out scheduling_policy": vllm_config.scheduler_config.policy == "priority",
         "video_pruning_rate is not supported: leave it out": config and config.is_multimodal_pruning_enabled(),
     }
     for message, is_asked in refusals.items():

@@ -126,6 +126,10 @@ def reload_checkpoint(
 
 def _check_reloadable(model: nn.Module) -> None:
     """Refuses weights that reach their layers past vLLM's record of what was loaded, which reloading goes by."""
+    if getattr(model, "supports_multimodal", False):
+        raise CheckpointError(
+            "weights of a multimodal model cannot be loaded again yet: start another engine; nothing was changed"
+        )
     biased = {
         name
         for name, layer in experts_layers(model)

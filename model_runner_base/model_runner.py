@@ -268,6 +268,8 @@ class ModelRunnerBase:
                 self._admit(arrival)
         if any(schedule.new_blocks):
             self._append_blocks(schedule)
+        if schedule.freed_items:  # Before others are encoded: they may have been promised the room.
+            self.encoder.give_up(schedule.freed_items)
 
     def _admit(self, arrival: Arrival) -> None:
         """Gives a new or resumed request its row; whoever keeps something by row learns of it."""
@@ -368,9 +370,10 @@ class ModelRunnerBase:
     # ---- Multimodal inputs ----
 
     def _execute_encoder(self, schedule: Schedule) -> None:
-        """Forgets the encoder outputs that the scheduler gave up, and runs the encoder on the items it names."""
-        if schedule.encoder_inputs or schedule.freed_items:
-            self.encoder.run(schedule, self.parts.requests.infos)
+        """Runs the encoder on the items that the scheduler names."""
+        if schedule.encoder_inputs:
+            with override_forward_context(self.parts.forward_context):
+                self.encoder.run(schedule, self.parts.requests.infos)
 
     def reset_encoder_cache(self) -> None:
         """Forgets all encoder outputs: the weights have changed."""

@@ -120,6 +120,7 @@ class ModelRunnerWorker(WorkerBase):
         """
         with current_platform.inference_mode():
             step_memory = self.model_runner.profile_run() + self.model_runner.adapters.step_memory()
+            step_memory += self.model_runner.encoder.step_memory()
         memory = self.model_runner.device_ops.memory_info()
         useful = self.model_runner.useful_cache_memory()
         if asked := self.cache_config.kv_cache_memory_bytes:

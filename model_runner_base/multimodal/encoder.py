@@ -5,7 +5,7 @@ vLLM's towers works so, and nothing is compiled for the size of an image. Their 
 device, from which the graphs of mixed steps gather them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,15 @@ from model_runner_base.vllm_port.multimodal import group_by_modality
 class Encoder:
     """The model has none."""
 
+    def give_up(self, identifiers: Iterable[str]) -> None:
+        """Forgets these items' outputs."""
+
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
-        """Forgets the outputs that the scheduler gave up, and makes those it asks for."""
+        """Makes the outputs that the scheduler asks for."""
+
+    def step_memory(self) -> int:
+        """Bytes of the device that a step may need for outputs, beside what the model takes; towers not counted."""
+        return 0
 
     def reset(self) -> None:
         """Forgets all outputs."""
@@ -60,11 +67,18 @@ class ItemEncoder(Encoder):
         assert isinstance(model_config.dtype, torch.dtype)
         self._pool = EmbeddingPool(size, width, model_config.dtype, size, wrap, device_ops)
         self._uses_mrope = model_config.uses_mrope
+        self._max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+
+    def give_up(self, identifiers: Iterable[str]) -> None:
+        for identifier in identifiers:
+            self._rows.give_up(identifier)
+
+    def step_memory(self) -> int:
+        """A piece on its way to the pool; what the tokens of a step gather from there, and two parts of it."""
+        (pool,) = self._pool.tensors
+        return pool[0].nbytes * (self._pool.num_rows + 3 * self._max_num_tokens)
 
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
-        # The scheduler may have promised the room of the old to the new.
-        for identifier in schedule.freed_items:
-            self._rows.give_up(identifier)
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
         missing = [item for item in items if item.identifier not in self._rows and item.data is not None]
         if missing:

@@ -58,6 +58,8 @@ class MultiModalInputs(TokenInputs):
             if first >= last:
                 continue
             low, high = place.get_embeds_indices_in_range(first - place.offset, last - place.offset)
+            if low == high:
+                continue  # Text around an item, such as its last token: the scheduler need not have had it encoded.
             tokens = np.arange(first, last)
             if place.is_embed is not None:
                 tokens = tokens[place.is_embed[first - place.offset : last - place.offset].numpy()]

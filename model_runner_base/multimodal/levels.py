@@ -18,6 +18,7 @@ class Levels:
         """0: the model is of another kind, and nothing is changed."""
         self._bound: dict[str, torch.Tensor] | None = None
         if self.count:
+            assert hasattr(model, "_get_deepstack_input_embeds") and hasattr(model, "_clear_deepstack_input_embeds")
             model.deepstack_input_embeds = None
             model._get_deepstack_input_embeds = lambda num_tokens: self._bound
             model._clear_deepstack_input_embeds = lambda num_tokens: None

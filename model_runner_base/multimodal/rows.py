@@ -24,6 +24,7 @@ class EncoderRows:
 
     def take(self, identifier: str, count: int) -> np.ndarray:
         """Rows for an item that has none; raises RuntimeError if there are not so many."""
+        assert identifier not in self._rows
         if count > len(self._free):
             raise RuntimeError(f"{count} encoder outputs are to be kept, but only {len(self._free)} rows are free")
         self._rows[identifier], self._free = self._free[:count], self._free[count:]

@@ -1,7 +1,8 @@
-"""A multimodal model's towers: the encoders, and the projectors behind them, which no step's graph runs."""
+"""What of a multimodal model no step's graph runs: towers, which are the encoders and the projectors behind them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -10,15 +11,22 @@ from torch import nn
 def towers_left_out(model: nn.Module) -> Iterator[None]:
     """Within it the model has no towers: what moves or re-lays its weights leaves theirs where and as they are.
 
-    vLLM's models say which of their modules these are (``SupportsMultiModal._mark_tower_model``).
+    vLLM's models say which of their modules these are (``SupportsMultiModal._mark_tower_model``). A parameter of the
+    model's own, such as the embedding between the rows of an image, goes with them: the text has modules alone.
     """
-    paths = [path.rpartition(".") for path in getattr(model, "_tower_model_names", ())]
+    seeing: Any = model
+    is_seeing = getattr(model, "supports_multimodal", False)
+    paths = [path.rpartition(".") for path in seeing._tower_model_names] if is_seeing else []
     towers = [(model.get_submodule(parent), name) for parent, _, name in paths]
     modules = [getattr(parent, name) for parent, name in towers]
+    own = dict(model._parameters) if is_seeing else {}
     for parent, name in towers:
         setattr(parent, name, None)
+    for name in own:
+        model._parameters[name] = None
     try:
         yield
     finally:
         for (parent, name), module in zip(towers, modules, strict=True):
             setattr(parent, name, module)
+        model._parameters.update(own)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from conftest import engine
 from transformers import AutoTokenizer
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, prompts, read
-from model_runner_base.testing.engine import greedy
+from model_runner_base.testing.engine import greedy, runner_of
 from model_runner_base.testing.images import FAMILIES, SeeingModel, make_seeing_model, picture, video_facts
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True}
@@ -28,6 +29,39 @@ def test_tokens_are_the_references(family: str, make_model: Any) -> None:
     with engine(model.path, **OPTIONS) as llm:
         assert read(ask(llm, asked)) == want
         assert read(ask(llm, asked[::-1])) == want[::-1]  # With a cached prefix each.
+
+
+@pytest.mark.parametrize("family", ["internvl", "mistral3"])
+def test_an_image_at_every_place_of_a_chunk(family: str, make_model: Any) -> None:
+    """In these prompts tokens of text belong to an image: a step may have nothing of it but those."""
+    model: SeeingModel = make_model(family)
+    asked = [("a " * count + f"{model.placeholder} b", [picture(1, 32, 32)]) for count in range(9)]
+    want = expected(model, asked)
+    with engine(model.path, **OPTIONS, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
+        for prompt, answer in zip(asked, want, strict=True):
+            assert read(ask(llm, [prompt])) == [answer]
+
+
+def test_rows_given_up_in_a_step_of_no_tokens(make_model: Any) -> None:
+    model: SeeingModel = make_model("llava")
+    asked = prompts(model)[1:2]
+    with engine(model.path, **OPTIONS) as llm:
+        ask(llm, asked)
+        runner = runner_of(llm)
+        ((identifier, _),) = runner.encoder._rows._rows.items()
+        step = SchedulerOutput.make_empty()
+        step.preempted_req_ids, step.free_encoder_mm_hashes = set(), [identifier]
+        runner.execute_model(step)
+        assert identifier not in runner.encoder._rows
+
+
+def test_weights_are_not_loaded_anew(make_model: Any) -> None:
+    model: SeeingModel = make_model("llava")
+    asked = prompts(model)[1:2]
+    with engine(model.path, **OPTIONS) as llm:
+        with pytest.raises(Exception, match="multimodal model cannot be loaded again"):
+            llm.collective_rpc("reload_weights")
+        assert read(ask(llm, asked)) == expected(model, asked)
 
 
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "llava-onevision"])

@@ -38,6 +38,7 @@ SERVED = SimpleNamespace(
     parallel_config=SimpleNamespace(**PARALLEL),
     cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False),
     compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+    scheduler_config=SimpleNamespace(policy="fcfs"),
     lora_config=None,
     speculative_config=None,
     kv_transfer_config=None,
@@ -136,6 +137,7 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ("lora_config", object(), "leave out enable_lora"),
         ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
         ("parallel_config.tensor_parallel_size", 2, "use tensor_parallel_size=1"),
+        ("scheduler_config.policy", "priority", "leave out scheduling_policy"),
         ("model_config.multimodal_config.is_multimodal_pruning_enabled", lambda: True, "video_pruning_rate"),
     ],
 )

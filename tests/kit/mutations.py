@@ -559,8 +559,8 @@ MUTATIONS = [
     Mutation(
         "encoder outputs are given up behind the next step's encoder",
         "multimodal/encoder.py",
-        "        for identifier in schedule.freed_items:",
-        "        late, self._late = getattr(self, '_late', ()), schedule.freed_items\n        for identifier in late:",
+        "        for identifier in identifiers:",
+        "        late, self._late = getattr(self, '_late', ()), identifiers\n        for identifier in late:",
         "test_images_that_were_evicted and qwen3",
     ),
     Mutation(

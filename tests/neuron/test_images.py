@@ -2,11 +2,13 @@
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import numpy as np
 from conftest import engine
 
 from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read
-from model_runner_base.testing.engine import runner_of
+from model_runner_base.testing.engine import greedy, runner_of
 from model_runner_base.testing.images import make_seeing_model, picture
 from neuron_runner.metrics import CompilationCount
 
@@ -29,3 +31,22 @@ def test_images_of_fifty_sizes_compile_nothing(tmp_path: Path) -> None:
         assert CompilationCount.now() == before
         assert len({len(prompt) for prompt, _ in got}) > 10
         assert got[::10] == expected(model, asked[::10], COUNT)
+
+
+def test_a_model_with_an_embedding_of_its_own_between_rows(tmp_path: Path) -> None:
+    """Images of several tiles and videos, whose rows end in a parameter that belongs to no tower."""
+    model = make_seeing_model("llava-onevision", tmp_path)
+    asked = [
+        (f"{seed} {model.placeholder}", [picture(seed, width, height)])
+        for seed, (width, height) in enumerate([(32, 32), (64, 48), (40, 24), (60, 20)])
+    ]
+    frames = np.stack([np.array(picture(seed, 32, 32)) for seed in range(4)])
+    video: Any = {"prompt": "<video> moves", "multi_modal_data": {"video": frames}}
+    options = {"skip_tokenizer_init": False, "max_model_len": 256}
+    with engine(model.path, **options, additional_config={"neuron_config": FEW_BUCKETS}) as llm:
+        before = CompilationCount.now()
+        got = read(ask(llm, asked))
+        moved = read(llm.generate(video, greedy(COUNT), use_tqdm=False))
+        assert CompilationCount.now() == before
+    assert got == expected(model, asked)
+    assert moved == [model.greedy_of_video("<video> moves", frames, COUNT)]
