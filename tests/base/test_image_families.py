@@ -35,7 +35,7 @@ def test_tokens_are_the_references(family: str, make_model: Any) -> None:
 def test_an_image_at_every_place_of_a_chunk(family: str, make_model: Any) -> None:
     """In these prompts tokens of text belong to an image: a step may have nothing of it but those."""
     model: SeeingModel = make_model(family)
-    asked = [("a " * count + f"{model.placeholder} b", [picture(1, 32, 32)]) for count in range(9)]
+    asked = [("x" * count + f"{model.placeholder} b", [picture(count, 32, 32)]) for count in range(9, 18)]
     want = expected(model, asked)
     with engine(model.path, **OPTIONS, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
         for prompt, answer in zip(asked, want, strict=True):
