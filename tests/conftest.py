@@ -81,6 +81,8 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
         wait_for_sizes(llm)
         yield llm
     finally:
+        if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+            llm.llm_engine.engine_core.shutdown()  # A test that still holds the engine would keep its workers busy.
         del llm
         shut_down()
 

@@ -582,7 +582,7 @@ MUTATIONS = [
         "multimodal/inputs.py",
         "    prompts_in_chunks = True",
         "    prompts_in_chunks = False",
-        "test_a_cached_prefix_that_ends",
+        "test_an_image_whose_last_token",
     ),
     Mutation(
         "a request that comes back forgets by how much its image shifted it",

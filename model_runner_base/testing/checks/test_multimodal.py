@@ -133,6 +133,16 @@ def test_a_cached_prefix_that_ends_inside_an_image(llm: LLM, model: SeeingModel)
     assert out.num_cached_tokens and out.num_cached_tokens % 32 == 0
 
 
+def test_an_image_whose_last_token_comes_alone(llm: LLM, model: SeeingModel) -> None:
+    """A step may have one token of a prompt, and that be an image's: alone, and beside a request that decodes."""
+    asked = [("x" * count + model.placeholder, [picture(20 + count, 32, 32)]) for count in range(7, 12)]
+    want = expected(model, asked)
+    for prompt, answer in zip(asked, want, strict=True):
+        assert read(ask(llm, [prompt])) == [answer]
+    llm.reset_prefix_cache()
+    assert read(ask(llm, asked)) == want
+
+
 def test_requests_that_are_aborted_leave_nothing(llm: LLM, model: SeeingModel) -> None:
     """While they wait for an encoder, between two chunks, and while they decode."""
     asked = prompts(model)
