@@ -19,7 +19,6 @@ from model_runner_base.testing.tokenizer import add_tokenizer
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 COUNTS = [30, 100, 40, 90, 1, 60, 100, 25]
 LENGTHS = [60, 70, 80, 90, 1, 33, 64, 130]
-FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [256]}
 
 
 def params_of(index: int, count: int) -> SamplingParams:
@@ -55,13 +54,16 @@ def run(llm: LLM, prompts: list[tuple[int, ...]], rng: np.random.Generator) -> l
 
 
 def run_under(contract: str, model: TinyModel, prompts: list[tuple[int, ...]], is_async: bool) -> list[list[int]]:
-    """The same on an engine of its own, whose scheduler speaks to runner ``contract``; many requests are preempted."""
+    """The same on an engine of its own, whose scheduler speaks to runner ``contract``; many requests are preempted.
+
+    Eager: the contract is the host's.
+    """
     options: dict[str, Any] = {
         "async_scheduling": is_async,
         "kv_cache_memory_bytes": cache_bytes(model.path, 320),
         "skip_tokenizer_init": False,
         "max_model_len": 256,
-        "additional_config": {"neuron_config": FEW_BUCKETS},
+        "enforce_eager": True,
     }
     with engine(model.path, **options) as llm:
         assert core_of(llm).scheduler.use_v2_model_runner is (contract == "1")
