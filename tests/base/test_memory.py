@@ -23,6 +23,7 @@ from model_runner_base import (
 )
 from model_runner_base.adapters.adapters import NO_ADAPTERS
 from model_runner_base.caches.paged import plan_dims
+from model_runner_base.multimodal.encoder import NO_ENCODER
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, Tiling
 from neuron_runner.device_ops import XlaDeviceOps
@@ -53,7 +54,11 @@ def test_plain_host_reports_its_memory() -> None:
 
 def runner_that_needs(step: int, ops: object, useful: float = float("inf")) -> SimpleNamespace:
     return SimpleNamespace(
-        device_ops=ops, profile_run=lambda: step, useful_cache_memory=lambda: useful, adapters=NO_ADAPTERS
+        device_ops=ops,
+        profile_run=lambda: step,
+        useful_cache_memory=lambda: useful,
+        adapters=NO_ADAPTERS,
+        encoder=NO_ENCODER,
     )
 
 

@@ -18,6 +18,7 @@ from vllm.v1.worker.utils import request_memory
 from gpu_runner.device_ops import CudaDeviceOps
 from gpu_runner.worker import GPUWorker
 from model_runner_base.adapters.adapters import NO_ADAPTERS
+from model_runner_base.multimodal.encoder import NO_ENCODER
 
 
 class CountingGpu:
@@ -107,6 +108,7 @@ def test_kv_cache_gets_what_vllms_worker_would_give_it(
             profile_run=lambda: ops.peak_memory(lambda: profile(gpu)),
             useful_cache_memory=lambda: math.inf,
             adapters=NO_ADAPTERS,
+            encoder=NO_ENCODER,
         )
         worker = object.__new__(GPUWorker)
         worker.cache_config, worker.model_runner = cache_config, runner  # type: ignore[assignment]
