@@ -12,10 +12,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_port import multimodal
-from model_runner_base.vllm_port.config import returns_routed_experts, setting, uses_second_runner
-from model_runner_base.vllm_port.errors import RequestError
 from model_runner_base.vllm_port.speculation import read_speculation
+from model_runner_base.vllm_shapes import multimodal
+from model_runner_base.vllm_shapes.config import returns_routed_experts, setting, uses_second_runner
+from model_runner_base.vllm_shapes.errors import RequestError
 
 NEWER_PARAMS = (
     "logprob_token_ids",

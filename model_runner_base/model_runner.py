@@ -275,7 +275,7 @@ class ModelRunnerBase:
         """Gives a new or resumed request its row; whoever keeps something by row learns of it."""
         parts, req_id = self.parts, arrival.req_id
         params, known = arrival.sampling_params, parts.requests.infos.get(req_id)
-        if known is not None and known.is_asked_by(arrival):
+        if known is not None and arrival.resumes(known):
             info = known
         else:
             assert params is not None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from model_runner_base.vllm_port.config import forgo_kv_scales, offloads_weights, set_default_block_size
+from model_runner_base.vllm_shapes.config import forgo_kv_scales, offloads_weights, set_default_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -242,7 +242,7 @@ class PagedPlatform(Platform):
     ) -> None:
         """vLLM passes these two by position, or all three by name. Raises ValueError for what would come out wrong."""
         from model_runner_base.limits import check_request
-        from model_runner_base.vllm_port.errors import RequestError
+        from model_runner_base.vllm_shapes.errors import RequestError
 
         check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)
         if processed_inputs.get("is_token_ids") is not None:

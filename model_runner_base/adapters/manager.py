@@ -22,7 +22,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from model_runner_base.adapters.checks import Names, check_config, check_fit, widths_of
 from model_runner_base.adapters.slots import SlottedLayer, SlotWriter
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
-from model_runner_base.vllm_port.experts import ExpertsLayer
+from model_runner_base.vllm_shapes.experts import ExpertsLayer
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
-from model_runner_base.vllm_port.lora import embeddings_indices
+from model_runner_base.vllm_shapes.lora import embeddings_indices
 
 NO_SLOT = -1
 """Of a token whose request has no adapter."""

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 from model_runner_base.attention.cache_ops import write_slots
 from model_runner_base.attention.capture import OneNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
-from model_runner_base.vllm_port.attention_metadata import layouts_of_pages
+from model_runner_base.vllm_shapes.cache_layout import layouts_of_pages
 
 MASK_VALUE = -1e30
 SEES_NOTHING = -1e29

@@ -21,7 +21,7 @@ from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import StepSize
-from model_runner_base.vllm_port.errors import RequestError
+from model_runner_base.vllm_shapes.errors import RequestError
 
 SECTION = "embed_source"
 LOOKED_UP = -1

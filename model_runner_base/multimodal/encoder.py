@@ -25,7 +25,7 @@ from model_runner_base.multimodal.positions import calc_mrope_positions
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
-from model_runner_base.vllm_port.multimodal import group_by_modality
+from model_runner_base.vllm_shapes.multimodal import group_by_modality
 
 
 class Encoder:

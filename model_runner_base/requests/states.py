@@ -15,8 +15,6 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.step.schedule import Arrival
-
 
 def put_ints(values: Collection[int], into: np.ndarray) -> None:
     """Writes Python's integers to the front of an array, which takes a third of the time that an assignment does."""
@@ -51,15 +49,6 @@ class RequestInfo:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
-
-    def is_asked_by(self, arrival: Arrival) -> bool:
-        """Whether who arrives is this request, which resumes; else a session goes on with a longer prompt.
-
-        One that was preempted before its first token may come as if it were new, with the prompt that it has.
-        """
-        params = arrival.sampling_params
-        is_same = params == self.sampling_params and len(arrival.token_ids) == self.num_prompt_tokens
-        return params is None or is_same
 
 
 class RequestStates:

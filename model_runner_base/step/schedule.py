@@ -18,6 +18,8 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 
+from model_runner_base.requests.states import RequestInfo
+
 
 @dataclass(slots=True)
 class Arrival:
@@ -38,6 +40,15 @@ class Arrival:
     """Of a new one that names one."""
     items: Sequence[MultiModalFeatureSpec] = ()
     """Of a new one: the images and such of its prompt, and where they stand."""
+
+    def resumes(self, info: RequestInfo) -> bool:
+        """Whether this is the request of ``info`` once more; else a session goes on with a longer prompt.
+
+        One that was preempted before its first token may come as if it were new, with the prompt that it has.
+        """
+        params = self.sampling_params
+        is_same = params == info.sampling_params and len(self.token_ids) == info.num_prompt_tokens
+        return params is None or is_same
 
 
 @dataclass(slots=True)

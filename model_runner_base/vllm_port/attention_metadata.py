@@ -1,4 +1,4 @@
-"""What attention and vLLM tell each other: of a step ``CommonAttentionMetadata``, of a backend the layouts it reads."""
+"""What a step tells vLLM's metadata builders: ``CommonAttentionMetadata``, which changes from release to release."""
 
 from typing import Any, NamedTuple
 
@@ -53,10 +53,3 @@ def _lengths_on_host(bounds: StepBounds) -> dict[str, Any]:
         return {"seq_lens_cpu_upper_bound": seq_lens}
     num_computed = None if seq_lens is None else seq_lens - bounds.query_start_loc.diff()
     return {"_seq_lens_cpu": seq_lens, "_num_computed_tokens_cpu": num_computed}
-
-
-def layouts_of_pages() -> tuple[Any, ...]:
-    """What a backend tells vLLM if a layer's cache is [blocks, tokens, heads, size], apart from other layers'."""
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    return (KVCacheLayout.LBNHC,)

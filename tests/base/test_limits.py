@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.limits import NEWER_PARAMS, check_config, check_request
-from model_runner_base.vllm_port import multimodal
+from model_runner_base.vllm_shapes import multimodal
 
 MODEL = {
     "is_multimodal_model": False,

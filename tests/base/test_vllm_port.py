@@ -28,10 +28,11 @@ from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.vllm_port import kv_cache
-from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata, layouts_of_pages
+from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
 from model_runner_base.vllm_port.hand_made import Continued, HandMadeStep
 from model_runner_base.vllm_port.kv_cache import planning, read_layout
 from model_runner_base.vllm_port.schedule import read_grammar, read_schedule
+from model_runner_base.vllm_shapes.cache_layout import layouts_of_pages
 
 BLOCKS = st.tuples(st.lists(st.integers(1, 99), min_size=1, max_size=3), st.lists(st.integers(1, 99), max_size=3))
 TOKENS = st.lists(st.integers(0, 500), min_size=1, max_size=6)
@@ -139,9 +140,9 @@ def test_who_resumes_as_a_new_request() -> None:
     assert first == Arrival("a", [5, 6, 7, 8], 0, ([1],))
     assert second == Arrival("c", [5, 6], 0, ([2],), params, items=[])
     info = RequestInfo(params, 1, [5, 6])
-    assert info.is_asked_by(first) and info.is_asked_by(second)
-    assert not info.is_asked_by(Arrival("c", [5, 6, 9], 0, ([2],), params))
-    assert not info.is_asked_by(Arrival("c", [5, 6], 0, ([2],), SamplingParams(seed=3)))
+    assert first.resumes(info) and second.resumes(info)
+    assert not Arrival("c", [5, 6, 9], 0, ([2],), params).resumes(info)
+    assert not Arrival("c", [5, 6], 0, ([2],), SamplingParams(seed=3)).resumes(info)
 
 
 def test_places_for_drafts_of_who_arrives_are_left_out() -> None:

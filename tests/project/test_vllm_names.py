@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 from lane import HAS_OPENXLA, NEWEST, ROOT
 
-PORTS = (ROOT / "model_runner_base" / "vllm_port", ROOT / "gpu_runner" / "vllm_port.py")
+BASE = ROOT / "model_runner_base"
+PORTS = (BASE / "vllm_port", BASE / "vllm_shapes", ROOT / "gpu_runner" / "vllm_port.py")
 PACKAGES = ("model_runner_base", "gpu_runner", "neuron_runner", "examples", "benchmarks")
 TESTS = [path for path in (ROOT / "tests").rglob("*.py") if HAS_OPENXLA]
 TESTS = TESTS or [ROOT / "tests" / name for name in NEWEST]
