@@ -28,6 +28,7 @@ vllm.platforms.current_platform = PlainPlatform()
 
 SERVE = """
 import sys
+import vllm.platforms
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128, **eval(sys.argv[4]))
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
