@@ -20,6 +20,9 @@ EXAMPLE = ROOT / "examples" / "plain_device.py"
 PROMPT = [5, 17, 300, 42, 9]
 NEW_TOKENS = 12
 
+INSTALLED = WITH_PLAIN_PLATFORM | {"VLLM_PLUGINS": "plain"}
+"""vLLM would else ask every installed platform whether its device is there."""
+
 BY_HAND = """
 import vllm.platforms
 from examples.plain_device import PlainPlatform
@@ -42,8 +45,8 @@ print("RESULT", type(vllm.platforms.current_platform).__name__, foreign, list(ou
     ("how", "environment", "options"),
     [
         (BY_HAND, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}, {}),
-        ("", WITH_PLAIN_PLATFORM, {}),
-        ("", WITH_PLAIN_PLATFORM, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+        ("", INSTALLED, {}),
+        ("", INSTALLED, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
     ],
     ids=["by hand, in process", "by entry point, multiprocess", "over two workers"],
 )
