@@ -109,11 +109,12 @@ def _tokenizer(*special: str) -> Any:
     return tokenizer
 
 
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 def _llava() -> tuple[Any, Any, str]:
     tokenizer = _tokenizer("<image>")
-    vision = hf.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=32, patch_size=8
-    )
+    vision = hf.CLIPVisionConfig(**(_TOWER | {"num_hidden_layers": 3}), image_size=32, patch_size=8)
     config = hf.LlavaConfig(
         vision_config=vision,
         text_config=hf.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]),
@@ -182,9 +183,7 @@ def _qwen3_vl() -> tuple[Any, Any, str]:
 def _llava_onevision() -> tuple[Any, Any, str]:
     tokenizer = _tokenizer("<image>", "<video>")
     pinpoints = [[32, 32], [32, 64], [64, 32], [64, 64]]
-    vision = hf.SiglipVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
-    )
+    vision = hf.SiglipVisionConfig(**_TOWER, image_size=32, patch_size=8)
     config = hf.LlavaOnevisionConfig(
         vision_config=vision,
         text_config=hf.Qwen2Config(**TEXT, architectures=["Qwen2ForCausalLM"]),
@@ -209,9 +208,7 @@ def _llava_onevision() -> tuple[Any, Any, str]:
 def _mistral3() -> tuple[Any, Any, str]:
     names = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
     tokenizer = _tokenizer(*names)
-    vision = hf.PixtralVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8
-    )
+    vision = hf.PixtralVisionConfig(**_TOWER, image_size=64, patch_size=8)
     config = hf.Mistral3Config(
         vision_config=vision,
         text_config=hf.MistralConfig(**TEXT, head_dim=16, sliding_window=None, architectures=["MistralForCausalLM"]),
@@ -237,9 +234,8 @@ def _internvl() -> tuple[Any, Any, str]:
             zip(("start_image_token", "end_image_token", "context_image_token", "video_token"), names, strict=True)
         ),
     )
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = hf.InternVLConfig(
-        vision_config=hf.InternVLVisionConfig(**vision, image_size=[32, 32], patch_size=[8, 8]),
+        vision_config=hf.InternVLVisionConfig(**_TOWER, image_size=[32, 32], patch_size=[8, 8]),
         text_config=hf.Qwen2Config(**TEXT, architectures=["Qwen2ForCausalLM"]),
         image_token_id=ids["<IMG_CONTEXT>"],
         image_seq_length=4,

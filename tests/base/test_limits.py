@@ -59,6 +59,15 @@ def draft(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(**(config | options))
 
 
+def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
+    """``config`` is served, and with this value refused."""
+    check_config(config)
+    *path, name = setting.split(".")
+    setattr(reduce(getattr, path, config), name, value)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        check_config(config)
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
@@ -123,11 +132,7 @@ def draft(**options: Any) -> SimpleNamespace:
 )
 def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message: str) -> None:
     config: Any = deepcopy(SERVED)
-    check_config(config)
-    *path, name = setting.split(".")
-    setattr(reduce(getattr, path, config), name, value)
-    with pytest.raises(UnsupportedConfigError, match=message):
-        check_config(config)
+    check_refused(config, setting, value, message)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +150,7 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
 def test_what_models_that_see_are_not_served_with_yet(setting: str, value: Any, message: str) -> None:
     config: Any = deepcopy(SERVED)
     config.model_config.is_multimodal_model = True
-    check_config(config)
-    *path, name = setting.split(".")
-    setattr(reduce(getattr, path, config), name, value)
-    with pytest.raises(UnsupportedConfigError, match=message):
-        check_config(config)
+    check_refused(config, setting, value, message)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +164,7 @@ def test_what_the_second_runner_alone_would_do_is_refused(setting: str, value: A
     """``VLLM_USE_V2_MODEL_RUNNER``, or vLLM's own choice where it has Triton."""
     config: Any = deepcopy(SERVED)
     config.use_v2_model_runner = True
-    check_config(config)
-    *path, name = setting.split(".")
-    setattr(reduce(getattr, path, config), name, value)
-    with pytest.raises(UnsupportedConfigError, match=message):
-        check_config(config)
+    check_refused(config, setting, value, message)
 
 
 @pytest.mark.parametrize("name", [name for name in NEWER_PARAMS if name in SamplingParams.__struct_fields__])

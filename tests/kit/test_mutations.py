@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import pytest
 from devices import MODULES
-from mutations import MUTATIONS, REPEAT, Mutation
+from mutation import REPEAT, Mutation
+from mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 BASE = "model_runner_base"

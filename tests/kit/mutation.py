@@ -1,0 +1,23 @@
+"""A deliberate fault, and the checks that most of them are caught by."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    """Under model_runner_base."""
+    old: str
+    """Occurs exactly once in the file."""
+    new: str
+    selection: str
+    """Pytest's -k expression for the checks that should catch it."""
+    device: str = "examples.plain_device"
+    """A variant of the example device where that has nothing that the fault is in: a module of ``devices.MODULES``."""
+
+
+STEPS = "test_random_schedules and llama"
+WINDOW = "test_random_schedules and window"
+CHUNKS = "test_random_schedules and chunks"
+REPEAT = "test_repeated_step_is_interrupted"
