@@ -49,6 +49,7 @@ class Layer(AttentionLayerBase):
 
     def __init__(self, backend: type[AttentionBackend]) -> None:
         self._backend = backend
+        self.kv_cache: list[torch.Tensor] = []
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self._backend
