@@ -24,6 +24,7 @@ from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches import allocation
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.kinds import make_caches
+from model_runner_base.caches.spans import Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.heads.sampled import SampledStep
@@ -134,9 +135,9 @@ class ModelRunnerBase:
         with self.device_ops.memory_pool("kv_cache"):
             return allocation.allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
-    def _make_caches(self, groups: list[AttentionGroup], step_limits: StepLimits) -> CacheKind:
+    def _make_caches(self, groups: list[AttentionGroup], step_limits: StepLimits, spans: Spans) -> CacheKind:
         """Groups of the base's own plan where the platform chose the base's attention, else of metadata builders."""
-        return make_caches(groups, step_limits, self.vllm_config, self.device_ops)
+        return make_caches(groups, step_limits, spans, self.vllm_config, self.device_ops)
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction:
         """A function like ``sample`` without its first three parameters."""

@@ -180,6 +180,9 @@ class PagedPlatform(Platform):
             scheduler.scheduler_cls = scheduler.scheduler_cls or cls.scheduler_cls
         elif scheduler.scheduler_cls == cls.scheduler_cls:
             raise UnsupportedConfigError(f"{cls.scheduler_cls} does not know this vLLM: leave out scheduler_cls")
+        if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
+            # Tokens of an image see each other, so they are in one step.
+            scheduler.disable_chunked_mm_input = True
         if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

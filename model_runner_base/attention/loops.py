@@ -31,10 +31,23 @@ def last_seen(position: int, request_end: int, window: int, is_whole: bool) -> i
 
 @compiled
 def kv_tiles_of(
-    position: int, end: int, request_end: int, kv_tile: int, window: int, chunk: int, is_whole: bool
+    position: int,
+    end: int,
+    request_end: int,
+    kv_tile: int,
+    window: int,
+    chunk: int,
+    is_whole: bool,
+    span_first: np.ndarray,
+    span_last: np.ndarray,
 ) -> tuple[int, int]:
-    """The first KV tile that a query tile, from ``position`` to before ``end``, sees, and the one behind its last."""
+    """The first KV tile that a query tile, from ``position`` to before ``end``, sees, and the one behind its last.
+
+    ``span_first`` and ``span_last`` are what its tokens see beside by their spans; they may be empty.
+    """
     first, last = first_seen(position, window, chunk), last_seen(end - 1, request_end, window, is_whole)
+    for index in range(len(span_first)):
+        first, last = min(first, span_first[index]), max(last, span_last[index])
     return first // kv_tile, last // kv_tile + 1
 
 
@@ -47,19 +60,26 @@ def count_pairs(
     is_whole: bool,
     query_len: np.ndarray,
     num_computed: np.ndarray,
+    span_first: np.ndarray,
+    span_last: np.ndarray,
     pairs_per_tile: np.ndarray,
 ) -> tuple[int, int]:
-    """Fills in the pairs of each query tile; returns how many tiles and pairs there are."""
-    tile = num_pairs = 0
+    """Fills in the pairs of each query tile; returns how many tiles and pairs there are.
+
+    ``span_first`` and ``span_last`` are those of all tokens, or empty.
+    """
+    tile = num_pairs = token = 0
     for request in range(len(query_len)):
         first, request_end = num_computed[request], num_computed[request] + query_len[request]
         while first < request_end:
             end = min(first + query_tile, request_end)
-            start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole)
+            behind_tile = token + end - first
+            spans = span_first[token:behind_tile], span_last[token:behind_tile]
+            start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole, *spans)
             pairs_per_tile[tile] = stop - start
             num_pairs += stop - start
             tile += 1
-            first = end
+            first, token = end, behind_tile
     return tile, num_pairs
 
 
@@ -72,6 +92,8 @@ def fill_pairs(
     is_whole: bool,
     query_len: np.ndarray,
     num_computed: np.ndarray,
+    span_first: np.ndarray,
+    span_last: np.ndarray,
     rows: np.ndarray,
     table: np.ndarray,
     pair_tile: np.ndarray,
@@ -85,13 +107,15 @@ def fill_pairs(
     """
     width = pair_blocks.shape[1]
     all_blocks = pair_blocks.reshape(-1)
-    tile = pair = 0
+    tile = pair = token = 0
     for request in range(len(query_len)):
         row_blocks = table[rows[request]]
         first, request_end = num_computed[request], num_computed[request] + query_len[request]
         while first < request_end:
             end = min(first + query_tile, request_end)
-            start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole)
+            behind_tile = token + end - first
+            spans = span_first[token:behind_tile], span_last[token:behind_tile]
+            start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole, *spans)
             behind = pair + stop - start
             # As slices, which the compiler fills several places at a time.
             tiles, starts = pair_tile[pair:behind], pair_start[pair:behind]
@@ -103,7 +127,7 @@ def fill_pairs(
                 blocks[index] = seen[index]
             pair = behind
             tile += 1
-            first = end
+            first, token = end, behind_tile
     # Behind the first padding there is nothing else: no step of this size has reached so far, and a buffer of zeros was
     # padded to its end. So whoever adds pairs leaves no padding between them.
     while pair < len(pair_start) and pair_start[pair] != FAR:

@@ -22,6 +22,8 @@ import numpy as np
 from model_runner_base.attention.loops import FAN_IN, count_pairs
 from model_runner_base.attention.sight import CAUSAL, Sight
 
+NO_SPANS = (np.zeros(0, np.int32), np.zeros(0, np.int32))
+
 
 @dataclass(frozen=True)
 class PairGeometry:
@@ -58,13 +60,19 @@ class PairGeometry:
             sizes.append(below)
         return [*sizes, num_tiles]
 
-    def count(self, query_len: np.ndarray, num_computed: np.ndarray, num_tokens: int) -> "PairCount":
+    def count(
+        self,
+        query_len: np.ndarray,
+        num_computed: np.ndarray,
+        num_tokens: int,
+        spans: tuple[np.ndarray, np.ndarray] = NO_SPANS,
+    ) -> "PairCount":
         """The pairs of requests with ``query_len`` [R] int64 new tokens, ``num_tokens`` in all, behind ``num_computed``
-        [R] int64 others.
+        [R] int64 others. ``spans``: the first and last position of each token's span, int32 (caches/spans.py).
         """
         per_tile = np.empty(num_tokens // self.query_tile + len(query_len), np.int64)  # Each may leave one ragged.
         tile, sight = self.query_tile, self.sight
-        num_tiles, num_pairs = count_pairs(tile, self.kv_tile, *sight, query_len, num_computed, per_tile)
+        num_tiles, num_pairs = count_pairs(tile, self.kv_tile, *sight, query_len, num_computed, *spans, per_tile)
         return PairCount(per_tile[:num_tiles], num_pairs)
 
 

@@ -67,9 +67,8 @@ class ChunkTiles(NamedTuple):
     def own_blocks(self, last_pair: torch.Tensor, plan: PairPlan, geometry: PairGeometry) -> torch.Tensor:
         """[C] the block that each token's key goes to; a tile's pairs lie side by side in the order of their keys."""
         tile = self.slots // self.query
-        last_seen = self.last_seen(geometry.sight, self.first + self.length - 1)
-        last_kv_tile = last_seen.clamp(min=0) // geometry.kv_tile
+        assert plan.pair_start is not None and plan.pair_blocks is not None
+        last_kv_tile = plan.pair_start[last_pair] // geometry.kv_tile
         pair = last_pair[tile] - (last_kv_tile[tile] - self.positions // geometry.kv_tile)
-        assert plan.pair_blocks is not None
         block = plan.pair_blocks[pair.clamp(min=0), self.positions % geometry.kv_tile // geometry.block_size]
         return torch.where(self.is_real, block, 0)

@@ -8,12 +8,17 @@ from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
+from model_runner_base.caches.spans import Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.sizes import StepLimits
 
 
 def make_caches(
-    groups: list[AttentionGroup], limits: StepLimits, vllm_config: VllmConfig, device_ops: DeviceOps
+    groups: list[AttentionGroup],
+    limits: StepLimits,
+    spans: Spans,
+    vllm_config: VllmConfig,
+    device_ops: DeviceOps,
 ) -> CacheKind:
     """Groups are paged where the platform chose the base's attention, else their backend's builders see to them.
 
@@ -22,5 +27,5 @@ def make_caches(
     if any(group.sight.is_whole for group in groups):
         return ScratchCaches(groups, limits)
     if all(issubclass(group.backend, PagedAttentionBackend) for group in groups):
-        return (LineCaches if limits.num_lines else PagedCaches)(groups, limits)
+        return (LineCaches if limits.num_lines else PagedCaches)(groups, limits, spans)
     return BuilderCaches(groups, limits, vllm_config, device_ops)

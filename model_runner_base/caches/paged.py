@@ -40,6 +40,7 @@ from model_runner_base.caches.chunk_tiles import ChunkTiles
 from model_runner_base.caches.decode_rows import LENGTHS, DecodeRows, fill_ring, ring_size
 from model_runner_base.caches.group import AttentionGroup, CacheKind, DeviceStarts
 from model_runner_base.caches.growth import GrowingPlan
+from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, SpanEnds, Spans
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
@@ -113,14 +114,16 @@ class _Counted(NamedTuple):
     decode_counts: list[PairCount]
     chunks: _Requests | None = None
     chunk_counts: Sequence[PairCount] = ()
+    spans: SpanEnds = NO_ENDS
 
 
 class PagedCaches(CacheKind):
     """Plans and metadata for every group; all have the same decode rows and chunk tiles."""
 
-    def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
+    def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits, spans: Spans = NO_SPANS) -> None:
         self.groups = groups
         self.limits = limits
+        self._spans = spans
         self.dims = plan_dims(limits.decode, limits.chunk)
         self.order = BatchOrder(limits.decode.query, row_len=limits.decode.query)
         self._planned = list(self._plan_groups())
@@ -151,8 +154,9 @@ class PagedCaches(CacheKind):
             return [self.limits.decode_size(rows, decode_pairs)]
         chunks = batch.query_len[rows:], batch.num_computed[rows:], batch.rows[rows:]
         num_chunks, num_tokens = batch.num_reqs - rows, int(chunks[0].sum())
-        chunk_counts = [planned.chunk.count(*chunks[:2], num_tokens) for planned in self._planned]
-        self._counted = _Counted(batch, decodes, decode_counts, chunks, chunk_counts)
+        spans = self._spans.of_chunks(batch)
+        chunk_counts = [planned.chunk.count(*chunks[:2], num_tokens, spans) for planned in self._planned]
+        self._counted = _Counted(batch, decodes, decode_counts, chunks, chunk_counts, spans)
         chunk_pairs = max([count.num_pairs for count in chunk_counts], default=0)
         num_tiles = max([count.num_tiles for count in chunk_counts], default=0)
         return [self.limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, num_tiles)]
@@ -190,6 +194,7 @@ class PagedCaches(CacheKind):
                 Section("chunk_tile_starts", (num_tiles + 1,)),
                 Section("chunk_tile_positions", (num_tiles,)),
                 Section("chunk_token_slots", (num_tokens,)),
+                *self._spans.sections(num_tokens),
             ]
             for planned in self._planned:
                 sections.append(Section(planned.chunk_names.last_pair, (num_tiles,)))
@@ -205,7 +210,7 @@ class PagedCaches(CacheKind):
         self._fill_rows(batch, views)
         for planned, count in zip(self._planned, counted.decode_counts, strict=True):
             table, names = planned.group.block_table, planned.decode_names
-            _fill_pairs(planned.decode, *decodes, table.table, names, views)
+            _fill_pairs(planned.decode, *decodes, NO_ENDS, table.table, names, views)
             reach, first, rows = decodes
             own = rows, table.table, table.num_blocks, views[names.own_blocks]
             fill_ring(planned.decode.block_size, first, first + reach, *own)
@@ -216,7 +221,7 @@ class PagedCaches(CacheKind):
                 fill_merge_tree(levels, count.per_tile, num_pairs)
         if is_mixed:
             assert counted.chunks is not None, "a step without chunks runs at a size of decode"
-            self._fill_chunks(counted.chunks, counted.chunk_counts, views)
+            self._fill_chunks(counted.chunks, counted.chunk_counts, counted.spans, views)
 
     def _fill_rows(self, batch: InputBatch, views: dict[str, np.ndarray]) -> None:
         """What decode rows have beside plans."""
@@ -226,10 +231,13 @@ class PagedCaches(CacheKind):
         if batch.row_len > 1:
             pad_into(views[LENGTHS], batch.query_len[:rows], 0)
 
-    def _fill_chunks(self, chunks: _Requests, counts: Sequence[PairCount], views: dict[str, np.ndarray]) -> None:
+    def _fill_chunks(
+        self, chunks: _Requests, counts: Sequence[PairCount], spans: SpanEnds, views: dict[str, np.ndarray]
+    ) -> None:
+        self._spans.fill(spans, views)
         for planned, count in zip(self._planned, counts, strict=True):
             names = planned.chunk_names
-            _fill_pairs(planned.chunk, *chunks, planned.group.block_table.table, names, views)
+            _fill_pairs(planned.chunk, *chunks, spans, planned.group.block_table.table, names, views)
             pad_into(views[names.last_pair], count.per_tile.cumsum() - 1, len(views[names.pair_tile]) - 1)
             fill_node_starts(planned.chunk_names.levels_of(views), count.per_tile)
         fill_tiles(
@@ -272,7 +280,7 @@ class PagedCaches(CacheKind):
             block_size = planned.decode.block_size
             blocks = rows.own_blocks(arrays[planned.decode_names.own_blocks], block_size)
             if tiles is not None:
-                chunks = _chunk_plan(planned, call, tiles)
+                chunks = _chunk_plan(planned, call, tiles, self._spans)
                 own = tiles.own_blocks(arrays[planned.chunk_names.last_pair], chunks, planned.chunk)
                 blocks = torch.cat((blocks, own))
             metadata = PagedAttentionMetadata(
@@ -312,6 +320,7 @@ def _fill_pairs(
     query_len: np.ndarray,
     num_computed: np.ndarray,
     rows: np.ndarray,
+    spans: SpanEnds,
     table: np.ndarray,
     names: _Names,
     views: dict[str, np.ndarray],
@@ -322,6 +331,7 @@ def _fill_pairs(
         *geometry.sight,
         query_len,
         num_computed,
+        *spans,
         rows,
         table,
         views[names.pair_tile],
@@ -351,12 +361,13 @@ def _decode_plan(planned: _Planned, call: ModelCall, rows: DecodeRows) -> PairPl
     )
 
 
-def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles) -> PairPlan:
+def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles, spans: Spans) -> PairPlan:
     names, arrays = planned.chunk_names, call.arrays
     pair_tile, pair_start = arrays[names.pair_tile], arrays[names.pair_start]
     index = torch.arange(tiles.query, dtype=torch.int32, device=pair_tile.device)
     positions = tiles.first.unsqueeze(1) + index
     first, last = planned.group.sight.first(positions), tiles.last_seen(planned.group.sight, positions)
+    first, last = spans.widen(arrays, tiles.tokens, first, last)
     kv_start = pair_start.unsqueeze(1)
     if first is not None:
         first = torch.where(tiles.is_token, first, FAR)[pair_tile] - kv_start

@@ -15,6 +15,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
+from model_runner_base.caches.spans import NO_SPANS, Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
@@ -23,6 +24,7 @@ from model_runner_base.multimodal.inputs import MultiModalInputs, RotatedInputs
 from model_runner_base.multimodal.levels import Levels
 from model_runner_base.multimodal.positions import calc_mrope_positions
 from model_runner_base.multimodal.rows import EncoderRows
+from model_runner_base.multimodal.spans import ItemSpans
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_shapes.multimodal import group_by_modality
@@ -48,6 +50,10 @@ class Encoder:
         """What a step's graph is given: these inputs, and the outputs of the encoder."""
         return inputs
 
+    def spans(self, requests: RequestStates) -> Spans:
+        """Which tokens of prompts see each other both ways."""
+        return NO_SPANS
+
 
 NO_ENCODER = Encoder()
 
@@ -67,6 +73,7 @@ class ItemEncoder(Encoder):
         assert isinstance(model_config.dtype, torch.dtype)
         self._pool = EmbeddingPool(size, width, model_config.dtype, size, wrap, device_ops)
         self._uses_mrope = model_config.uses_mrope
+        self._sees_both_ways = model_config.is_mm_prefix_lm
         self._max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     def give_up(self, identifiers: Iterable[str]) -> None:
@@ -106,6 +113,9 @@ class ItemEncoder(Encoder):
     def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
         parts = requests, self._pool, self._rows, self._levels
         return RotatedInputs(*parts, self._calc_positions) if self._uses_mrope else MultiModalInputs(*parts)
+
+    def spans(self, requests: RequestStates) -> Spans:
+        return ItemSpans(requests) if self._sees_both_ways else NO_SPANS
 
     def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
         return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)

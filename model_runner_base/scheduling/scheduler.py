@@ -23,6 +23,7 @@ from model_runner_base.scheduling.row_request import RowRequest
 from model_runner_base.scheduling.rows import Batch, DecodeRows, Due
 from model_runner_base.scheduling.sessions import SessionTurns
 from model_runner_base.scheduling.support import why_not
+from model_runner_base.scheduling.whole_items import WholeItems
 
 logger = init_logger(__name__)
 
@@ -39,7 +40,7 @@ class Step(NamedTuple):
     """Tokens by request, of those that are not in rows."""
 
 
-class RowScheduling(SessionTurns):
+class RowScheduling(SessionTurns, WholeItems):
     """To be inherited from before ``Scheduler``, ``AsyncScheduler`` or a class of the user's that changes neither."""
 
     least_rows = 4

@@ -12,6 +12,7 @@ from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import attention_groups, bind, num_lines
 from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.spans import Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.choice import make_drafter
 from model_runner_base.draft.device import DraftParts
@@ -60,7 +61,7 @@ class Unwired(Protocol):
 
     def _make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]: ...
 
-    def _make_caches(self, groups: list[AttentionGroup], limits: StepLimits) -> CacheKind: ...
+    def _make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> CacheKind: ...
 
     def _make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
@@ -119,7 +120,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     reads_lines = all(group.reads_lines for group in groups) and not speculation.num_drafts
     limits = runner._step_limits(num_lines(layout, config) if reads_lines else 0)
     policy.configure(limits)
-    caches = runner._make_caches(groups, limits)
+    caches = runner._make_caches(groups, limits, runner.encoder.spans(requests))
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
     inputs = make_inputs(config.model_config, requests, max_num_tokens, policy.wrap, device_ops)
     inputs = runner.adapters.beside(runner.encoder.beside(inputs, requests), requests)

@@ -44,10 +44,12 @@ class SeeingModel:
     path: Path
     placeholder: str
 
-    def greedy(self, text: str, images: Sequence[Image.Image], count: int) -> tuple[list[int], list[int]]:
-        """The prompt's tokens as the reference's processor makes them, and the next ``count``."""
+    def greedy(
+        self, text: str, images: Sequence[Image.Image], count: int, **settings: Any
+    ) -> tuple[list[int], list[int]]:
+        """The prompt's tokens as the reference's processor makes them with these settings, and the next ``count``."""
         model, processor = _reference(self.path)
-        inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
+        inputs = processor(text=[text], images=list(images) or None, return_tensors="pt", **settings)
         with torch.no_grad():
             out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
         tokens: list[int] = out[0].tolist()
@@ -69,12 +71,19 @@ class SeeingModel:
         """Whether its processor writes the time of each frame into the prompt."""
         return "Qwen3VL" in (self.path / "config.json").read_text()
 
+    @property
+    def step_tokens(self) -> int:
+        """A step of so many cuts images; where the tokens of one see each other it is the least that is served."""
+        return 32 if "Gemma3" in (self.path / "config.json").read_text() else 24
+
     def log_probabilities(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), V] of the place of each of ``tokens``, given all before it."""
         model, processor = _reference(self.path)
         inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
-        for name, more in (("input_ids", torch.tensor([tokens])), ("attention_mask", torch.ones(1, len(tokens)))):
-            inputs[name] = torch.cat((inputs[name], more.to(inputs[name].dtype)), dim=1)
+        ids = torch.tensor([tokens])
+        further = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        for name in further.keys() & inputs.keys():
+            inputs[name] = torch.cat((inputs[name], further[name].to(inputs[name].dtype)), dim=1)
         with torch.no_grad():
             logits: torch.Tensor = model(**inputs).logits[0]
         return logits[-len(tokens) - 1 : -1].log_softmax(-1)
@@ -251,6 +260,40 @@ def _internvl() -> tuple[Any, Any, str]:
     return config, processor, "<IMG_CONTEXT>"
 
 
+def _gemma3() -> tuple[Any, Any, str]:
+    """Images of 16 tokens, which see each other, in layers with a window of 24."""
+    names = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+    # vLLM's processor asks for these by name.
+    newlines = ["\n" * count for count in range(1, 5)]
+    tokenizer = _tokenizer(*names, *newlines)
+    ids = tokenizer.convert_tokens_to_ids(names)
+    tokenizer = hf.Qwen2TokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        unk_token=None,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        additional_special_tokens=[*names, *newlines],
+        extra_special_tokens=dict(zip(("boi_token", "image_token", "eoi_token"), names, strict=True)),
+    )
+    config = hf.Gemma3Config(
+        vision_config=hf.SiglipVisionConfig(**_TOWER, image_size=32, patch_size=4, vision_use_head=False),
+        text_config=hf.Gemma3TextConfig(
+            **TEXT | {"num_hidden_layers": 3},
+            head_dim=16,
+            sliding_window=24,
+            query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        ),
+        mm_tokens_per_image=16,
+        boi_token_index=ids[0],
+        image_token_index=ids[1],
+        eoi_token_index=ids[2],
+    )
+    images = hf.Gemma3ImageProcessor(size={"height": 32, "width": 32})
+    processor = hf.Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=16)
+    return config, processor, "<start_of_image>"
+
+
 FAMILIES = {
     "llava": _llava,
     "qwen2-vl": _qwen2_vl,
@@ -259,6 +302,7 @@ FAMILIES = {
     "llava-onevision": _llava_onevision,
     "mistral3": _mistral3,
     "internvl": _internvl,
+    "gemma3": _gemma3,
 }
 
 

@@ -1,8 +1,10 @@
 """The attention plan against brute force, and paged attention against dense attention in float64."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from math import lcm
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, node_children, plan_dims
+from model_runner_base.caches.spans import NO_SPANS, SentSpans, SpanEnds
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
@@ -42,6 +45,34 @@ class Case(NamedTuple):
     chunk: Tiling
     is_on_device: np.ndarray
     """[R] bool: requests in decode whose position the device alone knows."""
+    spans: Mapping[int, tuple[int, int]] = MappingProxyType({})
+    """By row, of some requests with a chunk: the first and last of positions that see each other."""
+
+    def keys_of(self, row: int, position: int) -> np.ndarray:
+        """What a token sees."""
+        first, last = first_key(self.sight, position), position
+        begin, end = self.spans.get(row, (0, -1))
+        if begin <= position <= end:
+            first, last = min(first, begin), max(last, end)
+        return np.arange(first, last + 1)
+
+
+class CaseSpans(SentSpans):
+    def __init__(self, case: Case) -> None:
+        self._spans = case.spans
+
+    def of_chunks(self, batch: InputBatch) -> SpanEnds:
+        ends = SpanEnds.none(int(batch.query_len[batch.num_decodes :].sum()))
+        token = 0
+        for row, start, end in zip(batch.rows, batch.num_computed, batch.seq_lens, strict=True):
+            if end - start == 1:
+                continue
+            for position in range(start, end):
+                begin, last = self._spans.get(row, (0, -1))
+                if begin <= position <= last:
+                    ends.first[token], ends.last[token] = begin, last
+                token += 1
+        return ends
 
 
 def first_key(sight: Sight, position: int) -> int:
@@ -84,8 +115,15 @@ def cases(draw: st.DrawFn) -> Case:
     order = np.random.default_rng(draw(st.integers(0, 1000))).permutation(num_reqs * MAX_LENGTH) + 1
     for row in range(num_reqs):
         table.assign(row, order[row * MAX_LENGTH :][: -(-MAX_LENGTH // block_size)].tolist())
+    batch = batch_of(np.array([1] * num_decodes + chunks), num_computed, np.arange(num_reqs)[::-1].copy())
+    spans = {}
+    for index in range(num_decodes, num_reqs):
+        if draw(st.booleans()):
+            last = draw(st.integers(int(batch.num_computed[index]), int(batch.seq_lens[index]) - 1))
+            spans[int(batch.rows[index])] = draw(st.integers(0, last)), last
     return Case(
-        batch=batch_of(np.array([1] * num_decodes + chunks), num_computed, np.arange(num_reqs)[::-1].copy()),
+        batch=batch,
+        spans=spans,
         sight=draw(st.sampled_from(SIGHTS)),
         table=table,
         decode=Tiling(1, kv_tile),
@@ -108,11 +146,11 @@ def pack(case: Case, padding: int) -> Packed:
     The buffer has held a step of nothing but padding, if ``padding`` is odd, and one with longer requests, and now
     holds this one.
     """
-    batch, sight, table, decode, chunk, is_on_device = case
+    batch, sight, table, decode, chunk, is_on_device, spans = case
     dims = (*COMMON_DIMS, *plan_dims(decode, chunk))
     limits = StepLimits(1000, 100, MAX_LENGTH, decode, chunk, dims)
     group = AttentionGroup(["layer"], table, decode.keys, chunk.keys, sight)
-    rooms = Rooms(PagedCaches([group], limits), len(table.table), MAX_LENGTH)
+    rooms = Rooms(PagedCaches([group], limits, CaseSpans(case) if spans else NO_SPANS), len(table.table), MAX_LENGTH)
     longer = batch.query_len + np.where(batch.query_len > 1, padding // 2, 0)
     more = batch_of(longer, batch.num_computed + padding // 2, batch.rows)
     # Behind a window the longer requests may need fewer pairs.
@@ -167,8 +205,8 @@ def check_pairs(case: Case, plan: PairPlan, tokens: dict[int, tuple[int, int]], 
                 assert last[pair][index] < 0, "a query that is no token sees something"
                 continue
             token = members[tile][index]
-            row, position = tokens[token]
-            kv_start = position - last[pair][index]
+            row, _ = tokens[token]
+            kv_start = int(plan.pair_start[pair])  # type: ignore[index]
             assert kv_start % plan.kv_tile == 0
             for key in range(max(0, first[pair][index]), min(plan.kv_tile, last[pair][index] + 1)):
                 stored = plan.pair_blocks[pair, key // plan.block_size]
@@ -200,13 +238,13 @@ def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: Case, padding:
     slot_blocks, slot_offsets = metadata.slot_blocks.tolist(), metadata.slot_offsets.tolist()
     assert len(slot_blocks) == len(trace.slots) == size.num_tokens
     for token, (row, position) in tokens.items():
-        keys = np.arange(first_key(case.sight, position), position + 1)
+        keys = case.keys_of(row, position)
         assert seen[token] == set(keys.tolist())
         assert slot_blocks[token] == table[row, position // block_size]
         assert slot_offsets[token] == position % block_size
         # What the kit is told of it.
         slots = table[row, keys // block_size].astype(np.int64) * block_size + keys % block_size
-        assert trace.slots[token] == slots[-1]
+        assert trace.slots[token] == slots[keys == position]
         np.testing.assert_array_equal(trace.seen[token].positions, keys)
         np.testing.assert_array_equal(trace.seen[token].slots, slots)
     padding_blocks = [block for token, block in enumerate(slot_blocks) if token not in tokens]
@@ -252,8 +290,12 @@ def dense_attention(
     cap: float | None,
     slopes: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    span: tuple[int, int] = (0, -1),
 ) -> np.ndarray:
-    """One token's attention in float64: query [H, D], keys and values [length, K, D], slopes and sinks [H]."""
+    """One token's attention in float64: query [H, D], keys and values [length, K, D], slopes and sinks [H].
+
+    ``span``: the first and last of positions that see each other.
+    """
     group = query.shape[0] // keys.shape[1]
     keys, values = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys, values))
     scores = np.einsum("hd,thd->ht", query.astype(np.float64), keys) / np.sqrt(query.shape[1])
@@ -271,6 +313,8 @@ def dense_attention(
         hidden |= index <= position - sight.window
     if sight.chunk:
         hidden |= index // sight.chunk != position // sight.chunk
+    if span[0] <= position <= span[1]:
+        hidden &= (index < span[0]) | (index > span[1])
     weights = np.exp(np.where(hidden, -np.inf, scores - scores.max(axis=1, keepdims=True)))
     return np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), values)
 
@@ -288,6 +332,8 @@ def test_paged_attention_equals_dense(
     case: Case, heads: tuple[int, int], cap: float | None, has_slopes: bool, sink: float | None, padding: int
 ) -> None:
     """With padding tokens, tiles and pairs, NaN in unused cache entries, and blocks scattered over the cache."""
+    if has_slopes:
+        case = case._replace(spans={})  # No model has both.
     batch, sight, table = case.batch, case.sight, case.table
     block_size = table.block_size
     num_heads, num_kv_heads = heads
@@ -304,7 +350,7 @@ def test_paged_attention_equals_dense(
     for row, length, computed in zip(batch.rows, batch.seq_lens, batch.num_computed, strict=True):
         history[row] = rng.normal(size=(length, 2 * num_kv_heads, head_size)).astype(np.float32)
         # What lies before every window may have been given to another request.
-        for position in range(first_key(sight, computed), length):
+        for position in range(int(case.keys_of(row, computed)[0]), length):
             block = table.table[row, position // block_size]
             cache[block, position % block_size] = torch.from_numpy(history[row][position])
     key_value = np.zeros((num_tokens, 2 * num_kv_heads, head_size), np.float32)
@@ -333,7 +379,9 @@ def test_paged_attention_equals_dense(
     assert torch.isfinite(out).all()
     for token, (row, position) in tokens.items():
         keys, values = history[row][:, :num_kv_heads], history[row][:, num_kv_heads:]
-        want = dense_attention(query[token], keys, values, position, sight, cap, slopes, sinks)
+        want = dense_attention(
+            query[token], keys, values, position, sight, cap, slopes, sinks, case.spans.get(row, (0, -1))
+        )
         np.testing.assert_allclose(out[token].reshape(num_heads, head_size), want, atol=2e-5)
         place = table.table[row, position // block_size], position % block_size
         np.testing.assert_array_equal(cache[place], history[row][position])

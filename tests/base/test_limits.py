@@ -22,7 +22,9 @@ MODEL = {
     "use_mla": False,
     "is_attention_free": False,
     "enable_return_routed_experts": False,
-    "hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
+    "hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=24),
+    "hf_config": SimpleNamespace(mm_tokens_per_image=16),
+    "is_mm_prefix_lm": False,
 }
 PARALLEL = {
     "use_ubatching": False,
@@ -36,9 +38,9 @@ PARALLEL = {
 SERVED = SimpleNamespace(
     model_config=SimpleNamespace(**MODEL),
     parallel_config=SimpleNamespace(**PARALLEL),
-    cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False),
+    cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False, enable_prefix_caching=True),
     compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-    scheduler_config=SimpleNamespace(policy="fcfs"),
+    scheduler_config=SimpleNamespace(policy="fcfs", long_prefill_token_threshold=0, max_num_batched_tokens=32),
     lora_config=None,
     speculative_config=None,
     kv_transfer_config=None,
@@ -144,12 +146,16 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ("parallel_config.tensor_parallel_size", 2, "use tensor_parallel_size=1"),
         ("scheduler_config.policy", "priority", "leave out scheduling_policy"),
         ("model_config.multimodal_config.is_multimodal_pruning_enabled", lambda: True, "video_pruning_rate"),
+        # Where tokens of an image see each other.
+        ("scheduler_config.long_prefill_token_threshold", 16, "leave out long_prefill_token_threshold"),
+        ("scheduler_config.max_num_batched_tokens", 31, "set max_num_batched_tokens to 32 or more"),
+        ("model_config.hf_text_config.sliding_window", 15, "set enable_prefix_caching=False"),
     ],
 )
 @pytest.mark.skipif(not multimodal.IS_TRIED, reason="refused as such")
 def test_what_models_that_see_are_not_served_with_yet(setting: str, value: Any, message: str) -> None:
     config: Any = deepcopy(SERVED)
-    config.model_config.is_multimodal_model = True
+    config.model_config.is_multimodal_model = config.model_config.is_mm_prefix_lm = True
     check_refused(config, setting, value, message)
 
 

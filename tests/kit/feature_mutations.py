@@ -257,6 +257,13 @@ MUTATIONS = [
         "test_an_image_of_several_requests",
     ),
     Mutation(
+        "tokens of an image do not see its last one",
+        "multimodal/spans.py",
+        "ends.first[seen], ends.last[seen] = first, last",
+        "ends.first[seen], ends.last[seen] = first, last - 1",
+        "test_an_image_of_several_requests and gemma3",
+    ),
+    Mutation(
         "deeper levels of an image are those of the step before",
         "multimodal/levels.py",
         "            self._bound = {",

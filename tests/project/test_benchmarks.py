@@ -1,4 +1,4 @@
-"""The benchmarks of the host's step run, and print the numbers that their documents name. Which numbers is not tested."""
+"""The benchmarks of the host's step run, and print what their documents name; how fast anything is, is not tested."""
 
 import json
 import subprocess

@@ -1,7 +1,7 @@
 """Images in prompts: tokens are the reference's, whatever else is in the batch, and an image is encoded when it has to.
 
-One engine a model serves all checks. It takes 24 tokens a step, so every image is cut; it keeps few encoder outputs, so
-they are evicted; and its KV cache holds 288 tokens, so requests are preempted.
+One engine a model serves all checks. It takes few tokens a step, so every image is cut, where it may be; it keeps few
+encoder outputs, so they are evicted; and its KV cache holds 288 tokens, so requests are preempted.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,19 @@ Prompt = tuple[str, list[Image.Image]]
 COUNT = 12
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen3-vl"])
+@pytest.fixture(scope="module", params=["llava", "qwen3-vl", "gemma3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
-    """The second rotates by height and width, has images of any size, and adds to its first layers."""
+    """The second rotates by height and width, has images of any size, and adds to its first layers. In the third the
+    tokens of an image see each other."""
     return make_seeing_model(request.param, tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture
 def llm(engine: Callable[..., LLM], model: SeeingModel) -> LLM:
     memory = {"kv_cache_memory_bytes": 288 * TOKEN_BYTES}
-    return engine(model.path, skip_tokenizer_init=False, max_num_batched_tokens=24, max_logprobs=-1, **memory)
+    return engine(
+        model.path, skip_tokenizer_init=False, max_num_batched_tokens=model.step_tokens, max_logprobs=-1, **memory
+    )
 
 
 @pytest.fixture
