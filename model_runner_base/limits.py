@@ -35,6 +35,7 @@ MULTIMODAL_ARCHITECTURES = (
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
 )
 """Those whose images are held against another implementation; of others it is not known what they need."""
 

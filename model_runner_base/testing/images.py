@@ -1,6 +1,6 @@
 """Tiny models that see, with processors of their own, and pictures for them; HF transformers says what is right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,23 +46,13 @@ class SeeingModel:
 
     def greedy(self, text: str, images: Sequence[Image.Image], count: int) -> tuple[list[int], list[int]]:
         """The prompt's tokens as the reference's processor makes them, and the next ``count``."""
-        model, processor = _reference(self.path)
-        inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
-        with torch.no_grad():
-            out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
-        tokens: list[int] = out[0].tolist()
-        return tokens[:-count], tokens[-count:]
+        return continued(self.path, count, text=[text], images=list(images) or None)
 
     def greedy_of_video(self, text: str, frames: np.ndarray, count: int) -> tuple[list[int], list[int]]:
         """The same for a video, [frames, height, width, 3] of two frames a second, of which all are looked at."""
-        model, processor = _reference(self.path)
         video = torch.from_numpy(frames).permute(0, 3, 1, 2)
         told = {"do_sample_frames": False, "video_metadata": [video_facts(frames)]} if self.tells_times else {}
-        inputs = processor(text=[text], videos=[video], return_tensors="pt", **told)
-        with torch.no_grad():
-            out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
-        tokens: list[int] = out[0].tolist()
-        return tokens[:-count], tokens[-count:]
+        return continued(self.path, count, text=[text], videos=[video], **told)
 
     @property
     def tells_times(self) -> bool:
@@ -88,8 +78,20 @@ def video_facts(frames: np.ndarray) -> dict[str, Any]:
 
 @cache
 def _reference(path: Path) -> tuple[Any, Any]:
-    model = hf.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    (name,) = hf.AutoConfig.from_pretrained(path).architectures
+    model = getattr(hf, name).from_pretrained(path, dtype=torch.float32)
     return model.eval(), hf.AutoProcessor.from_pretrained(path)
+
+
+@torch.no_grad()
+def continued(path: Path, count: int, **prompt: Any) -> tuple[list[int], list[int]]:
+    """The tokens of a prompt, which is what the processor of a checkpoint is called with, and the reference's next
+    ``count``."""
+    model, processor = _reference(path)
+    inputs = processor(**prompt, return_tensors="pt")
+    out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
+    tokens: list[int] = out[0].tolist()
+    return tokens[:-count], tokens[-count:]
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -99,7 +101,7 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _tokenizer(*special: str) -> Any:
+def special_tokenizer(*special: str) -> Any:
     """The kit's own, of a class that the processors take."""
     plain = make_tokenizer()
     tokenizer = hf.Qwen2TokenizerFast(
@@ -113,7 +115,7 @@ _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n
 
 
 def _llava() -> tuple[Any, Any, str]:
-    tokenizer = _tokenizer("<image>")
+    tokenizer = special_tokenizer("<image>")
     vision = hf.CLIPVisionConfig(**(_TOWER | {"num_hidden_layers": 3}), image_size=32, patch_size=8)
     config = hf.LlavaConfig(
         vision_config=vision,
@@ -140,7 +142,7 @@ def _qwen_vl(classes: tuple[Any, Any, Any], vision: dict[str, Any], **text: Any)
     """``classes`` of config, processor and video processor."""
     config_class, processor_class, video_class = classes
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer = _tokenizer(*names)
+    tokenizer = special_tokenizer(*names)
     start, end, image, video = tokenizer.convert_tokens_to_ids(names)
     config = config_class(
         vision_config=_VISION | vision,
@@ -181,7 +183,7 @@ def _qwen3_vl() -> tuple[Any, Any, str]:
 
 
 def _llava_onevision() -> tuple[Any, Any, str]:
-    tokenizer = _tokenizer("<image>", "<video>")
+    tokenizer = special_tokenizer("<image>", "<video>")
     pinpoints = [[32, 32], [32, 64], [64, 32], [64, 64]]
     vision = hf.SiglipVisionConfig(**_TOWER, image_size=32, patch_size=8)
     config = hf.LlavaOnevisionConfig(
@@ -207,7 +209,7 @@ def _llava_onevision() -> tuple[Any, Any, str]:
 
 def _mistral3() -> tuple[Any, Any, str]:
     names = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-    tokenizer = _tokenizer(*names)
+    tokenizer = special_tokenizer(*names)
     vision = hf.PixtralVisionConfig(**_TOWER, image_size=64, patch_size=8)
     config = hf.Mistral3Config(
         vision_config=vision,
@@ -222,7 +224,7 @@ def _mistral3() -> tuple[Any, Any, str]:
 
 def _internvl() -> tuple[Any, Any, str]:
     names = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
-    tokenizer = _tokenizer(*names)
+    tokenizer = special_tokenizer(*names)
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
     tokenizer = hf.Qwen2TokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
@@ -264,13 +266,19 @@ FAMILIES = {
 
 def make_seeing_model(name: str, directory: Path) -> SeeingModel:
     """Writes a tiny checkpoint of a family with its processor."""
-    config, processor, placeholder = FAMILIES[name]()
+    return SeeingModel(*make_processed_model(name, directory, FAMILIES[name]))
+
+
+def make_processed_model(name: str, directory: Path, family: Callable[[], tuple[Any, Any, str]]) -> tuple[Path, str]:
+    """Writes a tiny checkpoint with its processor, unless it is there; returns where, and its placeholder."""
+    config, processor, placeholder = family()
     path = directory / name
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = hf.AutoModelForImageTextToText.from_config(config)
+        name_of_class = type(config).__name__.replace("Config", "ForConditionalGeneration")
+        model = getattr(hf, name_of_class)._from_config(config)
         for tensor_name, tensor in model.named_parameters():
             vary(tensor_name, tensor)
         model.save_pretrained(path)
         processor.save_pretrained(path)
-    return SeeingModel(path, placeholder)
+    return path, placeholder
