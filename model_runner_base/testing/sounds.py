@@ -3,15 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import transformers
 
-from model_runner_base.testing.images import TEXT, continued, make_processed_model, special_tokenizer
-
-# Typed loosely: transformers loads its classes on demand.
-hf: Any = transformers
+from model_runner_base.testing.processed import TEXT, Family, continued, hf, make_processed_model, special_tokenizer
 
 SAMPLING_RATE = 16000
 
@@ -38,7 +33,7 @@ def sound(seed: int, seconds: float) -> np.ndarray:
     return tones.mean(0).astype(np.float32)
 
 
-def _qwen2_audio() -> tuple[Any, Any, str]:
+def _qwen2_audio() -> Family:
     names = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
     tokenizer = special_tokenizer(*names)
     config = hf.Qwen2AudioConfig(
