@@ -38,6 +38,7 @@ MULTIMODAL_ARCHITECTURES = (
     "Qwen2AudioForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",

@@ -40,6 +40,20 @@ def _pixtral() -> Family:
     return config, hf.PixtralProcessor(images, tokenizer, patch_size=8), "[IMG]"
 
 
+def _idefics3() -> Family:
+    names = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    names += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokenizer = special_tokenizer(*names)
+    config = hf.Idefics3Config(
+        vision_config={**TOWER, "image_size": 32, "patch_size": 8},
+        text_config=TEXT | {"model_type": "llama"},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=None,
+    )
+    images = hf.Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    return config, hf.Idefics3Processor(images, tokenizer, image_seq_len=4), "<image>"
+
+
 def _cohere2_vision() -> Family:
     named = {
         "boi_token": "<|START_OF_IMG|>",
@@ -122,6 +136,7 @@ def _llama4() -> Family:
 FURTHER_FAMILIES: dict[str, Callable[[], Family]] = {
     "llava-next": _llava_next,
     "pixtral": _pixtral,
+    "idefics3": _idefics3,
     "cohere2-vision": _cohere2_vision,
     "glm4v": _glm4v,
     "glm4v-moe": _glm4v_moe,

@@ -15,6 +15,9 @@ from model_runner_base.testing.tokenizer import make_tokenizer
 # Typed loosely: transformers loads its classes on demand.
 hf: Any = transformers
 
+_ZEROS = {"idefics3": ("vision_model.embeddings.position_embedding.weight",)}
+"""By family, names of what is zero: transformers 4.57.6 gives a patch the position of the one before it, in float32."""
+
 Family = tuple[Any, Any, str]
 """A config, a processor, and what stands for an item in a prompt's text."""
 
@@ -78,6 +81,8 @@ def make_processed_model(name: str, directory: Path, family: Callable[[], Family
         model = getattr(hf, name_of_class)._from_config(config)
         for tensor_name, tensor in model.named_parameters():
             vary(tensor_name, tensor)
+            if tensor_name.endswith(_ZEROS.get(name, ())):
+                torch.nn.init.zeros_(tensor)
         model.save_pretrained(path)
         processor.save_pretrained(path)
     return path, placeholder

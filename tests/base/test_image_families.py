@@ -32,7 +32,7 @@ def test_tokens_are_the_references(family: str, make_model: Any) -> None:
         assert read(ask(llm, asked[::-1])) == want[::-1]  # With a cached prefix each.
 
 
-@pytest.mark.parametrize("family", ["internvl", "mistral3", "pixtral", "llama4"])
+@pytest.mark.parametrize("family", ["internvl", "mistral3", "pixtral", "idefics3", "llama4"])
 def test_an_image_at_every_place_of_a_chunk(family: str, make_model: Any) -> None:
     """In these prompts tokens of text belong to an image: a step may have nothing of it but those."""
     model: SeeingModel = make_model(family)
