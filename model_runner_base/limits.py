@@ -36,8 +36,18 @@ MULTIMODAL_ARCHITECTURES = (
     "Mistral3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
 )
 """Those whose images are held against another implementation; of others it is not known what they need."""
+WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
+"""Those whose tokens behind a video are not the other implementation's."""
 
 
 def check_config(vllm_config: VllmConfig) -> None:
@@ -166,6 +176,9 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
     refusals = {
         f"{model.architecture} is not supported yet: use a text-only model, or one of "
         f"{', '.join(MULTIMODAL_ARCHITECTURES)}": model.architecture not in MULTIMODAL_ARCHITECTURES,
+        f"videos are not supported with {model.architecture} yet: set limit_mm_per_prompt to {{'video': 0}}": (
+            model.architecture in WITHOUT_VIDEO and config and config.get_limit_per_prompt("video") > 0
+        ),
         "adapters are not supported with multimodal models yet: leave out enable_lora": vllm_config.lora_config,
         "speculative decoding is not supported with multimodal models yet: leave out speculative_config": (
             vllm_config.speculative_config

@@ -171,6 +171,7 @@ class PagedPlatform(Platform):
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.limits import check_config
         from model_runner_base.vllm_port.scheduler import has_steps_of_rows
+        from model_runner_base.vllm_port.whole_sounds import keep_sounds_whole
 
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
@@ -222,6 +223,7 @@ class PagedPlatform(Platform):
         cls._hidden_size = model.get_inputs_embeds_size()
         assert isinstance(model.dtype, torch.dtype)
         cls.check_if_supports_dtype(model.dtype)
+        keep_sounds_whole(model.architecture)
 
     @classmethod
     def _kv_cache_gib(cls) -> float:

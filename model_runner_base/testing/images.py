@@ -2,36 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from PIL import Image
 
-from model_runner_base.testing.architectures import VOCAB_SIZE
-from model_runner_base.testing.models import vary
-from model_runner_base.testing.tokenizer import make_tokenizer
-
-# Typed loosely: transformers loads its classes on demand.
-hf: Any = transformers
-
-TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "vocab_size": VOCAB_SIZE + 16,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
+from model_runner_base.testing.further_images import FURTHER_FAMILIES
+from model_runner_base.testing.processed import (
+    TEXT,
+    TOWER,
+    Family,
+    continued,
+    hf,
+    make_processed_model,
+    reference,
+    special_tokenizer,
+)
 
 TOKEN_BYTES = 4 * 2 * TEXT["num_hidden_layers"] * TEXT["num_key_value_heads"] * 16
 """Of KV cache, in float32; head size 16."""
@@ -48,23 +36,13 @@ class SeeingModel:
         self, text: str, images: Sequence[Image.Image], count: int, **settings: Any
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens as the reference's processor makes them with these settings, and the next ``count``."""
-        model, processor = _reference(self.path)
-        inputs = processor(text=[text], images=list(images) or None, return_tensors="pt", **settings)
-        with torch.no_grad():
-            out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
-        tokens: list[int] = out[0].tolist()
-        return tokens[:-count], tokens[-count:]
+        return continued(self.path, count, text=[text], images=list(images) or None, **settings)
 
     def greedy_of_video(self, text: str, frames: np.ndarray, count: int) -> tuple[list[int], list[int]]:
         """The same for a video, [frames, height, width, 3] of two frames a second, of which all are looked at."""
-        model, processor = _reference(self.path)
         video = torch.from_numpy(frames).permute(0, 3, 1, 2)
         told = {"do_sample_frames": False, "video_metadata": [video_facts(frames)]} if self.tells_times else {}
-        inputs = processor(text=[text], videos=[video], return_tensors="pt", **told)
-        with torch.no_grad():
-            out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
-        tokens: list[int] = out[0].tolist()
-        return tokens[:-count], tokens[-count:]
+        return continued(self.path, count, text=[text], videos=[video], **told)
 
     @property
     def tells_times(self) -> bool:
@@ -78,7 +56,7 @@ class SeeingModel:
 
     def log_probabilities(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), V] of the place of each of ``tokens``, given all before it."""
-        model, processor = _reference(self.path)
+        model, processor = reference(self.path)
         inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
         ids = torch.tensor([tokens])
         further = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
@@ -95,12 +73,6 @@ def video_facts(frames: np.ndarray) -> dict[str, Any]:
     return {"total_num_frames": len(frames), "fps": 2.0, "duration": len(frames) / 2, "frames_indices": indices}
 
 
-@cache
-def _reference(path: Path) -> tuple[Any, Any]:
-    model = hf.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    return model.eval(), hf.AutoProcessor.from_pretrained(path)
-
-
 def picture(seed: int, width: int, height: int) -> Image.Image:
     """Blots of random colours: small pictures of noise alone look all the same to a tower."""
     random = np.random.default_rng(seed)
@@ -108,22 +80,9 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _tokenizer(*special: str) -> Any:
-    """The kit's own, of a class that the processors take."""
-    plain = make_tokenizer()
-    tokenizer = hf.Qwen2TokenizerFast(
-        tokenizer_object=plain.backend_tokenizer, unk_token=None, eos_token=plain.eos_token, pad_token=plain.pad_token
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
-    return tokenizer
-
-
-_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def _llava() -> tuple[Any, Any, str]:
-    tokenizer = _tokenizer("<image>")
-    vision = hf.CLIPVisionConfig(**(_TOWER | {"num_hidden_layers": 3}), image_size=32, patch_size=8)
+def _llava() -> Family:
+    tokenizer = special_tokenizer("<image>")
+    vision = hf.CLIPVisionConfig(**(TOWER | {"num_hidden_layers": 3}), image_size=32, patch_size=8)
     config = hf.LlavaConfig(
         vision_config=vision,
         text_config=hf.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]),
@@ -145,11 +104,11 @@ _VISION = {"depth": 3, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2,
 _PIXELS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 16 * 16, "max_pixels": 64 * 64}
 
 
-def _qwen_vl(classes: tuple[Any, Any, Any], vision: dict[str, Any], **text: Any) -> tuple[Any, Any, str]:
+def _qwen_vl(classes: tuple[Any, Any, Any], vision: dict[str, Any], **text: Any) -> Family:
     """``classes`` of config, processor and video processor."""
     config_class, processor_class, video_class = classes
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer = _tokenizer(*names)
+    tokenizer = special_tokenizer(*names)
     start, end, image, video = tokenizer.convert_tokens_to_ids(names)
     config = config_class(
         vision_config=_VISION | vision,
@@ -169,7 +128,7 @@ def _qwen_vl(classes: tuple[Any, Any, Any], vision: dict[str, Any], **text: Any)
     return config, processor, "".join((names[0], names[2], names[1]))
 
 
-def _qwen2_vl() -> tuple[Any, Any, str]:
+def _qwen2_vl() -> Family:
     classes = hf.Qwen2VLConfig, hf.Qwen2VLProcessor, hf.Qwen2VLVideoProcessor
     return _qwen_vl(classes, {"embed_dim": 32, "hidden_size": TEXT["hidden_size"]})
 
@@ -177,22 +136,30 @@ def _qwen2_vl() -> tuple[Any, Any, str]:
 _INNER = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
 
 
-def _qwen2_5_vl() -> tuple[Any, Any, str]:
+def _qwen2_5_vl() -> Family:
     classes = hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLProcessor, hf.Qwen2VLVideoProcessor
     return _qwen_vl(classes, _INNER | {"window_size": 16, "fullatt_block_indexes": [1]})
 
 
-def _qwen3_vl() -> tuple[Any, Any, str]:
+def _qwen3_vl() -> Family:
     classes = hf.Qwen3VLConfig, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
     rotation = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     vision = _INNER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     return _qwen_vl(classes, vision, head_dim=16, rope_scaling=rotation)
 
 
-def _llava_onevision() -> tuple[Any, Any, str]:
-    tokenizer = _tokenizer("<image>", "<video>")
+def _qwen3_vl_moe() -> Family:
+    classes = hf.Qwen3VLMoeConfig, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
+    rotation = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision = _INNER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return _qwen_vl(classes, vision, head_dim=16, rope_scaling=rotation, **experts)
+
+
+def _llava_onevision() -> Family:
+    tokenizer = special_tokenizer("<image>", "<video>")
     pinpoints = [[32, 32], [32, 64], [64, 32], [64, 64]]
-    vision = hf.SiglipVisionConfig(**_TOWER, image_size=32, patch_size=8)
+    vision = hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=8)
     config = hf.LlavaOnevisionConfig(
         vision_config=vision,
         text_config=hf.Qwen2Config(**TEXT, architectures=["Qwen2ForCausalLM"]),
@@ -214,10 +181,10 @@ def _llava_onevision() -> tuple[Any, Any, str]:
     return config, processor, "<image>"
 
 
-def _mistral3() -> tuple[Any, Any, str]:
+def _mistral3() -> Family:
     names = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-    tokenizer = _tokenizer(*names)
-    vision = hf.PixtralVisionConfig(**_TOWER, image_size=64, patch_size=8)
+    tokenizer = special_tokenizer(*names)
+    vision = hf.PixtralVisionConfig(**TOWER, image_size=64, patch_size=8)
     config = hf.Mistral3Config(
         vision_config=vision,
         text_config=hf.MistralConfig(**TEXT, head_dim=16, sliding_window=None, architectures=["MistralForCausalLM"]),
@@ -229,24 +196,14 @@ def _mistral3() -> tuple[Any, Any, str]:
     return config, processor, "[IMG]"
 
 
-def _internvl() -> tuple[Any, Any, str]:
+def _internvl() -> Family:
     names = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
-    tokenizer = _tokenizer(*names)
-    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
-    tokenizer = hf.Qwen2TokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        unk_token=None,
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.pad_token,
-        additional_special_tokens=names,
-        extra_special_tokens=dict(
-            zip(("start_image_token", "end_image_token", "context_image_token", "video_token"), names, strict=True)
-        ),
-    )
+    named = ("start_image_token", "end_image_token", "context_image_token", "video_token")
+    tokenizer = special_tokenizer(*names, **dict(zip(named, names, strict=True)))
     config = hf.InternVLConfig(
-        vision_config=hf.InternVLVisionConfig(**_TOWER, image_size=[32, 32], patch_size=[8, 8]),
+        vision_config=hf.InternVLVisionConfig(**TOWER, image_size=[32, 32], patch_size=[8, 8]),
         text_config=hf.Qwen2Config(**TEXT, architectures=["Qwen2ForCausalLM"]),
-        image_token_id=ids["<IMG_CONTEXT>"],
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
         downsample_ratio=0.5,
     )
@@ -265,18 +222,11 @@ def _gemma3() -> tuple[Any, Any, str]:
     names = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
     # vLLM's processor asks for these by name.
     newlines = ["\n" * count for count in range(1, 5)]
-    tokenizer = _tokenizer(*names, *newlines)
+    named = dict(zip(("boi_token", "image_token", "eoi_token"), names, strict=True))
+    tokenizer = special_tokenizer(*names, *newlines, **named)
     ids = tokenizer.convert_tokens_to_ids(names)
-    tokenizer = hf.Qwen2TokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        unk_token=None,
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.pad_token,
-        additional_special_tokens=[*names, *newlines],
-        extra_special_tokens=dict(zip(("boi_token", "image_token", "eoi_token"), names, strict=True)),
-    )
     config = hf.Gemma3Config(
-        vision_config=hf.SiglipVisionConfig(**_TOWER, image_size=32, patch_size=4, vision_use_head=False),
+        vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4, vision_use_head=False),
         text_config=hf.Gemma3TextConfig(
             **TEXT | {"num_hidden_layers": 3},
             head_dim=16,
@@ -303,18 +253,11 @@ FAMILIES = {
     "mistral3": _mistral3,
     "internvl": _internvl,
     "gemma3": _gemma3,
+    "qwen3-vl-moe": _qwen3_vl_moe,
+    **FURTHER_FAMILIES,
 }
 
 
 def make_seeing_model(name: str, directory: Path) -> SeeingModel:
     """Writes a tiny checkpoint of a family with its processor."""
-    config, processor, placeholder = FAMILIES[name]()
-    path = directory / name
-    if not path.exists():
-        torch.manual_seed(sum(map(ord, name)))
-        model = hf.AutoModelForImageTextToText.from_config(config)
-        for tensor_name, tensor in model.named_parameters():
-            vary(tensor_name, tensor)
-        model.save_pretrained(path)
-        processor.save_pretrained(path)
-    return SeeingModel(path, placeholder)
+    return SeeingModel(*make_processed_model(name, directory, FAMILIES[name]))

@@ -1,4 +1,4 @@
-"""Models that see on openxla: encoders run on the host, and no image compiles anything."""
+"""Models that see and hear on openxla: encoders run on the host, and no image and no sound compiles anything."""
 
 from pathlib import Path
 from random import Random
@@ -10,6 +10,7 @@ from conftest import engine
 from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read
 from model_runner_base.testing.engine import greedy, runner_of
 from model_runner_base.testing.images import make_seeing_model, picture
+from model_runner_base.testing.sounds import make_hearing_model, sound
 from neuron_runner.metrics import CompilationCount
 
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [256]}
@@ -50,3 +51,15 @@ def test_a_model_with_an_embedding_of_its_own_between_rows(tmp_path: Path) -> No
         assert CompilationCount.now() == before
     assert got == expected(model, asked)
     assert moved == [model.greedy_of_video("<video> moves", frames, COUNT)]
+
+
+def test_sounds(tmp_path: Path) -> None:
+    model = make_hearing_model("qwen2-audio", tmp_path)
+    asked = [(f"{seed} {model.placeholder}", [sound(seed, seconds)]) for seed, seconds in enumerate((0.2, 1.5, 0.9))]
+    inputs: list[Any] = [{"prompt": text, "multi_modal_data": {"audio": sounds}} for text, sounds in asked]
+    options = {"skip_tokenizer_init": False, "max_model_len": 256}
+    with engine(model.path, **options, additional_config={"neuron_config": FEW_BUCKETS}) as llm:
+        before = CompilationCount.now()
+        got = read(llm.generate(inputs, greedy(COUNT), use_tqdm=False))
+        assert CompilationCount.now() == before
+    assert got == [model.greedy(text, sounds, COUNT) for text, sounds in asked]
