@@ -99,11 +99,12 @@ class ModelRunnerWorker(WorkerBase):
         with (
             set_current_vllm_config(self.vllm_config),
             DeviceMemoryProfiler(self.model_runner.device_ops) as profiler,
-            self.model_runner.device_ops.memory_pool("weights"),
         ):
-            self.model_runner.load_model()
+            with self.model_runner.device_ops.memory_pool("weights"):
+                self.model_runner.load_model()
+                self.model_runner.load_encoder()
+            # Not set aside with the weights: no checkpoint brings the adapters back into their slots.
             self.model_runner.load_adapters()
-            self.model_runner.load_encoder()
         logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.lora.request import LoRARequest
 
-from model_runner_base.adapters.punica import NO_SLOT, MaskedPunicaWrapper
+from model_runner_base.adapters.products import NO_SLOT, Products
 from model_runner_base.host_loops import compiled
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.states import RequestInfo, RequestStates
@@ -23,7 +23,7 @@ SECTION = "adapter_slots"
 class SlottedAdapters(Protocol):
     """Adapters that have slots on the device (``lora.py``)."""
 
-    punica: MaskedPunicaWrapper
+    products: Products
 
     def ready(self, requests: Iterable[LoRARequest]) -> dict[int, int]: ...
 
@@ -80,18 +80,18 @@ class AdapterInputs(TokenInputs):
 
     def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
         slots = call.arrays[SECTION]
-        self._adapters.punica.bind(slots, slots[call.arrays["logits_indices"]])
+        self._adapters.products.bind(slots, slots[call.arrays["logits_indices"]])
         self._inputs.bind(call, model, tensors)  # Which may look embeddings up.
 
     def unbind(self) -> None:
-        self._adapters.punica.unbind()
+        self._adapters.products.unbind()
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
         slot = NO_SLOT if row is None else self._slots[row]
         return (np.full(count, slot, np.int32),)
 
     def bind_logits(self, slots: torch.Tensor) -> None:  # type: ignore[override]
-        self._adapters.punica.bind(slots, slots)
+        self._adapters.products.bind(slots, slots)
 
 
 @compiled

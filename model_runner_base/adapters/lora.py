@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import supports_lora
 from vllm.platforms import current_platform
@@ -13,9 +15,10 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.adapters.inputs import AdapterInputs
+from model_runner_base.adapters.kernels import KernelProducts
 from model_runner_base.adapters.manager import AdapterManager
-from model_runner_base.adapters.punica import NO_SLOT, MaskedPunicaWrapper
-from model_runner_base.adapters.slots import SlotWriter
+from model_runner_base.adapters.products import NO_SLOT, Products
+from model_runner_base.adapters.punica import MaskedPunicaWrapper
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.graph_policy import WrapFunction
@@ -35,12 +38,11 @@ class LoRAAdapters(Adapters):
             raise UnsupportedConfigError(f"{type(model).__name__} takes no LoRA adapters: leave out enable_lora")
         self._manager = AdapterManager(vllm_config, device_ops.device, model)
         self._slots = self._manager.slots
-        (punica,) = self._slots.punica_wrapper_mapping.values()
-        assert isinstance(punica, MaskedPunicaWrapper), "check_adapters comes first"
-        self._slots.use_slots(SlotWriter(wrap, device_ops))
-        punica.vocab_size = self._slots.vocab_size
-        self.punica = punica
-        """What the layers' products go through; a step's graph binds it."""
+        (wrapper,) = self._slots.punica_wrapper_mapping.values()
+        self.products = _products_of(wrapper)
+        """What the layers multiply by; a step's graph binds it."""
+        self.products.vocab_size = self._slots.vocab_size
+        self._slots.use_slots(self.products.make_layers(wrap, device_ops))
         self._device_ops = device_ops
         scheduler = vllm_config.scheduler_config
         num_sampled = 1 + read_speculation(vllm_config).num_drafts
@@ -82,23 +84,32 @@ class LoRAAdapters(Adapters):
     @contextmanager
     def unused(self, num_tokens: int, num_logits: int) -> Iterator[None]:
         tokens, logits = (self._device_ops.zeros((num,), torch.int32) + NO_SLOT for num in (num_tokens, num_logits))
-        self.punica.bind(tokens, logits)
+        self.products.bind(tokens, logits)
         yield
-        self.punica.unbind()
+        self.products.unbind()
 
     def set_aside(self) -> AbstractContextManager[None]:
         return self._slots.set_aside()
 
 
 def check_adapters(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedConfigError, before anything is loaded, where the platform has LoRA products of its own."""
+    """Raises UnsupportedConfigError, before anything is loaded, where the platform's products cannot serve."""
     if vllm_config.lora_config is None:
         return
-    wrapper = current_platform.get_punica_wrapper()
-    if not issubclass(resolve_obj_by_qualname(wrapper), MaskedPunicaWrapper):
+    wrapper = resolve_obj_by_qualname(current_platform.get_punica_wrapper())
+    if issubclass(wrapper, PunicaWrapperGPU):
+        KernelProducts.check(vllm_config)
+    elif not issubclass(wrapper, MaskedPunicaWrapper):
         raise UnsupportedConfigError(
-            f"LoRA adapters are not supported with {wrapper.rpartition('.')[2]} yet: leave out enable_lora"
+            f"LoRA adapters are not supported with {wrapper.__name__} yet: leave out enable_lora"
         )
+
+
+def _products_of(wrapper: PunicaWrapperBase) -> Products:
+    if isinstance(wrapper, PunicaWrapperGPU):
+        return KernelProducts(wrapper)
+    assert isinstance(wrapper, MaskedPunicaWrapper), "check_adapters comes first"
+    return wrapper
 
 
 def make_adapters(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Adapters:

@@ -5,7 +5,7 @@ and host. What is the base's: how a slot is written (``slots.py``), what is chec
 layers take no adapters.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,9 @@ from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from model_runner_base.adapters.checks import Names, check_config, check_fit, widths_of
-from model_runner_base.adapters.slots import SlottedLayer, SlotWriter
+from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
+from model_runner_base.vllm_port.speculation import read_speculation
 from model_runner_base.vllm_shapes.experts import ExpertsLayer
 
 logger = init_logger(f"vllm.{__name__}")
@@ -38,11 +39,11 @@ class SlotManager(LRUCacheLoRAModelManager):
             return False
         return super()._match_target_modules(module_name)
 
-    def use_slots(self, writer: SlotWriter) -> None:
-        """From now on adapters are written by ``writer``, slot by slot."""
+    def use_slots(self, make_layer: Callable[[BaseLayerWithLoRA], SlotLayer]) -> None:
+        """From now on adapters are written by what ``make_layer`` makes of each layer."""
         layers: dict[str, BaseLayerWithLoRA] = self.modules
         self.widths = widths_of(layers, self.packed_modules)
-        self.slotted = {name: SlottedLayer(layer, self.lora_slots, writer) for name, layer in layers.items()}
+        self.slotted = {name: make_layer(layer) for name, layer in layers.items()}
         self.modules = self.slotted  # type: ignore[assignment]
         self.replaced = [
             (parent, name, child)
@@ -104,6 +105,8 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: Any) -> None:
         super().__init__(vllm_config, device, model.embedding_modules, lora_model_cls=Checkpoint)
+        # Decode rows count whole, whether all of their drafts are there or not.
+        self.max_num_batched_tokens += self.max_num_seqs * read_speculation(vllm_config).num_drafts
         self._names = Names(bool(vllm_config.cache_config.enable_prefix_caching))
         self.create_lora_manager(model, vllm_config)
 

@@ -15,15 +15,18 @@ that in slot 0. ``x A`` has four numbers a token; the mask keeps of them
 Matrices lie as the products want them (``slots.py``): A of a linear layer [in, slots, rank], B [slots, rank, out].
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
+from model_runner_base.adapters.slots import SlotLayer, SlottedLayer, SlotWriter
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.vllm_shapes.lora import embeddings_indices
-
-NO_SLOT = -1
-"""Of a token whose request has no adapter."""
 
 
 class MaskedPunicaWrapper(PunicaWrapperBase):
@@ -36,11 +39,9 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         # The buffers that the base class would make are for kernels.
         self._num_slots: int = lora_config.max_loras
         self.vocab_size = 0
-        """Rows of an embedding's table."""
         self.unbind()
 
     def bind(self, token_slots: torch.Tensor, logits_slots: torch.Tensor) -> None:
-        """Slots [T] of the step's tokens and [L] of its rows of logits, int32, ``NO_SLOT`` where there is none."""
         self._token_mask = self._mask(token_slots)
         self._logits_mask = self._mask(logits_slots)
         # What VocabParallelEmbeddingWithLoRA adds to a token's id to find its row among all slots' tables.
@@ -48,8 +49,10 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         self._embeddings_indices = embeddings_indices(first_rows)  # type: ignore[assignment]
 
     def unbind(self) -> None:
-        """Nothing that a graph computed outlives its tracing."""
         self._token_mask = self._logits_mask = self._embeddings_indices = None  # type: ignore[assignment]
+
+    def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[BaseLayerWithLoRA], SlotLayer]:
+        return partial(SlottedLayer, num_slots=self._num_slots, writer=SlotWriter(wrap, device_ops))
 
     def _mask(self, slots: torch.Tensor) -> torch.Tensor:
         """[N, slots, 1] bool"""

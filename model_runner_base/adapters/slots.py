@@ -67,14 +67,37 @@ class SlotWriter:
         return self._write[layout](stack, where, self._device_ops.upload(values))
 
 
-class SlottedLayer:
-    """A LoRA layer as vLLM's manager writes it, by ``set_lora`` and ``reset_lora``; the model runs the layer itself.
+class SlotLayer:
+    """A LoRA layer as vLLM's manager writes it; the model runs the layer itself. It is written as vLLM has it."""
 
-    The layer's matrices are laid anew, as the products want them (``punica.py``).
-    """
+    def __init__(self, layer: BaseLayerWithLoRA) -> None:
+        self.layer: Any = layer
+
+    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+        """Puts an adapter's matrices, of its own rank, and whole where ranks share a layer, into a slot."""
+        self.layer.set_lora(index, lora_a, lora_b)
+
+    def reset_lora(self, index: int) -> None:
+        """The slot adds nothing any more."""
+        self.layer.reset_lora(index)
+
+    def warm_up(self) -> None:
+        """Runs once what writes a slot."""
+
+    def products_memory(self, num_tokens: int, num_logits: int) -> int:
+        """Bytes of what the layer's products make, where a run of the largest step does not measure them."""
+        return 0
+
+    def write_memory(self) -> int:
+        """Bytes that it takes to write a slot."""
+        return 0
+
+
+class SlottedLayer(SlotLayer):
+    """Its matrices are laid anew, as the masked products want them (``punica.py``), and written slot by slot."""
 
     def __init__(self, layer: BaseLayerWithLoRA, num_slots: int, writer: SlotWriter) -> None:
-        self.layer: Any = layer
+        super().__init__(layer)
         self._writer = writer
         self._is_embedding = isinstance(layer, VocabParallelEmbeddingWithLoRA)
         self._is_sliced = isinstance(self.layer.lora_a_stacked, tuple)
@@ -91,7 +114,6 @@ class SlottedLayer:
         self._put(self._on_device)
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        """As vLLM's layers have it: an adapter's matrices of its own rank, whole where ranks share a layer."""
         host = self._zeros()
         self._put(host)
         try:
@@ -102,13 +124,11 @@ class SlottedLayer:
         self._is_zero[index] = False
 
     def reset_lora(self, index: int) -> None:
-        """The slot adds nothing any more."""
         if not self._is_zero[index]:
             self._send(index, self._zeros())
             self._is_zero[index] = True
 
     def warm_up(self) -> None:
-        """Runs once what writes a slot."""
         self._each(self._zeros(), self._writer.warm_up)
 
     def products_memory(self, num_tokens: int, num_logits: int) -> int:

@@ -84,19 +84,21 @@ def test_synchronous_scheduling(tiny_model: Callable[[str], TinyModel], tmp_path
         check(llm, model, two_adapters(model, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "words"),
+    [
+        ("punica_cpu.PunicaWrapperCPU", r"LoRA adapters are not supported with PunicaWrapperCPU yet: leave"),
+        ("punica_gpu.PunicaWrapperGPU", r"vLLM's LoRA kernels do not take torch.float32: use --dtype"),
+    ],
+)
 def test_platform_with_products_of_its_own(
-    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+    wrapper: str, words: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA's, for one: refused before weights are read."""
-    gpu = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
-    monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda cls: gpu))
+    """Refused before weights are read, or served in what vLLM's kernels take."""
+    name = f"vllm.lora.punica_wrapper.{wrapper}"
+    monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda cls: name))
     monkeypatch.setattr(NeuronModelRunner, "load_model", None)
-    with (
-        pytest.raises(
-            UnsupportedConfigError, match=r"LoRA adapters are not supported with PunicaWrapperGPU yet: leave"
-        ),
-        engine(tiny_model("llama").path, **LORA, **EAGER),
-    ):
+    with pytest.raises(UnsupportedConfigError, match=words), engine(tiny_model("llama").path, **LORA, **EAGER):
         pass
 
 
@@ -124,7 +126,7 @@ def test_memory_of_a_step(tiny_model: Callable[[str], TinyModel], tmp_path: Path
         with torch.no_grad(), adapters.unused(num_tokens, num_logits):
             for name, layer in layers.items():
                 stacks = layer.lora_a_stacked, layer.lora_b_stacked
-                rows, punica = num_logits if name == "lm_head" else num_tokens, adapters.punica
+                rows, punica = num_logits if name == "lm_head" else num_tokens, adapters.products
                 if "embed" in name:
                     inputs = torch.zeros(rows, stacks[1].shape[-1]), torch.zeros(rows, stacks[1].shape[1]), stacks[1]
                     product = partial(punica.add_lora_embedding, *inputs)

@@ -28,7 +28,7 @@ class KernelPlatform(PagedPlatform):
     device_name = "cpu"
     device_type = "cpu"
     worker_cls = "cuda_stand_in.StandInWorker"
-    dtypes = (torch.float32,)
+    dtypes = (torch.float32, torch.float16)
     default_block_size = 16
     attention = "cuda_stand_in.KernelBackend"
 
@@ -40,6 +40,14 @@ class KernelPlatform(PagedPlatform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
+
+    @classmethod
+    def can_update_inplace(cls) -> bool:
         return True
 
     @classmethod
@@ -60,6 +68,7 @@ class PlanningPlatform(KernelPlatform):
     attention = "cuda_stand_in.PlanningBackend"
 
 
+import lora_stand_in  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
     AttentionBackend,
@@ -185,6 +194,18 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Record
 
 
 gpu_runner.cuda_graphs.capture = capture  # type: ignore[assignment]
+
+
+# ---- LoRA ----
+
+
+def fixed(build: Callable[[], Any]) -> Any:
+    """A number that a kernel is launched with: a graph has it from its capture."""
+    graph = RecordedGraph.current
+    return build() if graph is None else graph.held(build)
+
+
+lora_stand_in.replace_kernels(fixed)
 
 
 # ---- Attention ----
