@@ -281,6 +281,12 @@ class PlanningBuilder(KernelBuilder):
         return _copy(self._buffer[: common.num_reqs], common.seq_lens)
 
 
+def keys_and_values(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views [blocks, block size, K, D] of a layer's cache, which is [blocks, 2, block size, K, D] where backends give
+    its shape, and [blocks, K, block size, 2 * D] where vLLM does."""
+    return cache.unbind(1) if cache.ndim == 5 else cache.transpose(1, 2).chunk(2, dim=-1)
+
+
 class KernelImpl(AttentionImpl[KernelMetadata]):
     """Request by request, in float32 and plain torch."""
 
@@ -308,10 +314,11 @@ class KernelImpl(AttentionImpl[KernelMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
+        keys, values = keys_and_values(kv_cache)
         used = slot_mapping >= 0
-        block, offset = slot_mapping[used] // kv_cache.shape[2], slot_mapping[used] % kv_cache.shape[2]
-        kv_cache[block, 0, offset] = key[: len(used)][used]
-        kv_cache[block, 1, offset] = value[: len(used)][used]
+        block, offset = slot_mapping[used] // keys.shape[1], slot_mapping[used] % keys.shape[1]
+        keys[block, offset] = key[: len(used)][used]
+        values[block, offset] = value[: len(used)][used]
 
     def forward(
         self,
@@ -337,8 +344,8 @@ class KernelImpl(AttentionImpl[KernelMetadata]):
         return output
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-        in_use = kv_cache[blocks[: -(-length // kv_cache.shape[2])]]  # [blocks, 2, block size, K, D]
-        keys, values = (x.flatten(0, 1)[:length].repeat_interleave(self.group, 1) for x in in_use.unbind(1))
+        in_use = (x[blocks[: -(-length // x.shape[1])]] for x in keys_and_values(kv_cache))
+        keys, values = (x.flatten(0, 1)[:length].repeat_interleave(self.group, 1) for x in in_use)
         scores = torch.einsum("qhd,khd->hqk", query, keys) * self.scale
         if self.soft_cap:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)

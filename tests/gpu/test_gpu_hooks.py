@@ -1,13 +1,13 @@
 """The hooks of the GPU runner: which there are, weights that are offloaded, what a step is said to need."""
 
 import ast
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import vllm.model_executor.models.utils
-import vllm.utils.mem_utils
 from test_plain_device import code_lines
 from test_structure import HOOKS, ROOT
 from torch import nn
@@ -26,18 +26,34 @@ def test_runner_overrides_exactly_the_hooks() -> None:
     assert code_lines(path) < 120
 
 
+def offload_budget() -> int:
+    """Bytes of weights that a model which is made now leaves on the host."""
+    if find_spec("vllm.model_executor.offloader"):
+        offloader = import_module("vllm.model_executor.offloader").get_offloader()
+        return getattr(offloader, "cpu_offload_max_bytes", 0)
+    return import_module("vllm.model_executor.models.utils")._CPU_OFFLOAD_MAX_BYTES
+
+
+def offload_options(gib: float) -> dict[str, Any]:
+    """What the config says of it: an object of its own, or a number beside the cache's."""
+    if find_spec("vllm.config.offload"):
+        config = import_module("vllm.config.offload")
+        return {"offload_config": config.OffloadConfig(uva=config.UVAOffloadConfig(cpu_offload_gb=gib))}
+    return {"cache_config": SimpleNamespace(cpu_offload_gb=gib)}
+
+
 def test_weights_are_offloaded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """By vLLM's models, which go by the budget that stands when they are made; the next engine has its own."""
     budgets = []
 
     def load(*args: Any, **options: Any) -> nn.Module:
-        budgets.append(vllm.model_executor.models.utils._CPU_OFFLOAD_MAX_BYTES)
+        budgets.append(offload_budget())
         return nn.Identity()
 
     monkeypatch.setattr(gpu_runner.model_runner, "load_checkpoint", load)
     for gib in (1.5, 0):
         config = SimpleNamespace(
-            cache_config=SimpleNamespace(cpu_offload_gb=gib),
+            **offload_options(gib),
             compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
             speculative_config=None,

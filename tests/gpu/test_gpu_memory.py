@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import vllm.model_executor.models.utils
 import vllm.utils.mem_utils
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,15 +44,19 @@ class CountingGpu:
         self.peak = self.allocated
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Under their names in torch.cuda and in vLLM's platforms."""
+        """Under their names in torch.cuda, in vLLM's platforms, and for all of torch's accelerators."""
         return {
             "empty_cache": self.empty_cache,
             "reset_peak_memory_stats": self.reset_peak,
             "mem_get_info": lambda device=None: (self.total - self.used, self.total),
+            "get_memory_info": lambda device=None: (self.total - self.used, self.total),
             "memory_reserved": lambda device=None: self.reserved,
             "memory_allocated": lambda device=None: self.allocated,
             "max_memory_allocated": lambda device=None: self.peak,
-            "memory_stats": lambda device=None: {"allocated_bytes.all.peak": self.peak},
+            "memory_stats": lambda device=None: {
+                "allocated_bytes.all.peak": self.peak,
+                "allocated_bytes.all.current": self.allocated,
+            },
             "synchronize": lambda device=None: None,
         }
 
@@ -73,8 +76,14 @@ def test_kv_cache_gets_what_vllms_worker_would_give_it(
         gpu = CountingGpu(others)
         functions = gpu.functions()
         for name, function in functions.items():
-            patch.setattr(torch.cuda, name, function)
-        no_device = {"is_cuda": lambda: False, "current_device": lambda: "cpu", "device_name": "gpu"}
+            patch.setattr(torch.cuda, name, function, raising=False)
+            patch.setattr(torch.accelerator, name, function, raising=False)
+        no_device = {
+            "is_cuda": lambda: False,
+            "is_integrated_gpu": lambda index: False,
+            "current_device": lambda: "cpu",
+            "device_name": "gpu",
+        }
         patch.setattr(vllm.utils.mem_utils, "current_platform", SimpleNamespace(**functions, **no_device))
         return gpu
 

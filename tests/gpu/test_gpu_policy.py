@@ -1,12 +1,13 @@
 """Which sizes are CUDA graphs, against vLLM's own dispatcher."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -42,29 +43,36 @@ def make_config(mode: CUDAGraphMode, sizes: list[int], max_num_seqs: int, layer:
         max_cudagraph_capture_size=sizes[-1],
         compile_sizes=None,
         compile_ranges_split_points=None,
-        adjust_cudagraph_sizes_for_spec_decode=lambda query, tensor_parallel_size: None,
+        compile_ranges_endpoints=None,
+        adjust_cudagraph_sizes_for_spec_decode=lambda *_: None,
         cudagraph_specialize_lora=False,
         use_inductor_graph_partition=False,
         static_forward_context={"layer": layer},
         is_attention_compiled_piecewise=lambda: True,
         splitting_ops_contain_attention=lambda: True,
     )
+    resolve = getattr(CompilationConfig, "resolve_cudagraph_mode_and_sizes", None)
+    if resolve is not None:
+        compilation.resolve_cudagraph_mode_and_sizes = partial(resolve, compilation)
     return SimpleNamespace(
         compilation_config=compilation,
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         speculative_config=None,
+        num_speculative_tokens=0,
         lora_config=None,
     )
 
 
 def make_dispatcher(config: Any, layer: Layer, query: int) -> CudagraphDispatcher:
     """vLLM's, after its own runner has resolved the mode; a request of pure decode has ``query`` tokens."""
+    config.num_speculative_tokens = query - 1
     dispatcher = CudagraphDispatcher(config)
     runner: Any = SimpleNamespace(
         vllm_config=config,
         compilation_config=config.compilation_config,
         uniform_decode_query_len=query,
+        max_num_reqs=config.scheduler_config.max_num_seqs,
         parallel_config=config.parallel_config,
         cudagraph_dispatcher=dispatcher,
         kv_cache_config=None,
