@@ -47,7 +47,7 @@ MULTIMODAL_ARCHITECTURES = (
 )
 """Those whose images are held against another implementation; of others it is not known what they need."""
 WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
-"""Those whose tokens behind a video are not the other implementation's."""
+"""Those of whose videos vLLM's M-RoPE counts the frames, but not the text between them."""
 
 
 def check_config(vllm_config: VllmConfig) -> None:
