@@ -42,6 +42,8 @@ LONGEST = [
     "reload",
     "compilation",
     "server",
+    "plain_device",
+    "streaming_input",
     "ways_to_run",
 ]
 """The files that take longest."""
@@ -57,15 +59,17 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "openxla: needs torch_xla, which the newest vLLM is not made for")
+    config.addinivalue_line("markers", "once: of the base and the kit alone, so it runs in the lane with torch_xla")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: side by side, no process is left alone with one at the end."""
     if not HAS_OPENXLA:
-        left_out = pytest.mark.skip(reason="torch_xla is not there")
+        reasons = {"openxla": "torch_xla is not there", "once": "the other lane runs it"}
         for item in items:
-            if item.get_closest_marker("openxla"):
-                item.add_marker(left_out)
+            for name, reason in reasons.items():
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.skip(reason=reason))
     files = [f"test_{name}" for name in LONGEST]
     items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
 

@@ -36,4 +36,4 @@ NEWEST = [
     "project/test_structure.py",
     "project/test_vllm_names.py",
 ]
-"""What runs without torch_xla; tests marked ``openxla`` are left out there."""
+"""What runs without torch_xla; tests marked ``openxla`` or ``once`` are left out there."""
