@@ -195,11 +195,8 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         "tokens of an image see each other in this model, so a chunk has it whole: leave out "
         "long_prefill_token_threshold": model.is_mm_prefix_lm
         and vllm_config.scheduler_config.long_prefill_token_threshold,
-        "two images side by side may share a token of text, and vLLM waits for ever where not both have room in the "
-        f"encoder's cache: set max_num_batched_tokens to {2 * _image_tokens(model)} or more": model.is_mm_prefix_lm
-        and vllm_config.scheduler_config.max_num_batched_tokens < 2 * _image_tokens(model),
-        "an image is longer than this model's window, and the keys of its first tokens may be gone where a cached "
-        "prefix ends in it: set enable_prefix_caching=False": vllm_config.cache_config.enable_prefix_caching
+        "an image is longer than this model's window, and the keys of its first tokens may be given up when a cached "
+        "prefix ends inside it: set enable_prefix_caching=False": vllm_config.cache_config.enable_prefix_caching
         and _has_images_longer_than_window(model),
     }
     for message, is_asked in refusals.items():
@@ -210,12 +207,7 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
 def _has_images_longer_than_window(model: ModelConfig) -> bool:
     """Whether a window is shorter than a run of tokens that see each other."""
     window = getattr(model.hf_text_config, "sliding_window", None)
-    return bool(model.is_mm_prefix_lm and window and window < _image_tokens(model))
-
-
-def _image_tokens(model: ModelConfig) -> int:
-    """Of a model whose images all have as many; 0 for another."""
-    return getattr(model.hf_config, "mm_tokens_per_image", 0)
+    return bool(model.is_mm_prefix_lm and window and window < getattr(model.hf_config, "mm_tokens_per_image", 0))
 
 
 def _plugins() -> list[str]:

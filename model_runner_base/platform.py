@@ -182,8 +182,15 @@ class PagedPlatform(Platform):
         elif scheduler.scheduler_cls == cls.scheduler_cls:
             raise UnsupportedConfigError(f"{cls.scheduler_cls} does not know this vLLM: leave out scheduler_cls")
         if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
-            # Tokens of an image see each other, so they are in one step.
+            # Tokens of an image see each other, so they are in one step, which vLLM's own schedulers do not always keep.
+            if scheduler.scheduler_cls != cls.scheduler_cls:
+                raise UnsupportedConfigError(
+                    "tokens of an image see each other in this model, and another scheduler may cut it: leave out "
+                    "scheduler_cls"
+                )
             scheduler.disable_chunked_mm_input = True
+            # An item and the next may share a token of text, so the outputs of both are held at once.
+            scheduler.encoder_cache_size *= 2
         if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

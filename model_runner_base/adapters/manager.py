@@ -105,8 +105,8 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: Any) -> None:
         super().__init__(vllm_config, device, model.embedding_modules, lora_model_cls=Checkpoint)
-        # Decode rows count whole, whether all of their drafts are there or not.
-        self.max_num_batched_tokens += self.max_num_seqs * read_speculation(vllm_config).num_drafts
+        # A mixed step has its decode rows beside the tokens of chunks, each with room for all drafts.
+        self.max_num_batched_tokens += self.max_num_seqs * (1 + read_speculation(vllm_config).num_drafts)
         self._names = Names(bool(vllm_config.cache_config.enable_prefix_caching))
         self.create_lora_manager(model, vllm_config)
 

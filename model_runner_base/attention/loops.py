@@ -43,7 +43,7 @@ def kv_tiles_of(
 ) -> tuple[int, int]:
     """The first KV tile that a query tile, from ``position`` to before ``end``, sees, and the one behind its last.
 
-    ``span_first`` and ``span_last`` are what its tokens see beside by their spans; they may be empty.
+    ``span_first`` and ``span_last`` are what its tokens also see, by their spans; they may be empty.
     """
     first, last = first_seen(position, window, chunk), last_seen(end - 1, request_end, window, is_whole)
     for index in range(len(span_first)):

@@ -22,7 +22,7 @@ import numpy as np
 from model_runner_base.attention.loops import FAN_IN, count_pairs
 from model_runner_base.attention.sight import CAUSAL, Sight
 
-NO_SPANS = (np.zeros(0, np.int32), np.zeros(0, np.int32))
+NO_SPAN_ENDS = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PairGeometry:
         query_len: np.ndarray,
         num_computed: np.ndarray,
         num_tokens: int,
-        spans: tuple[np.ndarray, np.ndarray] = NO_SPANS,
+        spans: tuple[np.ndarray, np.ndarray] = NO_SPAN_ENDS,
     ) -> "PairCount":
         """The pairs of requests with ``query_len`` [R] int64 new tokens, ``num_tokens`` in all, behind ``num_computed``
         [R] int64 others. ``spans``: the first and last position of each token's span, int32 (caches/spans.py).

@@ -8,8 +8,9 @@ from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
-from model_runner_base.caches.spans import Spans
+from model_runner_base.caches.spans import NO_SPANS, Spans
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.sizes import StepLimits
 
 
@@ -24,8 +25,12 @@ def make_caches(
 
     Layers without a cache of their own have groups that see requests whole; allocation.py lets no other backend by.
     """
-    if any(group.sight.is_whole for group in groups):
+    is_planned = all(issubclass(group.backend, PagedAttentionBackend) for group in groups)
+    is_whole = any(group.sight.is_whole for group in groups)
+    if spans is not NO_SPANS and (is_whole or not is_planned):
+        raise UnsupportedConfigError("tokens of an image see each other, which the base's own attention alone has")
+    if is_whole:
         return ScratchCaches(groups, limits)
-    if all(issubclass(group.backend, PagedAttentionBackend) for group in groups):
+    if is_planned:
         return (LineCaches if limits.num_lines else PagedCaches)(groups, limits, spans)
     return BuilderCaches(groups, limits, vllm_config, device_ops)

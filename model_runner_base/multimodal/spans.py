@@ -18,8 +18,10 @@ class ItemSpans(SentSpans):
         token = 0
         for index, info in enumerate(self._requests.infos_of(batch.rows[decodes:]), decodes):
             begin, count = int(batch.num_computed[index]), int(batch.query_len[index])
-            for item in info.items:
-                for first, last in item.mm_position.extract_embeds_range():
+            for place in (item.mm_position for item in info.items):
+                if place.offset + place.length <= begin or place.offset >= begin + count:
+                    continue
+                for first, last in place.extract_embeds_range():
                     if last < begin or first >= begin + count:
                         continue
                     if last >= begin + count:

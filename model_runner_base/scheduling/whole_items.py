@@ -1,7 +1,8 @@
 """Images that no step cuts.
 
-With ``disable_chunked_mm_input`` a step has all that is left of an image, or nothing. vLLM 0.16 keeps to it where a
-chunk begins before the image, and cuts one that a chunk begins with, or that a cached prefix ends in.
+Where the tokens of an image see each other, a step has all that is left of an image, or nothing. With
+``disable_chunked_mm_input`` vLLM 0.16 keeps to it where a chunk begins before the image, and cuts one that a chunk
+begins with, or that a cached prefix ends in.
 
 It goes by the tokens that stand for an encoder's output. The text around them is an item's too, and two items that lie
 side by side may share a token of it.
@@ -19,7 +20,7 @@ class WholeItems(Scheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], int, int, list[int]]:
-        if self.scheduler_config.disable_chunked_mm_input:
+        if self.vllm_config.model_config.is_mm_prefix_lm:
             num_new_tokens = whole_items(request, num_computed_tokens, num_new_tokens)
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
 

@@ -49,11 +49,6 @@ class SeeingModel:
         """Whether its processor writes the time of each frame into the prompt."""
         return "Qwen3VL" in (self.path / "config.json").read_text()
 
-    @property
-    def step_tokens(self) -> int:
-        """A step of so many cuts images; where the tokens of one see each other it is the least that is served."""
-        return 32 if "Gemma3" in (self.path / "config.json").read_text() else 24
-
     def log_probabilities(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), V] of the place of each of ``tokens``, given all before it."""
         model, processor = reference(self.path)
@@ -217,7 +212,7 @@ def _internvl() -> Family:
     return config, processor, "<IMG_CONTEXT>"
 
 
-def _gemma3() -> tuple[Any, Any, str]:
+def _gemma3() -> Family:
     """Images of 16 tokens, which see each other, in layers with a window of 24."""
     names = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
     # vLLM's processor asks for these by name.

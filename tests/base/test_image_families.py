@@ -68,7 +68,7 @@ def test_tokens_of_an_image_see_each_other(window: int, make_model: Any, tmp_pat
     asked = [(f"{'x' * count}{see}{see} b", [picture(count, 32, 32), picture(30, 32, 32)]) for count in range(6)]
     want = expected(model, asked)
     cached = {"enable_prefix_caching": window > 16}
-    with engine(model.path, **OPTIONS, max_num_batched_tokens=32, **cached) as llm:
+    with engine(model.path, **OPTIONS, max_num_batched_tokens=24, **cached) as llm:
         assert read(ask(llm, asked)) == want
         assert read(ask(llm, asked[::-1])) == want[::-1]
 
@@ -79,9 +79,19 @@ def test_crops_of_an_image_are_apart(make_model: Any) -> None:
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16, "pan_and_scan_max_num_crops": 2}
     text, images = f"{model.placeholder} is wide", [picture(1, 64, 32)]
     tokens, want = model.greedy(text, images, COUNT, **crops)
-    with engine(model.path, **OPTIONS, mm_processor_kwargs=crops) as llm:
-        assert read(ask(llm, [(text, images)])) == [(tokens, want)]
+    beside = f"{model.placeholder}{model.placeholder}", [*images, picture(2, 32, 32)]
+    want_beside = model.greedy(*beside, COUNT, **crops)
+    # The least that holds an item with its crops: what the next one shares a token with.
+    with engine(model.path, **OPTIONS, mm_processor_kwargs=crops, max_num_batched_tokens=160) as llm:
+        assert read(ask(llm, [(text, images), beside])) == [(tokens, want), want_beside]
     assert tokens.count(tokens[-20]) > 0 and len(tokens) > 3 * 16
+
+
+def test_another_scheduler_is_refused(make_model: Any) -> None:
+    """It may cut an image."""
+    options = OPTIONS | {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+    with pytest.raises(ValueError, match="leave out scheduler_cls"), engine(make_model("gemma3").path, **options):
+        pass
 
 
 def test_an_image_that_is_cut_is_refused_by_the_runner(make_model: Any) -> None:

@@ -40,7 +40,7 @@ SERVED = SimpleNamespace(
     parallel_config=SimpleNamespace(**PARALLEL),
     cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False, enable_prefix_caching=True),
     compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-    scheduler_config=SimpleNamespace(policy="fcfs", long_prefill_token_threshold=0, max_num_batched_tokens=32),
+    scheduler_config=SimpleNamespace(policy="fcfs", long_prefill_token_threshold=0),
     lora_config=None,
     speculative_config=None,
     kv_transfer_config=None,
@@ -148,7 +148,6 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ("model_config.multimodal_config.is_multimodal_pruning_enabled", lambda: True, "video_pruning_rate"),
         # Where tokens of an image see each other.
         ("scheduler_config.long_prefill_token_threshold", 16, "leave out long_prefill_token_threshold"),
-        ("scheduler_config.max_num_batched_tokens", 31, "set max_num_batched_tokens to 32 or more"),
         ("model_config.hf_text_config.sliding_window", 15, "set enable_prefix_caching=False"),
     ],
 )
