@@ -182,7 +182,7 @@ class PagedPlatform(Platform):
         elif scheduler.scheduler_cls == cls.scheduler_cls:
             raise UnsupportedConfigError(f"{cls.scheduler_cls} does not know this vLLM: leave out scheduler_cls")
         if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
-            # Tokens of an image see each other, so they are in one step, which vLLM's own schedulers do not always keep.
+            # Tokens of an image see each other, so they are in one step. vLLM's own schedulers may cut it.
             if scheduler.scheduler_cls != cls.scheduler_cls:
                 raise UnsupportedConfigError(
                     "tokens of an image see each other in this model, and another scheduler may cut it: leave out "
