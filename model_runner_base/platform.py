@@ -190,7 +190,7 @@ class PagedPlatform(Platform):
                 )
             scheduler.disable_chunked_mm_input = True
             # An item and the next may share a token of text, so the outputs of both are held at once.
-            scheduler.encoder_cache_size *= 2
+            scheduler.encoder_cache_size = 2 * scheduler.max_num_batched_tokens
         if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

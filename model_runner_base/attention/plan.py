@@ -22,8 +22,6 @@ import numpy as np
 from model_runner_base.attention.loops import FAN_IN, count_pairs
 from model_runner_base.attention.sight import CAUSAL, Sight
 
-NO_SPAN_ENDS = (np.zeros(0, np.int32), np.zeros(0, np.int32))
-
 
 @dataclass(frozen=True)
 class PairGeometry:
@@ -65,10 +63,10 @@ class PairGeometry:
         query_len: np.ndarray,
         num_computed: np.ndarray,
         num_tokens: int,
-        spans: tuple[np.ndarray, np.ndarray] = NO_SPAN_ENDS,
+        spans: tuple[np.ndarray, np.ndarray],
     ) -> "PairCount":
         """The pairs of requests with ``query_len`` [R] int64 new tokens, ``num_tokens`` in all, behind ``num_computed``
-        [R] int64 others. ``spans``: the first and last position of each token's span, int32 (caches/spans.py).
+        [R] int64 others. ``spans``: the first and last position of each token's span, int32, or empty.
         """
         per_tile = np.empty(num_tokens // self.query_tile + len(query_len), np.int64)  # Each may leave one ragged.
         tile, sight = self.query_tile, self.sight

@@ -147,7 +147,7 @@ class PagedCaches(CacheKind):
     def needs(self, batch: InputBatch) -> list[StepSize]:
         rows = batch.num_decodes
         decodes = self._reach_of(batch)
-        decode_counts = [planned.decode.count(*decodes[:2], rows) for planned in self._planned]
+        decode_counts = [planned.decode.count(*decodes[:2], rows, NO_ENDS) for planned in self._planned]
         decode_pairs = max([count.num_pairs for count in decode_counts], default=0)
         if batch.is_decode:
             self._counted = _Counted(batch, decodes, decode_counts)

@@ -136,19 +136,15 @@ def _qwen2_5_vl() -> Family:
     return _qwen_vl(classes, _INNER | {"window_size": 16, "fullatt_block_indexes": [1]})
 
 
-def _qwen3_vl() -> Family:
-    classes = hf.Qwen3VLConfig, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
+def _qwen3_vl(config_class: Any = hf.Qwen3VLConfig, **text: Any) -> Family:
+    classes = config_class, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
     rotation = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     vision = _INNER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-    return _qwen_vl(classes, vision, head_dim=16, rope_scaling=rotation)
+    return _qwen_vl(classes, vision, head_dim=16, rope_scaling=rotation, **text)
 
 
 def _qwen3_vl_moe() -> Family:
-    classes = hf.Qwen3VLMoeConfig, hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
-    rotation = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    vision = _INNER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return _qwen_vl(classes, vision, head_dim=16, rope_scaling=rotation, **experts)
+    return _qwen3_vl(hf.Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def _llava_onevision() -> Family:

@@ -1,4 +1,4 @@
-"""Every family of models that see, against HF transformers; the kit's row has what schedules do to two of them."""
+"""Every family of models that see, against HF transformers; the kit's row has what schedules do to three of them."""
 
 import json
 import shutil
