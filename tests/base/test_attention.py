@@ -22,7 +22,7 @@ from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, node_children, plan_dims
-from model_runner_base.caches.spans import NO_SPANS, SentSpans, SpanEnds
+from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, SentSpans, SpanEnds
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
@@ -434,7 +434,7 @@ def test_pairs_follow_the_tokens_that_exist(query_tile: int) -> None:
     """Eight rows of mixed length cost what their tokens cost, not eight times the longest."""
     geometry = PairGeometry(block_size=16, query_tile=query_tile, kv_tile=256, max_kv_tiles=32)
     lengths = np.array([256, 512, 768, 1024, 2048, 4096, 6144, 8192])
-    assert geometry.count(np.ones(8, np.int64), lengths - 1, 8).num_pairs == lengths.sum() // 256
+    assert geometry.count(np.ones(8, np.int64), lengths - 1, 8, NO_ENDS).num_pairs == lengths.sum() // 256
     # A tile of a chunk costs what its own last token sees.
-    chunks = geometry.count(np.full(8, 64), lengths - 64, 512)
+    chunks = geometry.count(np.full(8, 64), lengths - 64, 512, NO_ENDS)
     assert chunks.num_pairs == lengths.sum() // 256 * 64 // query_tile

@@ -24,6 +24,7 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.kinds import make_caches
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks
+from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.requests.block_tables import BlockTable
@@ -373,7 +374,7 @@ def test_layers_of_vllm_share_a_scratch_cache(others: dict[str, None], config: V
     assert [group.layer_names for group in groups] == [group for group in names if group]
     assert [group.reads_lines for group in groups] == [True] * len(others) + [False, False]
     limits = step_limits(config, MAX_LENGTH, 64, 64, 128, 0)
-    kind = make_caches(groups, limits, config, device_ops)
+    kind = make_caches(groups, limits, NO_SPANS, config, device_ops)
     assert isinstance(kind, ScratchCaches)
 
     caches, index_of = allocate(layout, config, device_ops, 64)
@@ -407,7 +408,8 @@ def test_models_without_such_layers_are_paged_as_ever(config: VllmConfig) -> Non
     make_layers(config, causal=None)
     layout, device_ops = layout_of(config, 60), DeviceOps(torch.device("cpu"))
     tables, groups = attention_groups(layout, config, 4, MAX_LENGTH, (64, 128))
-    kind = make_caches(groups, step_limits(config, MAX_LENGTH, 64, 64, 128, 0), config, device_ops)
+    limits = step_limits(config, MAX_LENGTH, 64, 64, 128, 0)
+    kind = make_caches(groups, limits, NO_SPANS, config, device_ops)
     assert type(kind) is PagedCaches and len(tables) == len(groups) == 1
     assert len(allocate(layout, config, device_ops, 64)[0]) == 1
 

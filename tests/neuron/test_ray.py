@@ -85,10 +85,12 @@ def test_requests_are_answered_as_by_the_reference_on_every_rank(pair: LLM, mode
 def test_a_worker_that_dies_ends_the_engine(pair: LLM) -> None:
     _, victim = pair.collective_rpc(lambda worker: os.getpid())
     Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
-    with pytest.raises(ray.exceptions.ActorDiedError, match=rf"(?s)RayWorkerWrapper.*pid: {victim}"):
+    # Ray sees the worker's end, or the other worker misses its part of a collective: who is first speaks.
+    words = rf"(?s)RayWorkerWrapper.*pid: {victim}|CollectiveError.*another worker has ended"
+    with pytest.raises(ray.exceptions.RayError, match=words):
         while True:
             generate(pair, random_prompts(4, [5, 6]), greedy(100))
-    with pytest.raises(ray.exceptions.RayChannelError):
+    with pytest.raises(ray.exceptions.RayError):
         generate(pair, random_prompts(4, [5]), greedy(2))
 
 
