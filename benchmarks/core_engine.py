@@ -63,7 +63,8 @@ class Core:
             length = 50 + number * 997 % 1451
             prompt = [(number * 7 + index * index) % VOCAB_SIZE for index in range(length)]
             self.core.add_request(make_request(str(number), prompt, 2500))
-        requests = self.core.scheduler.requests.values()
+        scheduler: Any = self.core.scheduler
+        requests = scheduler.requests.values()
         while min(request.num_output_tokens for request in requests) < 8:
             self.step()
         if isinstance(self.runner, FakeDeviceRunner):
@@ -79,7 +80,7 @@ class Core:
 
 def stock(is_async: bool) -> Core:
     config = make_config(is_async, StockBackend)
-    config.scheduler_config.scheduler_cls = None  # vLLM's own.
+    config.scheduler_config.scheduler_cls = None  # type: ignore[assignment]  # vLLM's own.
     return Core(config, StockRunner)
 
 

@@ -256,7 +256,7 @@ def _summary(stock: "list[Times]", ours: "list[Times]") -> dict[str, float]:
         if all(sum(times) < OUTLIER * mid for times, mid in zip(pair, middle, strict=True))
     ]
     means = [[fmean(part) / 1e3 for part in zip(*side, strict=True)] for side in zip(*kept, strict=True)]
-    values = {}
+    values: dict[str, float] = {}
     for part, stock_us, ours_us in zip(Times._fields, *means, strict=True):
         values |= {f"stock_{part}_us": round(stock_us, 2), f"ours_{part}_us": round(ours_us, 2)}
     values["runner_ratio"] = round(values["stock_runner_us"] / values["ours_runner_us"], 3)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -35,7 +36,7 @@ def generate(llm: LLM, batch: int, prompt_tokens: int, new_tokens: int, adapters
 def memory(llm: LLM) -> dict[str, int]:
     """Bytes of the model's weights, and of the slots for adapters."""
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-    stacks = {}
+    stacks: dict[int, torch.Tensor] = {}
     for layer in model.modules():
         for name in ("lora_a_stacked", "lora_b_stacked"):
             stack = getattr(layer, name, ())

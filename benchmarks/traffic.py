@@ -26,6 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.models import BUNDLED_MODEL
 from model_runner_base.attention.plan import PairGeometry
 from model_runner_base.caches.paged import plan_dims
+from model_runner_base.caches.spans import NO_ENDS
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 
@@ -137,7 +138,7 @@ def trace(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int =
         num_computed = np.array([computed[req_id] for req_id in scheduled.num_scheduled_tokens])
         is_row = query_len <= limits.decode.query
         rows, chunks = (
-            tiles.count(query_len[which], num_computed[which], int(query_len[which].sum()))
+            tiles.count(query_len[which], num_computed[which], int(query_len[which].sum()), NO_ENDS)
             for tiles, which in ((decode, is_row), (chunk, ~is_row))
         )
         need = limits.decode_size(rows.num_tiles, rows.num_pairs)
