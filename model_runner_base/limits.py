@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_port.speculation import read_speculation
+from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
 from model_runner_base.vllm_shapes import multimodal
 from model_runner_base.vllm_shapes.config import returns_routed_experts, setting, uses_second_runner
 from model_runner_base.vllm_shapes.errors import RequestError
@@ -171,7 +171,7 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
 
 
 def _check_multimodal(vllm_config: VllmConfig) -> None:
-    model = vllm_config.model_config
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
     config = model.multimodal_config
     refusals = {
         f"{model.architecture} is not supported yet: use a text-only model, or one of "
@@ -179,10 +179,11 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         f"videos are not supported with {model.architecture} yet: set limit_mm_per_prompt to {{'video': 0}}": (
             model.architecture in WITHOUT_VIDEO and config and config.get_limit_per_prompt("video") > 0
         ),
-        "adapters are not supported with multimodal models yet: leave out enable_lora": vllm_config.lora_config,
-        "speculative decoding is not supported with multimodal models yet: leave out speculative_config": (
-            vllm_config.speculative_config
+        "adapters of a tower or a connector are not supported yet: leave out enable_tower_connector_lora": (
+            vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora
         ),
+        f"drafts by {drafts and drafts.method} are not supported with multimodal models yet: use one of "
+        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method not in HOST_METHODS,
         "prompt embeddings are not supported with multimodal models yet: leave out enable_prompt_embeds": (
             model.enable_prompt_embeds
         ),

@@ -38,6 +38,7 @@ class AdapterInputs(TokenInputs):
 
     def __init__(self, inputs: TokenInputs, requests: RequestStates, adapters: SlottedAdapters) -> None:
         super().__init__(requests)
+        self.prompts_in_chunks = inputs.prompts_in_chunks
         self._inputs = inputs
         self._adapters = adapters
         self._slots = np.full(requests.max_num_reqs, NO_SLOT, np.int32)
@@ -84,6 +85,7 @@ class AdapterInputs(TokenInputs):
         self._inputs.bind(call, model, tensors)  # Which may look embeddings up.
 
     def unbind(self) -> None:
+        self._inputs.unbind()
         self._adapters.products.unbind()
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:

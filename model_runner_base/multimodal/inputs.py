@@ -100,7 +100,10 @@ def gather_encoder_outputs(call: ModelCall, model: Any, pool: torch.Tensor) -> t
 
 
 class RotatedInputs(MultiModalInputs):
-    """Of a model with M-RoPE: ``rotary_offsets``, [3, T] in a mixed step and [T] else, from the cache positions."""
+    """Of a model with M-RoPE: ``rotary_offsets``, [3, T] in a mixed step and [T] else, from the cache positions.
+
+    All tokens of a decode row, drafts among them, are behind the prompt.
+    """
 
     def __init__(
         self,
@@ -127,8 +130,9 @@ class RotatedInputs(MultiModalInputs):
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         super().fill(batch, size, views)
         offsets, num_decodes = views[ROTATION], batch.num_decodes
-        offsets[..., :num_decodes] = self._behind[batch.rows[:num_decodes]]
-        offsets[..., num_decodes:] = 0
+        of_rows = self._behind[batch.rows[:num_decodes]].repeat(batch.row_len)
+        offsets[..., : len(of_rows)] = of_rows
+        offsets[..., len(of_rows) :] = 0
         for index in range(num_decodes, len(batch.rows)):
             row, begin, token = (int(of[index]) for of in (batch.rows, batch.num_computed, batch.query_start))
             of_chunk = offsets[:, token : token + int(batch.query_len[index])]

@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 
 from model_runner_base.testing.models import TinyModel, reference_model
@@ -47,9 +48,11 @@ def make_adapter(
     targets: Sequence[str] = ATTENTION,
     use_rslora: bool = False,
     size: float = 0.3,
+    part: str = "",
     **config: Any,
 ) -> TinyAdapter:
-    """Writes an adapter, once; ``size`` is that of what it adds to a layer's weights, beside their own.
+    """Writes an adapter, once; ``size`` is that of what it adds to a layer's weights, beside their own; ``part`` is in
+    the names of the layers that it has.
 
     ``config``: further settings of ``adapter_config.json``.
     """
@@ -61,7 +64,8 @@ def make_adapter(
     scale = _scale(alpha := 2 * rank, rank, use_rslora)
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in reference_model(model).named_modules():
-        if not isinstance(layer, nn.Linear | nn.Embedding) or name.rpartition(".")[2] not in targets:
+        is_target = part in name and name.rpartition(".")[2] in targets
+        if not isinstance(layer, nn.Linear | nn.Embedding) or not is_target:
             continue
         is_embedding = isinstance(layer, nn.Embedding)
         num_out, num_in = layer.weight.shape[::-1] if is_embedding else layer.weight.shape
@@ -92,7 +96,7 @@ def _scale(alpha: float, rank: int, use_rslora: bool) -> float:
 @torch.no_grad()
 def _merge(model: Path, adapter: Path) -> TinyModel:
     """Each layer's weight and ``scale * B @ A``; a head that is tied to the embeddings gets a weight of its own."""
-    hf: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    hf = deepcopy(reference_model(model))
     hf.lm_head.weight = nn.Parameter(hf.lm_head.weight.clone())
     hf.config.tie_word_embeddings = False
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -105,5 +109,6 @@ def _merge(model: Path, adapter: Path) -> TinyModel:
         elif kind == "embedding_A":
             hf.get_submodule(name).weight += scale * (tensors[key.replace("embedding_A", "embedding_B")] @ a).T
     path = adapter.parent / f"{adapter.name}-merged"
+    shutil.copytree(model, path)  # For the processor of a model that sees.
     hf.save_pretrained(path)
     return TinyModel(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from model_runner_base.testing.architectures import CONFIGS, IGNORED_BY_VLLM, REFUSED, VLLM_NAMES
 
@@ -29,7 +29,9 @@ def reference_model(path: Path) -> Any:
     config = AutoConfig.from_pretrained(path)
     # The default, "sdpa", leaves soft caps out; "eager" counts ALiBi twice in Falcon.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+    writes_text_alone = type(config) in AutoModelForCausalLM._model_mapping
+    model_class: Any = AutoModelForCausalLM if writes_text_alone else AutoModelForImageTextToText
+    return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 @cache

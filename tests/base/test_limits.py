@@ -141,7 +141,7 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
     ("setting", "value", "message"),
     [
         ("model_config.architecture", "PaliGemmaForConditionalGeneration", "PaliGemma.* or one of LlavaForConditional"),
-        ("lora_config", object(), "leave out enable_lora"),
+        ("lora_config", SimpleNamespace(enable_tower_connector_lora=True), "leave out enable_tower_connector_lora"),
         ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
         ("parallel_config.tensor_parallel_size", 2, "use tensor_parallel_size=1"),
         ("scheduler_config.policy", "priority", "leave out scheduling_policy"),

@@ -1,0 +1,92 @@
+"""What runs beside images: adapters, which the text's layers have for an image's tokens too, and drafts by the host."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import engine
+from vllm import LLM
+
+from model_runner_base.testing.adapters import EVERYWHERE, TinyAdapter, make_adapter
+from model_runner_base.testing.checks.test_multimodal import COUNT, Prompt, as_input, ask, expected, prompts, read
+from model_runner_base.testing.drafts import speculation
+from model_runner_base.testing.engine import greedy, metric
+from model_runner_base.testing.images import SeeingModel, make_seeing_model
+from model_runner_base.testing.models import TinyModel
+
+OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True, "max_num_batched_tokens": 24}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4, "max_lora_rank": 8}
+TEXT = "language_model"
+Answers = list[tuple[list[int], list[int]]]
+
+
+def ask_with(llm: LLM, asked: Sequence[Prompt], adapters: Sequence[TinyAdapter | None]) -> Answers:
+    requests = [adapter and adapter.request for adapter in adapters]
+    inputs = [as_input(prompt) for prompt in asked]
+    return read(llm.generate(inputs, greedy(COUNT), use_tqdm=False, lora_request=requests))
+
+
+def expected_with(model: SeeingModel, asked: Sequence[Prompt], adapters: Sequence[TinyAdapter | None]) -> Answers:
+    merged = [SeeingModel(each.merged.path, model.placeholder) if each else model for each in adapters]
+    return [each.greedy(text, images, COUNT) for each, (text, images) in zip(merged, asked, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "draft"), [("llava", None), ("qwen3-vl", "ngram"), ("gemma3", "ngram")])
+def test_tokens_with_adapters_are_those_of_merged_weights(family: str, draft: str | None, tmp_path: Path) -> None:
+    """Prompts of images and of text, each with both adapters and with none in one batch, cut by chunks."""
+    model = make_seeing_model(family, tmp_path)
+    made = [make_adapter(model.path, tmp_path, n, 4 * n, EVERYWHERE, part=f"{TEXT}.layers") for n in (1, 2)]
+    asked = [prompt for prompt in prompts(model) for _ in range(3)]
+    adapters = [None, *made] * (len(asked) // 3)
+    want = expected_with(model, asked, adapters)
+    assert len({tuple(tokens) for _, tokens in want}) > len(want) // 2
+    drafts = {"speculative_config": speculation(draft, TinyModel(model.path))} if draft else {}
+    with engine(model.path, **OPTIONS, **LORA, **drafts) as llm:
+        assert ask_with(llm, asked, adapters) == want
+        assert ask_with(llm, asked[::-1], adapters[::-1]) == want[::-1]  # With a cached prefix each.
+        assert not draft or metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_what_adapters_may_be_for(tmp_path: Path) -> None:
+    """The table of embeddings and the head beside an image; not the tower, whose outputs requests share."""
+    model = make_seeing_model("llava", tmp_path)
+    table, head, tower = (
+        make_adapter(model.path, tmp_path, n, 4, [target], part=part)
+        for n, target, part in ((1, "embed_tokens", TEXT), (2, "lm_head", ""), (3, "q_proj", "vision_tower"))
+    )
+    asked, adapters = prompts(model)[:3] * 2, [table] * 3 + [head] * 3
+    with engine(model.path, **OPTIONS, **LORA) as llm:
+        assert ask_with(llm, asked, adapters) == expected_with(model, asked, adapters)
+        with pytest.raises(ValueError, match=r"vision_tower\..*q_proj, which this model has no adapters in"):
+            llm.llm_engine.add_lora(tower.request)
+        assert ask(llm, asked[:1])
+
+
+def test_an_adapter_of_towers_is_refused(tmp_path: Path) -> None:
+    options = OPTIONS | LORA | {"enable_tower_connector_lora": True}
+    with (
+        pytest.raises(ValueError, match="leave out enable_tower_connector_lora"),
+        engine(make_seeing_model("llava", tmp_path).path, **options),
+    ):
+        pass
+
+
+def test_drafts_beside_images(tmp_path: Path) -> None:
+    """A decode row has several tokens, which this model rotates by other positions than the cache's."""
+    model = make_seeing_model("qwen2-vl", tmp_path)
+    asked = prompts(model)
+    config = speculation("ngram", TinyModel(model.path))
+    with engine(model.path, **OPTIONS, speculative_config=config) as llm:
+        assert read(ask(llm, asked, 24)) == expected(model, asked, 24)
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_drafts_by_a_model_are_refused(tmp_path: Path) -> None:
+    model = make_seeing_model("llava", tmp_path)
+    config = {"method": "draft_model", "model": str(model.path), "num_speculative_tokens": 2}
+    with (
+        pytest.raises(ValueError, match="are not supported with multimodal models yet: use one of ngram, suffix"),
+        engine(model.path, **OPTIONS, speculative_config=config),
+    ):
+        pass
