@@ -17,6 +17,8 @@ os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", f"{ROOT}/.numba_cache/{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}")
 # Tiny models: threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# And XLA compiles their graphs longer than they run.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 import vllm.model_executor.models.registry
