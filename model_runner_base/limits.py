@@ -5,6 +5,7 @@ is built takes its line away.
 """
 
 from importlib.metadata import entry_points
+from typing import Any
 
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
@@ -44,8 +45,11 @@ MULTIMODAL_ARCHITECTURES = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "WhisperForConditionalGeneration",
 )
 """Those whose images are held against another implementation; of others it is not known what they need."""
+ENCODER_DECODER_ARCHITECTURES = ("WhisperForConditionalGeneration",)
+"""Those whose encoder outputs have one length, and whose cross-attention layers project them by a ``kv_proj``."""
 WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
 """Those of whose videos vLLM's M-RoPE counts the frames, but not the text between them."""
 
@@ -79,7 +83,6 @@ def check_config(vllm_config: VllmConfig) -> None:
             setting(vllm_config, "compilation_config.pass_config.enable_sp", False)
         ),
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
-        "encoder-decoder models are not supported yet": model and model.is_encoder_decoder,
         "models with multi-head latent attention (MLA) are not supported yet": model and model.use_mla,
         "layers with a recurrent state (Mamba, linear attention, convolution) are not supported yet: serve a model of"
         " attention layers": model and _has_recurrent_layers(model),
@@ -114,13 +117,20 @@ def check_config(vllm_config: VllmConfig) -> None:
             setting(parallel, "enable_elastic_ep", False) or setting(parallel, "enable_fault_tolerance", False)
         ),
     }
-    for message, is_asked in refusals.items():
-        if is_asked:
-            raise UnsupportedConfigError(message)
+    _refuse(refusals)
+    if model and model.is_encoder_decoder:
+        _check_encoder_decoder(vllm_config)
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
     if model and model.is_multimodal_model:
         _check_multimodal(vllm_config)
+
+
+def _refuse(refusals: dict[str, Any]) -> None:
+    """Raises UnsupportedConfigError with the first message whose setting is asked for."""
+    for message, is_asked in refusals.items():
+        if is_asked:
+            raise UnsupportedConfigError(message)
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:
@@ -161,13 +171,28 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
             vllm_config.model_config.enable_prompt_embeds
         ),
     }
-    for message, is_asked in refusals.items():
-        if is_asked:
-            raise UnsupportedConfigError(message)
+    _refuse(refusals)
     try:
         read_speculation(vllm_config)
     except ValueError as error:
         raise UnsupportedConfigError(str(error)) from None
+
+
+def _check_encoder_decoder(vllm_config: VllmConfig) -> None:
+    """Beside what is refused of every multimodal model, which these are to vLLM."""
+    model = vllm_config.model_config
+    refusals = {
+        f"{model.architecture} is not supported yet: use a model without an encoder beside its decoder, or one of "
+        f"{', '.join(ENCODER_DECODER_ARCHITECTURES)}": model.architecture not in ENCODER_DECODER_ARCHITECTURES,
+        "prefix caching is not supported with encoder-decoder models: leave out enable_prefix_caching": (
+            vllm_config.cache_config.enable_prefix_caching
+        ),
+        "adapters are not supported with encoder-decoder models yet: leave out enable_lora": vllm_config.lora_config,
+        "speculative decoding is not supported with encoder-decoder models yet: leave out speculative_config": (
+            vllm_config.speculative_config
+        ),
+    }
+    _refuse(refusals)
 
 
 def _check_multimodal(vllm_config: VllmConfig) -> None:
@@ -200,9 +225,7 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         "prefix ends inside it: set enable_prefix_caching=False": vllm_config.cache_config.enable_prefix_caching
         and _has_images_longer_than_window(model),
     }
-    for message, is_asked in refusals.items():
-        if is_asked:
-            raise UnsupportedConfigError(message)
+    _refuse(refusals)
 
 
 def _has_images_longer_than_window(model: ModelConfig) -> bool:

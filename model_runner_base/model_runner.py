@@ -36,7 +36,8 @@ from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.loader import change_config, reload_checkpoint
-from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder, make_encoder
+from model_runner_base.multimodal.choice import choose_encoder, supported_tasks
+from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.start.behind import SizesBehind
 from model_runner_base.start.warm_up import warm_up
@@ -155,7 +156,7 @@ class ModelRunnerBase:
 
     def load_encoder(self) -> None:
         """Makes room for what the loaded model's encoder makes of images and such, if it has one."""
-        self.encoder = make_encoder(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
+        self.encoder = choose_encoder(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
 
     def get_model(self) -> nn.Module:
         return self.model
@@ -171,7 +172,7 @@ class ModelRunnerBase:
             self.device_ops.synchronize()
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        return ("generate",)
+        return supported_tasks(self.model)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return collect_specs(self.vllm_config)

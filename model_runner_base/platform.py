@@ -170,6 +170,7 @@ class PagedPlatform(Platform):
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.limits import check_config
+        from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
         from model_runner_base.vllm_port.scheduler import has_steps_of_rows
         from model_runner_base.vllm_port.whole_sounds import keep_sounds_whole
 
@@ -191,6 +192,8 @@ class PagedPlatform(Platform):
             scheduler.disable_chunked_mm_input = True
             # An item and the next may share a token of text, so the outputs of both are held at once.
             scheduler.encoder_cache_size = 2 * scheduler.max_num_batched_tokens
+        if vllm_config.model_config and vllm_config.model_config.is_encoder_decoder:
+            make_room_for_encoder(vllm_config)
         if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -256,7 +259,10 @@ class PagedPlatform(Platform):
         from model_runner_base.limits import check_request
         from model_runner_base.vllm_shapes.errors import RequestError
 
-        check_request(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)
+        decoded = processed_inputs.get("decoder", processed_inputs)
+        check_request(params, decoded.get("prompt_token_ids") or [], cls._vocab_size)
+        if "encoder" in processed_inputs and not decoded.get("mm_placeholders"):
+            raise RequestError("this model has nothing to hear: give a sound in the multi_modal_data of encoder_prompt")
         if processed_inputs.get("is_token_ids") is not None:
             raise RequestError("a prompt of tokens and embeddings is not supported yet: give all of it as embeddings")
         embeds = processed_inputs.get("prompt_embeds")

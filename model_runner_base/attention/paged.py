@@ -78,7 +78,8 @@ class PagedAttentionBackend(AttentionBackend):
 
 
 class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
-    """Of decoder layers, and of encoder-only ones, which see what lies behind a token too: the plan says what is seen.
+    """Of decoder layers; of encoder-only ones, which see what lies behind a token too; of cross-attention, which sees
+    an encoder's output. The plan says what is seen.
 
     Raises NotImplementedError for whatever a layer asks for beyond that.
     """
@@ -100,7 +101,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     ) -> None:
         refused = [name for name, value in unsupported.items() if value is not None]
         kind, is_causal = AttentionType(attn_type), attn_type == AttentionType.DECODER
-        if not is_causal and kind != AttentionType.ENCODER_ONLY:
+        if kind == AttentionType.ENCODER:
             refused.append(f"{kind.value} attention")
         if not is_causal and alibi_slopes is not None:
             refused.append(f"{kind.value} attention with ALiBi")
@@ -114,6 +115,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.sliding_window = sliding_window if is_causal else None
         """Where a query's own key is the last that it sees; elsewhere the plan alone says what is seen."""
+        self.is_cross = kind == AttentionType.ENCODER_DECODER
+        """Whether the keys are an encoder's output."""
         self.logits_soft_cap = logits_soft_cap
         self.alibi_slopes = alibi_slopes
         self.sinks = sinks
@@ -124,8 +127,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: PagedAttentionMetadata,
         output: torch.Tensor | None = None,
@@ -134,11 +137,11 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     ) -> torch.Tensor:
         """Writes keys and values to the cache, then attends. ``query`` [T, H * D], or [T, H, D]; returns [T, H * D].
 
-        A layer that shares the cache of another finds it written. Some releases of vLLM hand over ``output`` and read
-        it in place of what is returned.
+        A layer that shares the cache of another finds it written, and so does one of cross-attention, which is given no
+        keys. Some releases of vLLM hand over ``output`` and read it in place of what is returned.
         """
         kv_cache = self._own_view(kv_cache, attn_metadata.block_size)
-        if self.kv_sharing_target_layer_name is None:
+        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
             key = key.view(-1, self.num_kv_heads, self.head_size)
             value = value.view(-1, self.num_kv_heads, self.head_size)
             write_slots(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)

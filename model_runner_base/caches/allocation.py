@@ -22,9 +22,11 @@ from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
 from model_runner_base.vllm_port.kv_cache import (
     KVCacheSpec,
+    attends_to_encoder,
     attention_layers,
     bind_cache,
     cacheless_layers,
+    cross_length,
     shared_caches,
     useful_bytes,
 )
@@ -40,7 +42,9 @@ def is_contiguous(vllm_config: VllmConfig) -> bool:
 
 def useful_memory(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> float:
     """Bytes of KV cache that may come to use: a contiguous cache needs a line a request, and the null block."""
-    lines = vllm_config.scheduler_config.max_num_seqs if is_contiguous(vllm_config) else None
+    # An encoder's output has a length of its own, so its blocks are no line.
+    has_lines = is_contiguous(vllm_config) and not cross_length(vllm_config)
+    lines = vllm_config.scheduler_config.max_num_seqs if has_lines else None
     return useful_bytes(vllm_config, specs, lines)
 
 
@@ -191,16 +195,19 @@ def attention_groups(
     sharing = shared_caches(vllm_config)
     tables, groups = [], []
     for group in layout.groups:
-        cut = _Cut.of(group.block_size, layers[next(iter(group.layers))].get_attn_backend(), vllm_config, tiles)
+        first = layers[next(iter(group.layers))]
+        cut = _Cut.of(group.block_size, first.get_attn_backend(), vllm_config, tiles)
         parts = group.block_size // cut.block_size
-        table = BlockTable(max_num_reqs, max_model_len, cut.block_size, cut.blocks_per_tile, parts)
+        cross_len = cross_length(vllm_config) if attends_to_encoder(first) else 0
+        table = BlockTable(max_num_reqs, cross_len or max_model_len, cut.block_size, cut.blocks_per_tile, parts)
         tables.append(table)
         readers = {name: group.layers[target] for name, target in sharing.items() if target in group.layers}
         kept = group.layers | readers
         seen = {name: sight_of(layers[name]) for name in kept}
         for (backend, sight, _), names in _alike(seen, layers, kept).items():
             spec = kept[names[0]].spec
-            groups.append(AttentionGroup(names, table, cut.kv_tile, cut.chunk_kv_tile, sight, backend, spec))
+            parts_of_group = cut.kv_tile, cut.chunk_kv_tile, sight, backend, spec, cross_len
+            groups.append(AttentionGroup(names, table, *parts_of_group))
     return tables, groups + _scratch_groups(vllm_config, max_num_reqs, max_model_len, tiles)
 
 
@@ -275,15 +282,17 @@ def step_limits(
     chunk = Tiling(chunk_query_tile, _least_chunk_tile(vllm_config, (kv_tile, chunk_kv_tile)))
     layers = attention_layers(vllm_config).values()
     has_plans = all(issubclass(layer.get_attn_backend(), PagedAttentionBackend) for layer in layers)
+    cross_len = cross_length(vllm_config)
     return StepLimits(
         max_num_tokens=scheduler.max_num_batched_tokens,
         max_num_reqs=scheduler.max_num_seqs,
         max_model_len=max_model_len,
         decode=decode,
         chunk=chunk,
-        dims=(*COMMON_DIMS, *(plan_dims(decode, chunk) if has_plans else decode_dims(decode))),
+        dims=(*COMMON_DIMS, *(plan_dims(decode, chunk, cross_len) if has_plans else decode_dims(decode))),
         num_lines=num_lines,
         unread=speculation.unread,
         ahead=speculation.ahead,
         pass_tokens=speculation.pass_tokens,
+        cross_len=cross_len,
     )

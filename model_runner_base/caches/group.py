@@ -2,8 +2,8 @@
 
 A group's kind is chosen once, from what its layers keep and read (caches/kinds.py); ``caches/paged.py`` plans attention
 in plain torch, ``caches/lines.py`` reads whole lines of a contiguous cache, ``caches/scratch.py`` serves layers that
-keep nothing for a later step, ``caches/builders.py`` hands groups to backends with kernels and metadata builders of
-their own.
+keep nothing for a later step, ``caches/cross.py`` layers that see an encoder's output, ``caches/builders.py`` hands
+groups to backends with kernels and metadata builders of their own.
 
 Work comes in halves, since the size a step runs at may depend on its plan: ``needs`` counts on the unpadded batch; once
 a size is chosen, ``fill`` writes the padded sections on the host; ``prepare`` runs when the buffer is on the device;
@@ -46,6 +46,8 @@ class AttentionGroup:
     backend: type[AttentionBackend] = PagedAttentionBackend
     spec: Any = None
     """vLLM's KV-cache spec, which a metadata builder is made with; None for layers without a cache of their own."""
+    cross_len: int = 0
+    """Of cross-attention: how many keys of its encoder's output each token sees, in whatever place; else 0."""
 
     @property
     def reads_lines(self) -> bool:

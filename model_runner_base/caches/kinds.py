@@ -4,6 +4,7 @@ from vllm.config import VllmConfig
 
 from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.caches.builders import BuilderCaches
+from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches
@@ -29,6 +30,10 @@ def make_caches(
     is_whole = any(group.sight.is_whole for group in groups)
     if spans is not NO_SPANS and (is_whole or not is_planned):
         raise UnsupportedConfigError("tokens of an image see each other, which the base's own attention alone has")
+    if limits.cross_len:
+        if not is_planned or spans is not NO_SPANS:
+            raise UnsupportedConfigError("cross-attention needs the base's own attention, and tokens that see causally")
+        return CrossCaches(groups, limits)
     if is_whole:
         return ScratchCaches(groups, limits)
     if is_planned:

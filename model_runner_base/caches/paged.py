@@ -49,19 +49,22 @@ from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 
 
-def plan_dims(decode: Tiling, chunk: Tiling) -> tuple[Dim, ...]:
+def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, ...]:
     """The dims of a step with plans. A pair costs the reading of its keys and the arithmetic of its queries.
+
+    Each row and tile also meets the ``cross_len`` keys of an encoder's output.
 
     The weights lie between what was measured with a small model on a CPU, where pairs are dearer, and the arithmetic of
     a large model, where they are cheaper. A KV tile that is read in its line costs less than a gathered one
     (docs/kv_cache.md).
     """
     row, tile = (pair.keys / 64 * (1 + pair.query / 16) * cost for pair, cost in ((decode, 0.25), (chunk, 0.16)))
+    cross_row, cross_tile = row * -(-cross_len // decode.keys), tile * -(-cross_len // chunk.keys)
     return (
-        Dim("decode_rows", (0.0, 0.0, 0.0)),
+        Dim("decode_rows", (cross_row, cross_row, 0.0)),
         Dim("decode_pairs", (row, row, 0.75 / 4)),
         Dim("chunk_tokens", (0.0, 0.0, 0.0)),
-        Dim("chunk_tiles", (0.0, 1.0, 0.0)),
+        Dim("chunk_tiles", (0.0, 1.0 + cross_tile, 0.0)),
         Dim("chunk_pairs", (0.0, tile, 0.0)),
     )
 

@@ -5,7 +5,7 @@ vLLM's towers works so, and nothing is compiled for the size of an image. Their 
 device, from which the graphs of mixed steps gather them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
+from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.spans import NO_SPANS, Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
@@ -32,6 +33,15 @@ from model_runner_base.vllm_shapes.multimodal import group_by_modality
 
 class Encoder:
     """The model has none."""
+
+    def connect(
+        self,
+        requests: RequestStates,
+        groups: Sequence[AttentionGroup],
+        kv_caches: MutableSequence[torch.Tensor],
+        index_of: Mapping[str, int],
+    ) -> None:
+        """The layers' caches are made, with the index of each layer's: some keep what an encoder put out."""
 
     def give_up(self, identifiers: Iterable[str]) -> None:
         """Forgets these items' outputs."""
@@ -119,10 +129,3 @@ class ItemEncoder(Encoder):
 
     def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
         return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
-
-
-def make_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Encoder:
-    """Of the loaded ``model``; one that does nothing for a model of text alone."""
-    if not vllm_config.model_config.is_multimodal_model:
-        return NO_ENCODER
-    return ItemEncoder(vllm_config, model, wrap, device_ops)

@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_port.kv_cache import layer_caches
+from model_runner_base.vllm_port.kv_cache import is_of_encoder, layer_caches
 
 
 def estimate_step_memory(
@@ -41,10 +41,11 @@ def estimate_step_memory(
         pairs = limits.named(size)
         for layer in layer_caches(specs).values():
             attention = 0
+            counts = limits.cross_pairs(size) if is_of_encoder(layer.spec) else pairs
             decode_query = max(limits.decode.query, limits.pass_tokens)  # A pass that drafts may take more of a row.
             for query, keys, count in (
-                (decode_query, limits.decode.keys, pairs["decode_pairs"]),
-                (limits.chunk.query, limits.chunk.keys, pairs["chunk_pairs"]),
+                (decode_query, limits.decode.keys, counts["decode_pairs"]),
+                (limits.chunk.query, limits.chunk.keys, counts["chunk_pairs"]),
             ):
                 gathered = 2 * keys * 2 * layer.num_kv_heads * layer.head_size
                 scores = 2 * query * heads * keys

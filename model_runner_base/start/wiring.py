@@ -123,6 +123,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     caches = runner._make_caches(groups, limits, runner.encoder.spans(requests))
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
     inputs = make_inputs(config.model_config, requests, max_num_tokens, policy.wrap, device_ops)
+    runner.encoder.connect(requests, groups, kv_caches, index_of)
     inputs = runner.adapters.beside(runner.encoder.beside(inputs, requests), requests)
 
     def sections(size: StepSize) -> list[Section]:

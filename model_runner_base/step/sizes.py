@@ -127,6 +127,8 @@ class StepLimits:
 
     pass_tokens: int = 1
     """The most tokens of a decode row that the model or what drafts takes at a time."""
+    cross_len: int = 0
+    """Keys of an encoder's output that each token sees in cross-attention layers; 0: there are none."""
 
     @property
     def decode_reach(self) -> int:
@@ -141,6 +143,14 @@ class StepLimits:
     @property
     def max_chunk_kv_tiles(self) -> int:
         return -(-self.max_model_len // self.chunk.keys)
+
+    def cross_pairs(self, size: StepSize) -> dict[str, int]:
+        """Attention pairs of a cross-attention layer, by the names of dims: any row or tile meets all of the keys."""
+        dims = self.named(size)
+        return {
+            "decode_pairs": dims["decode_rows"] * -(-self.cross_len // self.decode.keys),
+            "chunk_pairs": dims["chunk_tiles"] * -(-self.cross_len // self.chunk.keys),
+        }
 
     def size(self, kind: StepKind, **dims: int) -> StepSize:
         """By the names of dims; those that are left out are 0, names that are none of these limits' are ignored."""

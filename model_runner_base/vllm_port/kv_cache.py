@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -35,11 +36,15 @@ of its own, in a shape that a backend gives."""
 __all__ = [
     "KVCacheConfig",
     "KVCacheSpec",
+    "attends_to_encoder",
     "attention_layers",
     "bind_cache",
     "cacheless_layers",
     "collect_specs",
+    "cross_length",
+    "is_of_encoder",
     "layer_caches",
+    "make_room_for_encoder",
     "read_layout",
     "shared_caches",
     "useful_bytes",
@@ -49,6 +54,31 @@ __all__ = [
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     """Every layer that may keep a cache, by name."""
     return get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+
+
+def cross_length(vllm_config: VllmConfig) -> int:
+    """Rows of encoder output of every request of an encoder-decoder model, which its inputs are padded to; else 0."""
+    model = vllm_config.model_config
+    return int(model.hf_config.max_source_positions) if model.is_encoder_decoder else 0
+
+
+def make_room_for_encoder(vllm_config: VllmConfig) -> None:
+    """Raises a step's tokens to the encoder's length where they are fewer: vLLM counts an encoder's output as such, and
+    would start with nothing less. So the limit need not be given."""
+    scheduler, length = vllm_config.scheduler_config, cross_length(vllm_config)
+    if scheduler.max_num_batched_tokens < length:
+        scheduler.max_num_batched_tokens = length
+        scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = length
+
+
+def attends_to_encoder(layer: Any) -> bool:
+    """Whether an attention layer is one of cross-attention, which keeps an encoder's output."""
+    return getattr(layer, "attn_type", None) == AttentionType.ENCODER_DECODER
+
+
+def is_of_encoder(spec: Any) -> bool:
+    """Whether a KV-cache spec is that of such a layer."""
+    return isinstance(spec, CrossAttentionSpec)
 
 
 def shared_caches(vllm_config: VllmConfig) -> dict[str, str]:

@@ -39,14 +39,15 @@ class NkiAttentionBackend(PagedAttentionBackend):
 class NkiAttentionImpl(PagedAttentionImpl):
     """A kernel for decode rows, a kernel for chunks' tiles; a mixed step runs both.
 
-    Raises NotImplementedError for layers with ALiBi or attention sinks. Attending raises ValueError for sizes that do
-    not fit, and where query and cache are not of one dtype.
+    Raises NotImplementedError for layers with ALiBi, attention sinks or cross-attention. Attending raises ValueError
+    for sizes that do not fit, and where query and cache are not of one dtype.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_nki()
         super().__init__(*args, **kwargs)
         lacking = [name for name in ("alibi_slopes", "sinks") if getattr(self, name) is not None]
+        lacking += ["cross-attention"] if self.is_cross else []
         if lacking:
             raise NotImplementedError(
                 f"the NKI attention kernel does not support {' and '.join(lacking)}: set {NKI_VARIABLE}=0 to run "

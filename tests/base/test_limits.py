@@ -106,7 +106,6 @@ def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
         ("parallel_config.enable_expert_parallel", True, "leave out enable_expert_parallel"),
         ("compilation_config.pass_config.enable_sp", True, "leave enable_sp and fuse_gemm_comms out of pass_config"),
         ("model_config.runner_type", "pooling", "use a model that generates"),
-        ("model_config.is_encoder_decoder", True, "encoder-decoder models are not supported yet"),
         ("model_config.use_mla", True, r"multi-head latent attention \(MLA\) are not supported yet"),
         ("model_config.is_attention_free", True, "serve a model of attention layers"),
         ("model_config.hf_text_config.layer_types", ["full_attention", "mamba"], "serve a model of attention layers"),
@@ -155,6 +154,22 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
 def test_what_models_that_see_are_not_served_with_yet(setting: str, value: Any, message: str) -> None:
     config: Any = deepcopy(SERVED)
     config.model_config.is_multimodal_model = config.model_config.is_mm_prefix_lm = True
+    check_refused(config, setting, value, message)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model_config.architecture", "NemotronParseForConditionalGeneration", "NemotronParse.* or one of Whisper"),
+        ("cache_config.enable_prefix_caching", True, "leave out enable_prefix_caching"),
+        ("lora_config", SimpleNamespace(enable_tower_connector_lora=False), "leave out enable_lora"),
+        ("speculative_config", draft(), "leave out speculative_config"),
+    ],
+)
+def test_what_encoder_decoders_are_not_served_with_yet(setting: str, value: Any, message: str) -> None:
+    config: Any = deepcopy(SERVED)
+    config.model_config.is_encoder_decoder, config.cache_config.enable_prefix_caching = True, False
+    config.model_config.architecture = "WhisperForConditionalGeneration"
     check_refused(config, setting, value, message)
 
 

@@ -11,6 +11,7 @@ from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expecte
 from model_runner_base.testing.engine import greedy, runner_of
 from model_runner_base.testing.images import make_seeing_model, picture
 from model_runner_base.testing.sounds import make_hearing_model, sound
+from model_runner_base.testing.transcription import LENGTH, START, make_transcriber
 from neuron_runner.metrics import CompilationCount
 
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [256]}
@@ -63,3 +64,23 @@ def test_sounds(tmp_path: Path) -> None:
         got = read(llm.generate(inputs, greedy(COUNT), use_tqdm=False))
         assert CompilationCount.now() == before
     assert got == [model.greedy(text, sounds, COUNT) for text, sounds in asked]
+
+
+def test_transcriptions(tmp_path: Path) -> None:
+    """The encoder stays on the host; its output is projected and written by a graph that was there before."""
+    model = make_transcriber(tmp_path)
+    heard = [sound(seed, 0.3 + 0.4 * seed) for seed in range(6)]
+    texts = [START, "<|startoftranscript|>", f"<|startoftranscript|><|prev|>and then: {START}"] * 2
+    prompts: list[Any] = [model.prompt(*each) for each in zip(heard, texts, strict=True)]
+    buckets = FEW_BUCKETS | {"num_batched_tokens_buckets": [LENGTH], "context_length_buckets": [128]}
+    options = {"skip_tokenizer_init": False, "max_num_batched_tokens": LENGTH}
+    with engine(model.path, **options, additional_config={"neuron_config": buckets}) as llm:
+        module = runner_of(llm).model.model
+        assert {p.device.type for p in module.encoder.parameters()} == {"cpu"}
+        assert {p.device.type for p in module.decoder.parameters()} == {"xla"}
+        before = CompilationCount.now()
+        outputs = llm.generate(prompts, [greedy(count) for count in (12, 5, 20, 9, 14, 7)], use_tqdm=False)
+        assert CompilationCount.now() == before
+    for output, sound_of, text in zip(outputs, heard, texts, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == model.greedy(sound_of, model.tokens(text), len(tokens))[0]

@@ -1,0 +1,110 @@
+"""Cross-attention: every token sees the whole of its request's encoder output, which lies in blocks of its own.
+
+The keys and values of an encoder's output are written once, before the request's first step (multimodal/cross.py), and
+no step adds to them. So there is nothing to plan: each decode row, and each tile of a chunk, meets all KV tiles of its
+request, in their order. A step sends the blocks; the graph lists the pairs, which follow from the step's size. While a
+step is repeated nothing of this changes.
+
+Example: an encoder output of 150 keys in blocks of 32 and KV tiles of 64. "a" has blocks 7, 3, 4, 8 and 9. Its decode
+row has pairs of (7, 3), (4, 8) and (9, null), of which the last shows 22 keys. A row of padding has null blocks, and
+sees nothing; so does a request without an encoder input.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
+from model_runner_base.caches.chunk_tiles import ChunkTiles
+from model_runner_base.caches.decode_rows import DecodeRows
+from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import Section
+from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+
+ROW_BLOCKS, TILE_BLOCKS = "cross_row_blocks", "cross_tile_blocks"
+
+
+class CrossCaches(PagedCaches):
+    """Paged groups of self-attention, and groups of cross-attention beside them."""
+
+    def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
+        super().__init__([group for group in groups if not group.cross_len], limits)
+        self._cross = [group for group in groups if group.cross_len]
+        self.groups = groups
+
+    # ---- On the host ----
+
+    def sections(self, size: StepSize) -> list[Section]:
+        num_rows, _, _, num_tiles, _ = self._dims(size)
+        sections = super().sections(size)
+        for index, group in enumerate(self._cross):
+            width = group.block_table.table.shape[1]
+            sections.append(Section(f"{ROW_BLOCKS}.{index}", (num_rows, width)))
+            if size.kind == StepKind.MIXED:
+                sections.append(Section(f"{TILE_BLOCKS}.{index}", (num_tiles, width)))
+        return sections
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        super().fill(batch, size, views)
+        decodes = batch.num_decodes
+        for index, group in enumerate(self._cross):
+            _fill_blocks(group.block_table, batch.rows[:decodes], views[f"{ROW_BLOCKS}.{index}"])
+            if size.kind == StepKind.MIXED:
+                tiles = -(-batch.query_len[decodes:] // self.limits.chunk.query)
+                rows = batch.rows[decodes:].repeat(tiles)
+                _fill_blocks(group.block_table, rows, views[f"{TILE_BLOCKS}.{index}"])
+
+    # ---- On the device ----
+
+    def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
+        super().bind_rows(call, rows, has_chunks)
+        nowhere = torch.zeros_like(call.positions)
+        tiles = ChunkTiles.of(call, self.limits.chunk.query) if has_chunks else None
+        is_row = torch.ones_like(rows.positions, dtype=torch.bool)
+        for index, group in enumerate(self._cross):
+            chunks = None
+            if tiles is not None:
+                tile_blocks = call.arrays[f"{TILE_BLOCKS}.{index}"]
+                chunks = _plan(group, group.chunk_kv_tile, tile_blocks, tiles.is_token)
+                chunks.tile_tokens, chunks.token_slots = tiles.tokens, tiles.slots
+            metadata = PagedAttentionMetadata(
+                slot_blocks=nowhere,
+                slot_offsets=nowhere,
+                num_decode_tokens=rows.positions.numel(),
+                decode=_plan(group, group.kv_tile, call.arrays[f"{ROW_BLOCKS}.{index}"], is_row),
+                chunks=chunks,
+            )
+            call.metadata.update(dict.fromkeys(group.layer_names, metadata))
+
+
+def _fill_blocks(table: BlockTable, rows: np.ndarray, view: np.ndarray) -> None:
+    """Blocks of each of ``rows`` [R], and null blocks for padding and for whoever has none."""
+    view[: len(rows)] = table.table[rows]
+    view[: len(rows)][table.num_blocks[rows] == 0] = 0
+    view[len(rows) :] = 0
+
+
+def _plan(group: AttentionGroup, kv_tile: int, blocks: torch.Tensor, is_token: torch.Tensor) -> PairPlan:
+    """Of NT tiles with ``blocks`` [NT, B] and the queries that ``is_token`` [NT, Q] names."""
+    block_size, num_tiles, device = group.block_table.block_size, blocks.shape[0], blocks.device
+    num_kv_tiles, blocks_per_tile = -(-group.cross_len // kv_tile), kv_tile // block_size
+    tile, kv_start = (torch.arange(count, dtype=torch.int32, device=device) for count in (num_tiles, num_kv_tiles))
+    kv_start = kv_start * kv_tile
+    last = torch.where(is_token & (blocks[:, :1] > 0), group.cross_len - 1, NEVER).to(torch.int32)
+    last = last.unsqueeze(1) - kv_start.view(1, -1, 1)
+    pairs = torch.arange(num_tiles * num_kv_tiles, dtype=torch.int32, device=device)
+    return PairPlan(
+        block_size=block_size,
+        kv_tile=kv_tile,
+        pair_tile=tile.unsqueeze(1).expand(-1, num_kv_tiles).reshape(-1),
+        pair_start=kv_start.unsqueeze(0).expand(num_tiles, -1).reshape(-1),
+        pair_blocks=blocks[:, : num_kv_tiles * blocks_per_tile].reshape(-1, blocks_per_tile),
+        last=last.flatten(0, 1),
+        first=None,
+        merge_tree=[pairs.view(num_tiles, num_kv_tiles)],
+    )

@@ -1,0 +1,139 @@
+"""The encoder of an encoder-decoder model: what it puts out becomes keys and values of the cross-attention layers.
+
+The scheduler names a request's item in its first step, and again when it resumes after a preemption. Then the encoder
+runs, eagerly as all do, and one graph projects its output by each layer's own weights and writes the request's cross
+blocks. Steps give the layers nothing any more: they attend to what they find there (caches/cross.py).
+"""
+
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+
+from model_runner_base.attention.cache_ops import write_slots
+from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import StepFunction, WrapFunction
+from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.multimodal.encoder import Encoder
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.schedule import Schedule
+from model_runner_base.vllm_port.kv_cache import cross_length
+from model_runner_base.vllm_shapes.multimodal import group_by_modality
+
+
+class CrossEncoder(Encoder):
+    """One item a request, of one modality, whose output has the same length for all."""
+
+    def __init__(self, vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+        config = vllm_config.model_config
+        self._model = model
+        self._wrap = wrap
+        self._device_ops = device_ops
+        assert isinstance(config.dtype, torch.dtype)
+        self._shape, self._dtype = (cross_length(vllm_config), config.get_hidden_size()), config.dtype
+        self._requests: RequestStates
+        self._outputs: list[OutputCaches]
+
+    def connect(
+        self,
+        requests: RequestStates,
+        groups: Sequence[AttentionGroup],
+        kv_caches: MutableSequence[torch.Tensor],
+        index_of: Mapping[str, int],
+    ) -> None:
+        self._requests = requests
+        self._outputs = [
+            OutputCaches(group, self._model, kv_caches, index_of, self._wrap, self._device_ops)
+            for group in groups
+            if group.cross_len
+        ]
+
+    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
+        return DecoderInputs(requests, self.warm_up)
+
+    def step_memory(self) -> int:
+        """An output on its way to the caches, and the keys and values of two layers."""
+        length, width = self._shape
+        return 5 * length * width * self._dtype.itemsize
+
+    @torch.no_grad()
+    def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
+        req_ids = [req_id for req_id, indices in schedule.encoder_inputs.items() for _ in indices]
+        items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
+        contents = [(item.modality, item.data) for item in items]
+        outputs: list[torch.Tensor] = []
+        groups: Any = group_by_modality(contents, device=self._device_ops.eager_device)
+        for _, _, kwargs in groups:
+            outputs += self._model.embed_multimodal(**kwargs)
+        for req_id, output in zip(req_ids, outputs, strict=True):
+            if output.shape != self._shape:
+                raise RuntimeError(f"the encoder of {req_id} made {[*output.shape]} numbers, not {[*self._shape]}")
+            on_device = self._device_ops.upload(output.contiguous())
+            for caches in self._outputs:
+                caches.write(on_device, self._requests.rows[req_id])
+
+    def warm_up(self) -> None:
+        """Writes an output of nothing to the null block."""
+        output = self._device_ops.upload(torch.zeros(self._shape, dtype=self._dtype))
+        for caches in self._outputs:
+            caches.write(output, None)
+
+
+class OutputCaches:
+    """The caches of a group of cross-attention layers, as an encoder's output is put there."""
+
+    def __init__(
+        self,
+        group: AttentionGroup,
+        model: Any,
+        kv_caches: MutableSequence[torch.Tensor],
+        index_of: Mapping[str, int],
+        wrap: WrapFunction,
+        device_ops: DeviceOps,
+    ) -> None:
+        layers = {getattr(getattr(each, "attn", None), "layer_name", None): each for each in model.modules()}
+        self._layers = [layers[name] for name in group.layer_names]
+        """Parents of the attention layers, which project."""
+        self._index_of = [index_of[name] for name in group.layer_names]
+        self._kv_caches = kv_caches
+        self._table: BlockTable = group.block_table
+        self._num_blocks = -(-group.cross_len // self._table.block_size)
+        self._to_device = device_ops.to_device
+        self._write: StepFunction = wrap(self._project, kv_caches)
+
+    def write(self, output: torch.Tensor, row: int | None) -> None:
+        """Writes ``output`` [N, H], on the device, to the blocks of a request's row; None: to the null block."""
+        blocks = np.zeros(self._num_blocks, np.int32) if row is None else self._table.table[row, : self._num_blocks]
+        self._write(output, self._to_device(blocks), *[self._kv_caches[index] for index in self._index_of])
+
+    def _project(self, output: torch.Tensor, blocks: torch.Tensor, *caches: torch.Tensor) -> torch.Tensor:
+        """Each layer's keys and values of ``output`` [N, H], in ``blocks`` [B] of its cache; returns the blocks."""
+        block_size, count = self._table.block_size, output.shape[0]
+        offsets = torch.arange(block_size, dtype=torch.int32, device=blocks.device)
+        slot_blocks = blocks.unsqueeze(1).expand(-1, block_size).reshape(-1)[:count]
+        slot_offsets = offsets.unsqueeze(0).expand(self._num_blocks, -1).reshape(-1)[:count]
+        for layer, cache in zip(self._layers, caches, strict=True):
+            projected, _ = layer.kv_proj(output)
+            key, value = projected.view(count, 2, -1, cache.shape[-1]).unbind(1)
+            write_slots(cache, slot_blocks, slot_offsets, key, value)
+        return blocks.clone()
+
+
+class DecoderInputs(TokenInputs):
+    """Token ids, and no outputs of an encoder: those are in the cache."""
+
+    def __init__(self, requests: RequestStates, warm_up: Callable[[], None]) -> None:
+        super().__init__(requests)
+        self._warm_up = warm_up
+
+    def warm_up(self) -> None:
+        self._warm_up()
+
+    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super().bind(call, model, tensors)
+        call.kwargs["encoder_outputs"] = []
