@@ -58,6 +58,10 @@ class DeviceOps:
         """Copies a host tensor to the device; nobody changes it any more."""
         return tensor.to(self.device)
 
+    def place(self, module: torch.nn.Module) -> None:
+        """Moves a module that was loaded on the host, and lays out its weights as the device wants them."""
+        module.to(self.device)
+
     def overwrite(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
         """Puts ``contents``, which lie on the device, in place of a tensor's that graphs hold; both of one shape."""
         tensor.copy_(contents)
