@@ -24,6 +24,11 @@ class MemoryInfo:
 class DeviceOps:
     """Memory, copies and barriers of one device."""
 
+    towers_as_graphs = False
+    """Whether image towers run as graphs on the device, those that can. vLLM's ``MMEncoderAttention`` is given the
+    segment of each patch there in place of ``cu_seqlens``: patches of one segment see each other.
+    """
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

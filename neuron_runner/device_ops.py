@@ -13,6 +13,8 @@ from neuron_runner.executable import UNCOMPILED
 class XlaDeviceOps(DeviceOps):
     """Memory figures come from the runtime's own report, or from the host's where the device is the host."""
 
+    towers_as_graphs = True
+
     @property
     def eager_device(self) -> torch.device:
         """The host: outside a graph every new shape would be compiled."""

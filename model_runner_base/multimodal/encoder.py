@@ -1,8 +1,8 @@
 """Runs a model's encoder on the items that the scheduler names, and keeps the outputs on the device.
 
-Some towers run as graphs, where the device runs nothing else (``tile_graphs.py``, ``patch_graphs.py``). All others run
-eagerly, where tensor code that is not part of a graph runs (``DeviceOps.eager_device``): any of vLLM's towers works so,
-and nothing is compiled for the size of an image. What they make becomes rows of one pool on the device, from which the
+Some towers run as graphs, where the device has such (``tile_graphs.py``, ``patch_graphs.py``). All others run eagerly,
+where tensor code that is not part of a graph runs (``DeviceOps.eager_device``): any of vLLM's towers works so, and
+nothing is compiled for the size of an image. What they make becomes rows of one pool on the device, from which the
 graphs of mixed steps gather them.
 """
 
@@ -82,7 +82,7 @@ class ItemEncoder(Encoder):
         assert isinstance(model_config.dtype, torch.dtype)
         self._pool = EmbeddingPool(size, width, model_config.dtype, size, wrap, device_ops)
         self._graphs = EAGER
-        if budget.mm_max_toks_per_item and device_ops.eager_device != device_ops.device:
+        if budget.mm_max_toks_per_item and device_ops.towers_as_graphs:
             self._graphs = make_graphs(model_config, model, self._pool, self._rows, wrap, device_ops)
         self._uses_mrope = model_config.uses_mrope
         self._sees_both_ways = model_config.is_mm_prefix_lm

@@ -1,4 +1,4 @@
-"""Encoders as graphs, on devices where tensor code outside of a graph runs elsewhere."""
+"""Encoders as graphs, on devices that have such (``DeviceOps.towers_as_graphs``)."""
 
 from collections.abc import Sequence
 
