@@ -128,7 +128,7 @@ class Server:
 
     def item(self) -> Any:
         """An image as the processor makes it."""
-        prompt = self.llm.input_processor.input_preprocessor.preprocess(self.prompt_with_image())
+        prompt: Any = self.llm.input_processor.input_preprocessor.preprocess(self.prompt_with_image())
         data = prompt["mm_kwargs"]["image"][0]
         place = prompt["mm_placeholders"]["image"][0]
         return SimpleNamespace(identifier=f"item-{next(self._numbers)}", data=data, modality="image", mm_position=place)

@@ -114,7 +114,16 @@ class PatchTower:
 
 
 class WindowTower(PatchTower):
-    """Qwen2.5-VL: in most layers a window of a frame sees itself, and patches stand window by window."""
+    """Qwen2.5-VL: in most layers a window of a frame sees itself, and patches stand window by window.
+
+    There the attention's ``reach`` says how many patches a window has at most.
+    """
+
+    def __init__(self, visual: Any) -> None:
+        super().__init__(visual)
+        for number, block in enumerate(self.on_device.blocks):
+            if self._kind_of(number):
+                block.attn.attn.reach = (visual.window_size // visual.patch_size) ** 2
 
     def _prepare(self, pixels: torch.Tensor, grid: tuple[int, int, int], first_row: int) -> Frames:
         count, height, width = grid

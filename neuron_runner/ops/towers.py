@@ -10,25 +10,29 @@ from model_runner_base.multimodal.patch_graphs import QUERIES
 
 @torch.library.custom_op("neuron_runner::segment_attention", mutates_args=())
 def segment_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, scale: float, reach: int
 ) -> torch.Tensor:
     """[1, P, heads, head size], each; patches with one number in ``segments`` [P] see each other.
+
+    Those stand side by side, ``reach`` of them at most.
 
     An operator of its own, so that a capture with symbolic sizes leaves it to each size's compilation how often it
     takes some of the queries.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    parts = []
-    for some, numbers in zip(q.split(QUERIES, dim=2), segments.split(QUERIES), strict=True):
-        sees = numbers.unsqueeze(1) == segments.unsqueeze(0)
-        scores = torch.where(sees, torch.matmul(some.float() * scale, k.float().transpose(2, 3)), float("-inf"))
-        parts.append(torch.matmul(scores.softmax(-1).to(v.dtype), v))
+    count, parts = len(segments), []
+    for begin in range(0, count, QUERIES):
+        end = min(begin + QUERIES, count)
+        seen = slice(max(0, begin - reach), min(end + reach, count))
+        sees = segments[begin:end].unsqueeze(1) == segments[seen].unsqueeze(0)
+        scores = torch.matmul(q[:, :, begin:end].float() * scale, k[:, :, seen].float().transpose(2, 3))
+        parts.append(torch.matmul(torch.where(sees, scores, float("-inf")).softmax(-1).to(v.dtype), v[:, :, seen]))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
 @segment_attention.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, scale: float, reach: int
 ) -> torch.Tensor:
     return torch.empty_like(query)
 
@@ -36,6 +40,9 @@ def _(
 class NeuronTowerAttention(MMEncoderAttention):
     """On the device all patches of a tile see each other, or those of a segment: there ``cu_seqlens`` are the segments
     of the patches (``PatchTower.encode``). On the host it is vLLM's own."""
+
+    reach = 1 << 30
+    """A segment has so many patches at most."""
 
     def forward_oot(
         self,
@@ -48,7 +55,8 @@ class NeuronTowerAttention(MMEncoderAttention):
         if query.device.type != "xla":
             return self.forward_native(query, key, value, cu_seqlens, max_seqlen)
         if cu_seqlens is not None:
-            return segment_attention(query, key, value, cu_seqlens, self.scale or self.head_size**-0.5)
+            scale = self.head_size**-0.5 if self.scale is None else self.scale
+            return segment_attention(query, key, value, cu_seqlens, scale, self.reach)
         q, k, v = (x.view(*x.shape[:2], -1, self.head_size).transpose(1, 2) for x in (query, key, value))
         is_grouped = self.num_heads > self.num_kv_heads
         out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=is_grouped).transpose(1, 2)
