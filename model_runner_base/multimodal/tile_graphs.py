@@ -24,7 +24,7 @@ TILES = (16, 4, 1)
 
 
 class TileGraphs(EncoderGraphs):
-    """One of each number of ``TILES`` that a step may have."""
+    """A graph of each number of ``TILES`` that a step may have."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("family", ["llava-next", "internvl", "gemma3", "cohere2-vision"])
 def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
-    """Alone and side by side: of the numbers of tiles that graphs have, and of those that take several."""
+    """Images of one tile, and of more than a graph has."""
     model = make_seeing_model(family, tmp_path)
     asked = pictures(model, 12, 1)
     options = {"skip_tokenizer_init": False, "max_model_len": 384, "enable_prefix_caching": False}
