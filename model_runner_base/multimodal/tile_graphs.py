@@ -42,6 +42,8 @@ class TileGraphs(EncoderGraphs):
         self._device_ops = device_ops
         self._vision = model.config.vision_config
         self._shape = tile_shape(self._vision)
+        self._shaped = torch.nn.Unflatten(1, self._shape)
+        """A module's numbers are constants of a graph."""
         self._rows_per_tile = tower.num_rows(model)
         most = pool.num_rows // self._rows_per_tile
         self._counts = [count for count in TILES if count <= most] or [1]
@@ -51,7 +53,7 @@ class TileGraphs(EncoderGraphs):
 
     def _encode_tiles(self, pool: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Writes what the tower makes of ``tiles`` [N, pixels] to ``places`` [N * rows of a tile] of the pool."""
-        encoded = self._tower.encode(self._model, tiles.view(len(tiles), *self._shape))
+        encoded = self._tower.encode(self._model, self._shaped(tiles))
         pool.index_put_((places,), encoded.reshape(len(places), -1).to(pool.dtype))
         return places.clone()
 
