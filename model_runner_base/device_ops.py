@@ -24,6 +24,11 @@ class MemoryInfo:
 class DeviceOps:
     """Memory, copies and barriers of one device."""
 
+    towers_as_graphs = False
+    """Whether image towers run as graphs on the device, those that can. vLLM's ``MMEncoderAttention`` is given the
+    segment of each patch there in place of ``cu_seqlens``: patches of one segment see each other.
+    """
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -57,6 +62,10 @@ class DeviceOps:
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies a host tensor to the device; nobody changes it any more."""
         return tensor.to(self.device)
+
+    def place(self, module: torch.nn.Module) -> None:
+        """Moves a module that was loaded on the host, and lays out its weights as the device wants them."""
+        module.to(self.device)
 
     def overwrite(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
         """Puts ``contents``, which lie on the device, in place of a tensor's that graphs hold; both of one shape."""

@@ -5,12 +5,15 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
+from neuron_runner import weights
 from neuron_runner.allocator import give_back_freed_memory
 from neuron_runner.executable import UNCOMPILED
 
 
 class XlaDeviceOps(DeviceOps):
     """Memory figures come from the runtime's own report, or from the host's where the device is the host."""
+
+    towers_as_graphs = True
 
     @property
     def eager_device(self) -> torch.device:
@@ -35,6 +38,10 @@ class XlaDeviceOps(DeviceOps):
         tensor = super().zeros(shape, dtype)
         UNCOMPILED.sync()  # A lazy tensor has no buffer to donate.
         return tensor
+
+    def place(self, module: torch.nn.Module) -> None:
+        weights.transpose_linear_weights(module)
+        weights.move(module, self.device)
 
     def overwrite(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
         tensor.data = contents  # A copy in place would be a graph; compiled ones read what the tensor holds.

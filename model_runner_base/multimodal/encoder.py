@@ -1,8 +1,9 @@
 """Runs a model's encoder on the items that the scheduler names, and keeps the outputs on the device.
 
-Encoders run eagerly, where the device runs tensor code that is not part of a graph (``DeviceOps.eager_device``): any of
-vLLM's towers works so, and nothing is compiled for the size of an image. Their outputs become rows of one pool on the
-device, from which the graphs of mixed steps gather them.
+Some towers run as graphs, where the device has such (``tile_graphs.py``, ``patch_graphs.py``). All others run eagerly,
+where tensor code that is not part of a graph runs (``DeviceOps.eager_device``): any of vLLM's towers works so, and
+nothing is compiled for the size of an image. What they make becomes rows of one pool on the device, from which the
+graphs of mixed steps gather them.
 """
 
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -21,11 +22,16 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.multimodal.encoder_graphs import EAGER, EncoderGraphs
 from model_runner_base.multimodal.inputs import MultiModalInputs, RotatedInputs
 from model_runner_base.multimodal.levels import Levels
+from model_runner_base.multimodal.patch_graphs import PatchGraphs
+from model_runner_base.multimodal.patches import PATCH_TOWERS
 from model_runner_base.multimodal.positions import calc_mrope_positions
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.multimodal.spans import ItemSpans
+from model_runner_base.multimodal.tile_graphs import TileGraphs
+from model_runner_base.multimodal.tiles import tiled_tower
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_shapes.multimodal import group_by_modality
@@ -52,6 +58,9 @@ class Encoder:
     def step_memory(self) -> int:
         """Bytes of the device that a step may need for outputs, beside what the model takes; towers not counted."""
         return 0
+
+    def warm_up(self) -> None:
+        """Runs what this room has on the device once."""
 
     def reset(self) -> None:
         """Forgets all outputs."""
@@ -82,6 +91,9 @@ class ItemEncoder(Encoder):
         self._rows = EncoderRows(size)
         assert isinstance(model_config.dtype, torch.dtype)
         self._pool = EmbeddingPool(size, width, model_config.dtype, size, wrap, device_ops)
+        self._graphs = EAGER
+        if budget.mm_max_toks_per_item and device_ops.towers_as_graphs:
+            self._graphs = make_graphs(model_config, model, self._pool, self._rows, wrap, device_ops)
         self._uses_mrope = model_config.uses_mrope
         self._sees_both_ways = model_config.is_mm_prefix_lm
         self._max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -91,18 +103,17 @@ class ItemEncoder(Encoder):
             self._rows.give_up(identifier)
 
     def step_memory(self) -> int:
-        """A piece on its way to the pool; what the tokens of a step gather from there, and two parts of it."""
+        """A piece on its way to the pool; what the tokens of a step gather from there, and two parts of it; graphs."""
         (pool,) = self._pool.tensors
-        return pool[0].nbytes * (self._pool.num_rows + 3 * self._max_num_tokens)
+        return pool[0].nbytes * (self._pool.num_rows + 3 * self._max_num_tokens) + self._graphs.step_memory()
 
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
         missing = [item for item in items if item.identifier not in self._rows and item.data is not None]
-        if missing:
-            self._encode(missing)
+        with torch.no_grad():
+            self._encode_eagerly(self._graphs.encode(missing))
 
-    @torch.no_grad()
-    def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
+    def _encode_eagerly(self, items: Sequence[MultiModalFeatureSpec]) -> None:
         contents = [(item.modality, item.data) for item in items]
         outputs: list[torch.Tensor] = []
         groups: Any = group_by_modality(contents, device=self._device)
@@ -117,11 +128,16 @@ class ItemEncoder(Encoder):
                 )
             self._pool.write(self._rows.take(item.identifier, len(embeds)), embeds)
 
+    def warm_up(self) -> None:
+        self._pool.warm_up()
+        with torch.no_grad():
+            self._graphs.warm_up()
+
     def reset(self) -> None:
         self._rows.clear()
 
     def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
-        parts = requests, self._pool, self._rows, self._levels
+        parts = requests, self._pool.tensors, self._rows, self._levels, self.warm_up
         return RotatedInputs(*parts, self._calc_positions) if self._uses_mrope else MultiModalInputs(*parts)
 
     def spans(self, requests: RequestStates) -> Spans:
@@ -129,3 +145,19 @@ class ItemEncoder(Encoder):
 
     def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
         return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
+
+
+def make_graphs(
+    model_config: ModelConfig,
+    model: Any,
+    pool: EmbeddingPool,
+    rows: EncoderRows,
+    wrap: WrapFunction,
+    device_ops: DeviceOps,
+) -> EncoderGraphs:
+    """Of a model whose towers lie on the host."""
+    if tiled := tiled_tower(model_config):
+        return TileGraphs(tiled, model, pool, rows, wrap, device_ops)
+    if patches := PATCH_TOWERS.get(model_config.architecture):
+        return PatchGraphs(patches(model.visual), pool, rows, wrap, device_ops)
+    return EAGER

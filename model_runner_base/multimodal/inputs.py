@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.multimodal.levels import Levels
 from model_runner_base.multimodal.rows import EncoderRows
@@ -30,11 +29,20 @@ class MultiModalInputs(TokenInputs):
 
     prompts_in_chunks = True
 
-    def __init__(self, requests: RequestStates, pool: EmbeddingPool, rows: EncoderRows, levels: Levels) -> None:
+    def __init__(
+        self,
+        requests: RequestStates,
+        pool: Sequence[torch.Tensor],
+        rows: EncoderRows,
+        levels: Levels,
+        warm_up: Callable[[], None],
+    ) -> None:
+        """``pool`` holds one tensor, which a graph may replace."""
         super().__init__(requests)
         self._pool = pool
         self._encoder_rows = rows
         self._levels = levels
+        self._warm_up = warm_up
 
     def sections(self, size: StepSize) -> list[Section]:
         own = [Section(ROWS, (size.num_tokens,))] if size.kind == StepKind.MIXED else []
@@ -71,11 +79,11 @@ class MultiModalInputs(TokenInputs):
             views[ROWS][:] = LOOKED_UP
 
     def warm_up(self) -> None:
-        self._pool.warm_up()
+        self._warm_up()
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        return tuple(self._pool.tensors)
+        return tuple(self._pool)
 
     def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
         super().bind(call, model, tensors)
@@ -108,12 +116,13 @@ class RotatedInputs(MultiModalInputs):
     def __init__(
         self,
         requests: RequestStates,
-        pool: EmbeddingPool,
+        pool: Sequence[torch.Tensor],
         rows: EncoderRows,
         levels: Levels,
+        warm_up: Callable[[], None],
         calc_positions: Callable[[RequestInfo], tuple[np.ndarray, int]],
     ) -> None:
-        super().__init__(requests, pool, rows, levels)
+        super().__init__(requests, pool, rows, levels, warm_up)
         self._calc_positions = calc_positions
         self._of_prompt: list[np.ndarray] = [np.zeros((3, 0), np.int32)] * requests.max_num_reqs
         self._behind = np.zeros(requests.max_num_reqs, np.int32)

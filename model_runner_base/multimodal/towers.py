@@ -1,7 +1,8 @@
 """What of a multimodal model no step's graph runs: towers, which are the encoders and the projectors behind them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from torch import nn
@@ -30,3 +31,16 @@ def towers_left_out(model: nn.Module) -> Iterator[None]:
         for (parent, name), module in zip(towers, modules, strict=True):
             setattr(parent, name, module)
         model._parameters.update(own)
+
+
+def towers_of(model: nn.Module) -> Sequence[nn.Module]:
+    """A model's towers; none of a model of text alone."""
+    seeing: Any = model
+    names = seeing._tower_model_names if getattr(model, "supports_multimodal", False) else []
+    return [model.get_submodule(name) for name in names]
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Another of the same weights; vLLM's own parameters cannot be copied."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in module.parameters()}
+    return deepcopy(module, memo)

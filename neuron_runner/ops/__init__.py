@@ -23,14 +23,18 @@ def register() -> None:
     from neuron_runner.ops.logits import NeuronLogitsProcessor
     from neuron_runner.ops.norms import NeuronRMSNorm
     from neuron_runner.ops.rotary import NeuronRotaryEmbedding
+    from neuron_runner.ops.towers import NeuronConv2d, NeuronConv3d, NeuronTowerAttention
 
     override: Any
     for override in (
+        NeuronConv2d,
+        NeuronConv3d,
         NeuronGeluAndMul,
         NeuronLogitsProcessor,
         NeuronRMSNorm,
         NeuronRotaryEmbedding,
         NeuronSiluAndMul,
+        NeuronTowerAttention,
     ):
         (replaced,) = override.__bases__
         if op_registry_oot.get(replaced.__name__) is not override:
@@ -39,7 +43,7 @@ def register() -> None:
 
 
 def _run_towers_on_the_host() -> None:
-    """vLLM registers attention of towers for the platform's own dispatch key; towers run on the host here."""
+    """vLLM registers attention of towers for the platform's own dispatch key; some towers run on the host here."""
     from vllm.v1.attention.ops.vit_attn_wrappers import torch_sdpa_wrapper
 
     global _host_ops

@@ -1,15 +1,19 @@
-"""Models that see and hear on openxla: encoders run on the host, and no image and no sound compiles anything."""
+"""Models that see and hear on openxla: no image and no sound compiles anything, whether encoders run as graphs on the
+device or on the host."""
 
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 from conftest import engine
 
-from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read
+from model_runner_base.multimodal import patch_graphs
+from model_runner_base.multimodal.towers import towers_of
+from model_runner_base.testing.checks.test_multimodal import COUNT, Prompt, ask, expected, read
 from model_runner_base.testing.engine import greedy, runner_of
-from model_runner_base.testing.images import make_seeing_model, picture
+from model_runner_base.testing.images import SeeingModel, make_seeing_model, picture, video_facts
 from model_runner_base.testing.sounds import make_hearing_model, sound
 from model_runner_base.testing.transcription import LENGTH, START, make_transcriber
 from neuron_runner.metrics import CompilationCount
@@ -17,22 +21,59 @@ from neuron_runner.metrics import CompilationCount
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [256]}
 
 
-def test_images_of_fifty_sizes_compile_nothing(tmp_path: Path) -> None:
-    model, random = make_seeing_model("qwen2.5-vl", tmp_path), Random(0)
+def pictures(model: SeeingModel, count: int, seed: int) -> list[Prompt]:
+    """Of many sizes, one a prompt; then three in one."""
+    random = Random(seed)
     asked = [
-        (f"{seed} {model.placeholder}", [picture(seed, random.randint(8, 90), random.randint(8, 90))])
-        for seed in range(50)
+        (f"{number} {model.placeholder}", [picture(number, random.randint(8, 90), random.randint(8, 90))])
+        for number in range(count)
     ]
+    return [*asked, (model.placeholder * 3, [image for _, images in asked[:3] for image in images])]
+
+
+@pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32, 64 and 128 patches: images that these hold, padded or not, and larger ones, which the host encodes; a
+    video that takes several."""
+    monkeypatch.setattr(patch_graphs, "FEWEST", 32)
+    monkeypatch.setattr(patch_graphs, "MOST", 128)
+    model = make_seeing_model(family, tmp_path)
+    asked = pictures(model, 24, 0)
+    frames = np.stack([np.array(picture(seed, 32, 32)) for seed in range(6)])
+    see = model.placeholder.replace("image", "video")
+    facts = video_facts(frames) | {"do_sample_frames": False, "video_backend": "opencv"}
+    video: Any = {"video": (frames, facts) if model.tells_times else frames}
     options = {"skip_tokenizer_init": False, "max_model_len": 256}
     with engine(model.path, **options, additional_config={"neuron_config": FEW_BUCKETS}) as llm:
         module = runner_of(llm).model
-        assert {p.device.type for p in module.visual.parameters()} == {"cpu"}
         assert {p.device.type for p in module.language_model.parameters()} == {"xla"}
+        eagerly, embed = [], module.embed_multimodal
+        monkeypatch.setattr(module, "embed_multimodal", lambda **kwargs: eagerly.append(kwargs) or embed(**kwargs))
+        before = CompilationCount.now()
+        got = read(ask(llm, asked))
+        num_eager = len(eagerly)
+        moved = read(llm.generate({"prompt": see, "multi_modal_data": video}, greedy(COUNT), use_tqdm=False))
+        assert CompilationCount.now() == before
+        assert 0 < num_eager < len(asked) and len(eagerly) == num_eager
+        assert len({len(prompt) for prompt, _ in got}) > 10
+    assert got == expected(model, asked, COUNT)
+    assert moved == [model.greedy_of_video(see, frames, COUNT)]
+
+
+@pytest.mark.parametrize("family", ["llava-next", "internvl", "gemma3", "cohere2-vision"])
+def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
+    """Images of one tile, and of more than a graph has."""
+    model = make_seeing_model(family, tmp_path)
+    asked = pictures(model, 12, 1)
+    options = {"skip_tokenizer_init": False, "max_model_len": 384, "enable_prefix_caching": False}
+    buckets = {"neuron_config": FEW_BUCKETS | {"context_length_buckets": [384]}}
+    with engine(model.path, **options, additional_config=buckets) as llm:
+        runner = runner_of(llm)
+        assert {p.device.type for tower in towers_of(runner.model) for p in tower.parameters()} == {"xla"}
         before = CompilationCount.now()
         got = read(ask(llm, asked))
         assert CompilationCount.now() == before
-        assert len({len(prompt) for prompt, _ in got}) > 10
-        assert got[::10] == expected(model, asked[::10], COUNT)
+    assert got == expected(model, asked)
 
 
 def test_a_model_with_an_embedding_of_its_own_between_rows(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
@@ -23,11 +24,14 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.ops.vit_attn_wrappers import torch_sdpa_wrapper
 
 import neuron_runner
+from model_runner_base.multimodal.patches import PADDING
 from model_runner_base.step.sizes import StepKind, StepSize
 from neuron_runner import ops
 from neuron_runner.compilation import CompiledFunction
+from neuron_runner.ops.towers import segment_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -233,3 +237,16 @@ def test_the_platform_alone_registers_nothing() -> None:
     ops.register()
     ops.register()
     assert sorted(op_registry_oot) == ["GeluAndMul", "LogitsProcessor", "RMSNorm", "RotaryEmbedding", "SiluAndMul"]
+
+
+@pytest.mark.parametrize(("lengths", "reach"), [([400, 1, 350], 400), ([64] * 11 + [16, 30], 64)])
+def test_patches_of_a_segment_see_each_other(lengths: list[int], reach: int) -> None:
+    """As vLLM has it segment by segment; patches of padding behind them change nothing."""
+    count, padding = sum(lengths), 37
+    random = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, count + padding, 3, 8, generator=random) for _ in "qkv"]
+    segments = np.append(np.repeat(np.arange(len(lengths)), lengths), [PADDING] * padding).astype(np.int32)
+    got = segment_attention(*given, torch.from_numpy(segments), 0.4, reach)[:, :count]
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    want = torch_sdpa_wrapper(*(x[:, :count] for x in given), 0.4, bounds)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 from vllm import LLM, RequestOutput
 
-from model_runner_base.testing.engine import greedy, metric, runner_of
+from model_runner_base.multimodal.rows import EncoderRows
+from model_runner_base.testing.engine import greedy, metric
 from model_runner_base.testing.images import TOKEN_BYTES, SeeingModel, make_seeing_model, picture
 
 Prompt = tuple[str, list[Image.Image]]
@@ -33,18 +34,16 @@ def llm(engine: Callable[..., LLM], model: SeeingModel) -> LLM:
 
 
 @pytest.fixture
-def num_encoded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Images in each call of the encoder."""
-    seen: list[int] = []
-    model = runner_of(llm).model
-    encode = model.embed_multimodal
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The items that were encoded, one after another, eagerly or by a graph."""
+    seen: list[str] = []
+    take = EncoderRows.take
 
-    def noting(**kwargs: Any) -> Any:
-        outputs = encode(**kwargs)
-        seen.append(len(outputs))
-        return outputs
+    def noting(rows: EncoderRows, identifier: str, count: int) -> np.ndarray:
+        seen.append(identifier)
+        return take(rows, identifier, count)
 
-    monkeypatch.setattr(model, "embed_multimodal", noting)
+    monkeypatch.setattr(EncoderRows, "take", noting)
     return seen
 
 
@@ -108,20 +107,20 @@ def test_preemption(llm: LLM, model: SeeingModel) -> None:
     assert metric(llm, "vllm:num_preemptions") > before
 
 
-def test_an_image_of_several_requests_is_encoded_once(llm: LLM, model: SeeingModel, num_encoded: list[int]) -> None:
+def test_an_image_of_several_requests_is_encoded_once(llm: LLM, model: SeeingModel, encoded: list[str]) -> None:
     shared = picture(4, 48, 32)
     asked = [(f"{text} {model.placeholder}", [shared]) for text in ("this", "that", "which?")]
     assert read(ask(llm, asked)) == expected(model, asked)
-    assert num_encoded == [1]
+    assert len(encoded) == 1
 
 
-def test_images_that_were_evicted(llm: LLM, model: SeeingModel, num_encoded: list[int]) -> None:
+def test_images_that_were_evicted(llm: LLM, model: SeeingModel, encoded: list[str]) -> None:
     asked = [(f"see {model.placeholder}!", [picture(seed, 48, 48)]) for seed in range(10, 18)]
     want = expected(model, asked)
     assert read(ask(llm, asked)) == want
     llm.reset_prefix_cache()
     assert read(ask(llm, asked)) == want
-    assert sum(num_encoded) > len(asked)
+    assert len(encoded) > len(asked)
 
 
 def test_a_cached_prefix_that_ends_inside_an_image(llm: LLM, model: SeeingModel) -> None:

@@ -1,0 +1,86 @@
+"""Patches of images and videos on the device: a graph by number of patches, which leaves the rows in the pool.
+
+An item runs frame by frame, as many frames at a time as the largest graph takes: no patch sees another frame. A frame
+that is larger than that runs eagerly, like every tower without graphs, so the host keeps the tower too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.inputs.pool import EmbeddingPool
+from model_runner_base.multimodal.encoder_graphs import EncoderGraphs
+from model_runner_base.multimodal.patches import PADDING, Frames, PatchTower
+from model_runner_base.multimodal.rows import EncoderRows
+from model_runner_base.step.sizes import geometric
+
+FEWEST, MOST = 256, 4096
+"""Patches of a graph: so many, twice as many, and so on. An image of 896 x 896 pixels has 4,096 patches of 14 x 14."""
+QUERIES = 512
+"""Patches whose attention scores a device is expected to hold at a time."""
+
+PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+
+
+class PatchGraphs(EncoderGraphs):
+    def __init__(
+        self, tower: PatchTower, pool: EmbeddingPool, rows: EncoderRows, wrap: WrapFunction, device_ops: DeviceOps
+    ) -> None:
+        self._tower = tower
+        self._pool = pool
+        self._rows = rows
+        self._device_ops = device_ops
+        self._sizes = geometric(FEWEST, min(MOST, pool.num_rows * tower.unit))
+        tower.place(device_ops.place)
+        self._run = wrap(self._encode_patches, pool.tensors)
+
+    def _encode_patches(self, pool: torch.Tensor, places: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """Writes what the tower makes of ``inputs`` (``PatchTower.encode``) to ``places`` [P / merged] of the pool."""
+        pool.index_put_((places,), self._tower.encode(*inputs).to(pool.dtype))
+        return places.clone()
+
+    def encode(self, items: Sequence[MultiModalFeatureSpec]) -> Sequence[MultiModalFeatureSpec]:
+        left = list[MultiModalFeatureSpec]()
+        for item in items:
+            assert item.data is not None
+            contents: Any = item.data.get_data()
+            pixels, grid = (contents.get(name) for name in PIXELS[item.modality])
+            frames, height, width = grid.flatten().tolist()
+            if pixels is None or height * width > self._sizes[-1]:
+                left.append(item)
+                continue
+            rows = self._rows.take(item.identifier, len(pixels) // self._tower.unit)
+            for of_frames in self._tower.frames(pixels, (frames, height, width), self._sizes[-1]):
+                self._launch(of_frames, rows[of_frames.rows])
+        return left
+
+    def _launch(self, frames: Frames, rows: np.ndarray) -> None:
+        count = len(frames.pixels)
+        size = next(size for size in self._sizes if size >= count)
+        dtype = self._pool.tensors[0].dtype
+        padded = [
+            torch.nn.functional.pad(x.detach().to(dtype), (0, 0, 0, size - count))
+            for x in (frames.pixels, frames.cos, frames.sin, *frames.beside)
+        ]
+        pixels, cos, sin, *beside = map(self._device_ops.upload, padded)
+        segments = np.pad(frames.segments, ((0, 0), (0, size - count)), constant_values=PADDING)
+        places = np.pad(rows, (0, (size - count) // self._tower.unit), constant_values=self._pool.num_rows)
+        to_device = self._device_ops.to_device
+        self._run(self._pool.tensors[0], to_device(places), pixels, cos, sin, to_device(segments), *beside)
+
+    def warm_up(self) -> None:
+        for size in self._sizes[::-1]:
+            frames = self._tower.blank(size)
+            self._launch(frames, np.full(len(frames.rows), self._pool.num_rows, np.int32))
+
+    def step_memory(self) -> int:
+        """In float32: what goes to the device, one layer's outputs, attention scores of some patches."""
+        visual, most = self._tower.on_device, self._sizes[-1]
+        outputs = sum(max(p.shape) for p in visual.blocks[0].parameters() if p.dim() == 2)
+        sent = self._tower.blank(self._tower.unit).pixels.shape[1]
+        return 4 * most * (2 * sent + 2 * outputs + 2 * visual.num_heads * min(QUERIES, most))

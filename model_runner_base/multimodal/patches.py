@@ -1,0 +1,172 @@
+"""Towers that see an image as a sequence of patches, as many as it takes (the Qwen-VL families): what of them graphs
+run, and what follows from an image's grid alone.
+
+Rotary embeddings, windows, positions and the bounds of attention depend on grids, so the host works them out, by vLLM's
+own functions. Behind them the patches of a frame are a sequence like any other, so a graph by number of patches serves
+frames of all sizes: what is missing is padding, which attends to itself.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from model_runner_base.multimodal.towers import copied
+
+PADDING = -1
+"""The segment of patches that are not there."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Some frames of an item: P patches, in the order in which the tower sees them, that become P / merged rows."""
+
+    pixels: torch.Tensor
+    """[P, numbers of a patch]"""
+    cos: torch.Tensor
+    sin: torch.Tensor
+    """[P, half of a head]"""
+    segments: np.ndarray
+    """[kinds, P] int32: patches with one number see each other, in layers of each kind."""
+    rows: np.ndarray
+    """[P / merged] which rows of the item these become."""
+    beside: tuple[torch.Tensor, ...] = ()
+    """[P, hidden] of what is added to the embeddings of the patches, in some towers."""
+
+
+class PatchTower:
+    """Qwen2-VL: each frame sees itself, in all layers."""
+
+    parts: tuple[str, ...] = ("patch_embed", "blocks", "merger")
+    """What a graph runs of the tower."""
+
+    def __init__(self, visual: Any) -> None:
+        """``visual`` lies on the host, and stays there."""
+        self._visual = visual
+        self.unit = visual.spatial_merge_size**2
+        """Patches that become one row."""
+        self.on_device: Any = copy(visual)
+        """Runs on the device what graphs run, once its ``parts`` lie there."""
+        self.on_device._modules = dict(visual._modules)
+        for name in self.parts:
+            setattr(self.on_device, name, copied(getattr(visual, name)))
+
+    def place(self, place: Callable[[nn.Module], None]) -> None:
+        """Has the device take what graphs run."""
+        for name in self.parts:
+            place(getattr(self.on_device, name))
+
+    def encode(
+        self, pixels: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, segments: torch.Tensor, *beside: torch.Tensor
+    ) -> torch.Tensor:
+        """[P / merged, W] rows of frames, or of frames and padding. Traceable."""
+        visual = self.on_device
+        hidden = sum(beside, start=visual.patch_embed(pixels)).unsqueeze(1)
+        beneath = []
+        for number, block in enumerate(visual.blocks):
+            seen = segments[self._kind_of(number)]
+            rotation = {"rotary_pos_emb_cos": cos, "rotary_pos_emb_sin": sin}
+            hidden = block(hidden, cu_seqlens=seen, **rotation, max_seqlen=None)
+            beneath += self._beneath(number, hidden)
+        return torch.cat((visual.merger(hidden), *beneath), dim=1)
+
+    def frames(self, pixels: torch.Tensor, grid: tuple[int, int, int], most: int) -> Iterator[Frames]:
+        """An item's, as many as have no more than ``most`` patches at a time; ``grid`` is frames, height, width."""
+        num_frames, height, width = grid
+        of_frame = height * width
+        at_a_time = most // of_frame
+        for first in range(0, num_frames, at_a_time):
+            count = min(at_a_time, num_frames - first)
+            begin, end = first * of_frame, (first + count) * of_frame
+            yield self._prepare(pixels[begin:end], (count, height, width), begin // self.unit)
+
+    def blank(self, count: int) -> Frames:
+        """A frame of ``count`` patches, all zeros."""
+        merge = self._visual.spatial_merge_size
+        pixels = torch.zeros((count, self._visual.patch_embed.proj.weight[0].numel()))
+        return self._prepare(pixels, (1, merge, count // merge), 0)
+
+    def _prepare(self, pixels: torch.Tensor, grid: tuple[int, int, int], first_row: int) -> Frames:
+        count, height, width = grid
+        cos, sin = type(self._visual).rot_pos_emb(self._on_host, [list(grid)])
+        segments = np.repeat(np.arange(count, dtype=np.int32), height * width)[None]
+        rows = first_row + np.arange(len(pixels) // self.unit)
+        return Frames(pixels, cos, sin, segments, rows, self._positions(grid))
+
+    @property
+    def _on_host(self) -> Any:
+        """What vLLM's functions read of the tower."""
+        return self._visual
+
+    def _positions(self, grid: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    def _kind_of(self, number: int) -> int:
+        return 0
+
+    def _beneath(self, number: int, hidden: torch.Tensor) -> list[torch.Tensor]:
+        return []
+
+
+class WindowTower(PatchTower):
+    """Qwen2.5-VL: in most layers a window of a frame sees itself, and patches stand window by window.
+
+    There the attention's ``reach`` says how many patches a window has at most.
+    """
+
+    def __init__(self, visual: Any) -> None:
+        super().__init__(visual)
+        for number, block in enumerate(self.on_device.blocks):
+            if self._kind_of(number):
+                block.attn.attn.reach = (visual.window_size // visual.patch_size) ** 2
+
+    def _prepare(self, pixels: torch.Tensor, grid: tuple[int, int, int], first_row: int) -> Frames:
+        count, height, width = grid
+        cos, sin, order, ends, _ = self._visual.get_rope_by_thw(*grid)
+        windows = np.diff(ends.numpy(), prepend=0)
+        segments = np.stack(
+            (
+                np.repeat(np.arange(count, dtype=np.int32), height * width),
+                np.repeat(np.arange(len(windows), dtype=np.int32), windows),
+            )
+        )
+        merged = pixels.view(-1, self.unit, pixels.shape[1])[order].flatten(0, 1)
+        return Frames(merged, cos, sin, segments, first_row + order.numpy())
+
+    def _kind_of(self, number: int) -> int:
+        return 0 if number in self._visual.fullatt_block_indexes else 1
+
+
+class DeepTower(PatchTower):
+    """Qwen3-VL: positions are added to the patches, and rows hold what some layers put out besides."""
+
+    parts = (*PatchTower.parts, "deepstack_merger_list")
+
+    @property
+    def _on_host(self) -> Any:
+        visual = self._visual
+        names = "num_grid_per_side", "spatial_merge_size", "pos_embed", "dtype", "rotary_pos_emb", "rot_pos_ids"
+        return SimpleNamespace(device=torch.device("cpu"), **{name: getattr(visual, name) for name in names})
+
+    def _positions(self, grid: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        return (type(self._visual).fast_pos_embed_interpolate(self._on_host, [list(grid)]),)
+
+    def _beneath(self, number: int, hidden: torch.Tensor) -> list[torch.Tensor]:
+        indexes = self._visual.deepstack_visual_indexes
+        if number not in indexes:
+            return []
+        return [self.on_device.deepstack_merger_list[indexes.index(number)](hidden)]
+
+
+PATCH_TOWERS: dict[str, type[PatchTower]] = {
+    "Qwen2VLForConditionalGeneration": PatchTower,
+    "Qwen2_5_VLForConditionalGeneration": WindowTower,
+    "Qwen3VLForConditionalGeneration": DeepTower,
+    "Qwen3VLMoeForConditionalGeneration": DeepTower,
+}
+"""By architecture."""

@@ -1,0 +1,87 @@
+"""Layers of image towers as graphs have them: no operator of vLLM's own, no view that the lazy device lacks."""
+
+import torch
+from torch.nn import functional as F
+from vllm.model_executor.layers.attention import MMEncoderAttention
+from vllm.model_executor.layers.conv import Conv2dLayer, Conv3dLayer
+
+from model_runner_base.multimodal.patch_graphs import QUERIES
+
+
+@torch.library.custom_op("neuron_runner::segment_attention", mutates_args=())
+def segment_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, scale: float, reach: int
+) -> torch.Tensor:
+    """[1, P, heads, head size], each; patches with one number in ``segments`` [P] see each other.
+
+    Those stand side by side, ``reach`` of them at most.
+
+    An operator of its own, so that a capture with symbolic sizes leaves it to each size's compilation how often it
+    takes some of the queries.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    count, parts = len(segments), []
+    for begin in range(0, count, QUERIES):
+        end = min(begin + QUERIES, count)
+        seen = slice(max(0, begin - reach), min(end + reach, count))
+        sees = segments[begin:end].unsqueeze(1) == segments[seen].unsqueeze(0)
+        scores = torch.matmul(q[:, :, begin:end].float() * scale, k[:, :, seen].float().transpose(2, 3))
+        parts.append(torch.matmul(torch.where(sees, scores, float("-inf")).softmax(-1).to(v.dtype), v[:, :, seen]))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+
+
+@segment_attention.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, scale: float, reach: int
+) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+class NeuronTowerAttention(MMEncoderAttention):
+    """On the device all patches of a tile see each other, or those of a segment: there ``cu_seqlens`` are the segments
+    of the patches (``PatchTower.encode``). On the host it is vLLM's own."""
+
+    reach = 1 << 30
+    """A segment has so many patches at most."""
+
+    def forward_oot(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if query.device.type != "xla":
+            return self.forward_native(query, key, value, cu_seqlens, max_seqlen)
+        if cu_seqlens is not None:
+            scale = self.head_size**-0.5 if self.scale is None else self.scale
+            return segment_attention(query, key, value, cu_seqlens, scale, self.reach)
+        q, k, v = (x.view(*x.shape[:2], -1, self.head_size).transpose(1, 2) for x in (query, key, value))
+        is_grouped = self.num_heads > self.num_kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=is_grouped).transpose(1, 2)
+        return out.reshape(query.shape)
+
+
+class NeuronConv2d(Conv2dLayer):
+    """Where patches do not overlap, a product of each; elsewhere vLLM's own."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.enable_linear or x.device.type != "xla":
+            return self.forward_native(x)
+        down, across = self.kernel_size
+        count, channels, height, width = x.shape
+        rows, columns = height // down, width // across
+        x = x[:, :, : rows * down, : columns * across].reshape(count, channels, rows, down, columns, across)
+        patches = x.permute(0, 2, 4, 1, 3, 5).reshape(count, rows * columns, -1)
+        out = F.linear(patches, self.weight.flatten(1), self.bias)
+        return out.transpose(1, 2).reshape(count, -1, rows, columns)
+
+
+class NeuronConv3d(Conv3dLayer):
+    """A patch of an image at a time is a product; elsewhere vLLM's own."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.enable_linear or x.device.type != "xla":
+            return self.forward_native(x)
+        return F.linear(x.flatten(1), self.weight.flatten(1), self.bias).view(len(x), -1, 1, 1, 1)
