@@ -14,7 +14,7 @@ from neuron_runner.config import NeuronConfig, read_neuron_config
 
 FEW_SIZES = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [1, 4], "context_length_buckets": [256]}
 OPTIONS = {"additional_config": {"neuron_config": FEW_SIZES | {"compile_backend": "aot_eager"}}}
-ROWS = "test_one_request and llama or test_many_requests and llama or test_no_compilation or written_in_place"
+ROWS = "(test_one_request or test_mixed_batches) and llama or test_no_compilation or written_in_place"
 
 
 def run_kit(options: dict[str, object], *arguments: str) -> subprocess.CompletedProcess[str]:
