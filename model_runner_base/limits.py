@@ -93,9 +93,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         "VLLM_USE_V2_MODEL_RUNNER=0": (
             (setting(model, "logits_processors") or _plugins()) and uses_second_runner(vllm_config)
         ),
-        "multimodal models are not supported on this release of vLLM yet: serve a text-only model": (
-            model and model.is_multimodal_model and not multimodal.IS_TRIED
-        ),
         # What newer releases of vLLM have beside.
         "watermarks are not supported yet: leave out watermark_config": setting(vllm_config, "watermark_config"),
         "diffusion models are not supported yet: leave out diffusion_config": setting(vllm_config, "diffusion_config"),
@@ -198,9 +195,10 @@ def _check_encoder_decoder(vllm_config: VllmConfig) -> None:
 def _check_multimodal(vllm_config: VllmConfig) -> None:
     model, drafts = vllm_config.model_config, vllm_config.speculative_config
     config = model.multimodal_config
+    served = multimodal.tried(MULTIMODAL_ARCHITECTURES)
     refusals = {
         f"{model.architecture} is not supported yet: use a text-only model, or one of "
-        f"{', '.join(MULTIMODAL_ARCHITECTURES)}": model.architecture not in MULTIMODAL_ARCHITECTURES,
+        f"{', '.join(served)}": model.architecture not in served,
         f"videos are not supported with {model.architecture} yet: set limit_mm_per_prompt to {{'video': 0}}": (
             model.architecture in WITHOUT_VIDEO and config and config.get_limit_per_prompt("video") > 0
         ),

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
+from neuron_runner import environment
+
 POWERS_OF_TWO = "powers_of_two"
 
 MAX_CANDIDATES = 256
@@ -49,6 +51,24 @@ def _check_buckets(value: Any) -> list[int] | str:
 
 Buckets = Annotated[list[int] | Literal["powers_of_two"], PlainValidator(_check_buckets)]
 """Sizes that rise strictly; a number is a list of one; "powers_of_two" doubles up to the limit, and ends with it."""
+
+
+XLA_BACKENDS = ("openxla", "torch.compile")
+"""Values of ``compile_backend`` that need torch_xla; any other names a backend of Dynamo."""
+
+
+def _check_backend(value: Any) -> str | None:
+    if value is None or value in XLA_BACKENDS:
+        return value
+    from torch._dynamo import list_backends
+
+    registered = list_backends(exclude_tags=())
+    if value not in registered:
+        raise ValueError(f"must be {', '.join(XLA_BACKENDS)}, or a registered Dynamo backend ({', '.join(registered)})")
+    return value
+
+
+Backend = Annotated[str | None, PlainValidator(_check_backend)]
 
 
 class _Options(BaseModel):
@@ -98,10 +118,11 @@ class NeuronConfig(_Options):
         description="Share of the expected work that may be padding, where sizes are placed; 0.28 takes about "
         "two thirds of the graphs of 0.21, and start-up time with them.",
     )
-    compile_backend: Literal["openxla", "torch.compile"] = Field(
-        default="openxla",
+    compile_backend: Backend = Field(
+        default=None,
         description="openxla captures a function once and compiles it for every size; torch.compile has torch_xla's "
-        "own backend trace it anew for each: the slow reference.",
+        "own backend trace it anew for each: the slow reference. Any other names a backend of Dynamo, and goes without "
+        "torch_xla: neuron, or what stands in for it. Left out: openxla where torch_xla is installed, else neuron.",
     )
     warm_up: Literal["background", "full"] | None = Field(
         default=None,
@@ -120,12 +141,24 @@ class NeuronConfig(_Options):
         "output channel.",
     )
 
+    @property
+    def backend(self) -> str:
+        """``compile_backend``, or what stands for it where it is left out; ValueError if that is not registered."""
+        if self.compile_backend is not None:
+            return self.compile_backend
+        return "openxla" if environment.has_torch_xla() else _default_backend()
+
+    @property
+    def runs_on_xla(self) -> bool:
+        """Whether steps are torch_xla's."""
+        return self.backend in XLA_BACKENDS
+
     def warms_up_behind(self, num_workers: int) -> bool:
         """Whether steps are served while sizes are compiled; raises ValueError for what the workers cannot do."""
         one = f"needs one worker, there are {num_workers}: leave it out, or give"
-        if self.compile_backend == "torch.compile":
+        if self.backend != "openxla":
             if num_workers > 1:
-                raise ValueError(f"neuron_config.compile_backend=torch.compile {one} openxla")
+                raise ValueError(f"neuron_config.compile_backend={self.backend} {one} openxla")
             if self.warm_up == "background":
                 raise ValueError("neuron_config.warm_up=background needs compile_backend=openxla: leave one out")
             return False
@@ -172,6 +205,16 @@ def read_neuron_config(additional_config: Any) -> NeuronConfig:
                 f"{variable} gives {value!r}, neuron_config.{key} gives {values[key]!r}: leave one of them out"
             )
     return NeuronConfig.model_validate(values)
+
+
+def _default_backend() -> str:
+    """Without torch_xla."""
+    try:
+        return str(_check_backend("neuron"))
+    except ValueError as error:
+        raise ValueError(
+            f"torch_xla is not installed ({environment.INSTALL}), so neuron_config.compile_backend {error}"
+        ) from None
 
 
 def _read_section(section: str, values: Any) -> dict[str, Any]:

@@ -5,9 +5,13 @@ import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from urllib.parse import urlsplit
 
+import torch
+
 TORCH_XLA_VERSION = "2.9"
+INSTALL = f"pip install torch_xla=={TORCH_XLA_VERSION}.0"
 VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES = "NEURON_RT_NUM_CORES"
 ROOT_PORT = 62182
@@ -19,9 +23,34 @@ class MissingRequirementError(RuntimeError):
 
 
 def neuron_device_visible() -> bool:
-    """Whether steps run on Neuron: its driver shows a device, its runtime package is a real one, and ``PJRT_DEVICE``,
-    which torch_xla goes by, names no other."""
-    return _neuron_wanted() and _driver_shows_device() and neuron_package_is_real()
+    """Whether steps run on Neuron: its driver shows a device, torch has a device of it or the runtime package of
+    torch_xla is a real one, and ``PJRT_DEVICE``, which torch_xla goes by, names no other."""
+    return _neuron_wanted() and _driver_shows_device() and (torch_device_type() == "neuron" or neuron_package_is_real())
+
+
+def has_torch_xla() -> bool:
+    return find_spec("torch_xla") is not None
+
+
+def torch_device_type() -> str:
+    """Of what steps run on without torch_xla: ``neuron`` where TorchNeuron has registered it, else ``cpu``."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "neuron" if accelerator is not None and accelerator.type == "neuron" else "cpu"
+
+
+def torch_device() -> torch.device:
+    """Where steps run without torch_xla: torch's own device of Neuron, or the host. Not run on Neuron hardware.
+
+    Raises MissingRequirementError if Neuron devices are visible and torch has none.
+    """
+    if not (_neuron_wanted() and _driver_shows_device()):
+        return torch.device("cpu")
+    if torch_device_type() != "neuron":
+        raise MissingRequirementError(
+            "Neuron devices are visible, but torch has no device of theirs: install TorchNeuron's torch-neuronx from "
+            "the index that the AWS Neuron documentation names, or set PJRT_DEVICE=CPU"
+        )
+    return torch.device("neuron")
 
 
 def _neuron_wanted() -> bool:
@@ -43,13 +72,12 @@ def neuron_package_is_real() -> bool:
 
 def check_torch_xla() -> None:
     """Raises MissingRequirementError with the command that mends it."""
-    command = f"pip install torch_xla=={TORCH_XLA_VERSION}.0"
     try:
         found = version("torch_xla")
     except PackageNotFoundError:
-        raise MissingRequirementError(f"torch_xla is not installed: {command}") from None
+        raise MissingRequirementError(f"torch_xla is not installed: {INSTALL}") from None
     if not found.startswith(f"{TORCH_XLA_VERSION}."):
-        raise MissingRequirementError(f"torch_xla {found} does not match torch {TORCH_XLA_VERSION}: {command}")
+        raise MissingRequirementError(f"torch_xla {found} does not match torch {TORCH_XLA_VERSION}: {INSTALL}")
     if os.environ.get("PJRT_DEVICE") == "NEURON" and not _driver_shows_device():
         raise MissingRequirementError(
             "PJRT_DEVICE=NEURON, but the Neuron driver shows no device (/dev/neuron*): install the driver, or set "

@@ -22,14 +22,13 @@ class NeuronModelRunner(ModelRunnerBase):
             # The device is torch's own CPU (see NeuronWorker.make_device): the base's defaults serve it.
             self.graph_policy.sort_limits = sort_limits(config)
             return
-        from neuron_runner.device_ops import XlaDeviceOps
-        from neuron_runner.policies import POLICIES
+        from neuron_runner.policies import device_ops_for, policy_for
 
-        self.device_ops = XlaDeviceOps(self.device)
-        self.graph_policy: GraphPolicy = POLICIES[config.compile_backend](
-            config, self.vllm_config.parallel_config.world_size
-        )
+        self.device_ops = device_ops_for(config, self.device)
+        self.graph_policy: GraphPolicy = policy_for(config, self.vllm_config.parallel_config.world_size)
         self.use_piecewise_graph = True
+        if not config.runs_on_xla:
+            return
         self._has_attention_kernel = use_nki()
         if self._has_attention_kernel:
             self.CHUNK_QUERY_TILE = KERNEL_QUERY_TILE
@@ -41,7 +40,8 @@ class NeuronModelRunner(ModelRunnerBase):
         from neuron_runner.ops.logits import cut_vocabulary
 
         ops.register()
-        is_quantized = read_neuron_config(self.vllm_config.additional_config).quant_dtype is not None
+        config = read_neuron_config(self.vllm_config.additional_config)
+        is_quantized = config.quant_dtype is not None
         if is_quantized:
             quantization.check_quantizable(self.model_config)
         self.model = load_checkpoint(self.vllm_config)
@@ -51,7 +51,8 @@ class NeuronModelRunner(ModelRunnerBase):
             if is_quantized:
                 quantization.quantize_weights(self.model)
             if not self.model_config.enforce_eager:
-                weights.transpose_linear_weights(self.model)
+                if config.runs_on_xla:
+                    weights.transpose_linear_weights(self.model)
                 weights.move(self.model, self.device)
         weights.refuse_loading(self.model)
 

@@ -1,4 +1,4 @@
-"""The platform plugin: how vLLM is configured for openxla on Neuron or PJRT CPU."""
+"""The platform plugin: how vLLM is configured for Neuron, or for the host where there is none."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 
 class NeuronPlatform(PagedPlatform):
-    device_name = "xla"
-    device_type = "xla"
-    dispatch_key = "XLA"
+    device_name = device_type = "xla" if environment.has_torch_xla() else environment.torch_device_type()
+    dispatch_key = {"xla": "XLA", "cpu": "CPU"}.get(device_type, "PrivateUse1")
     ray_device_key = ray_setup.RESOURCE
     ray_noset_device_env_vars = ray_setup.SET_IN_WORKERS
     device_control_env_var = environment.VISIBLE_CORES
@@ -43,7 +42,9 @@ class NeuronPlatform(PagedPlatform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return "neuron" if environment.neuron_device_visible() else "pjrt-cpu"
+        if environment.neuron_device_visible():
+            return "neuron"
+        return "pjrt-cpu" if environment.has_torch_xla() else "cpu"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -75,16 +76,21 @@ class NeuronPlatform(PagedPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        environment.check_torch_xla()
         from neuron_runner.config import read_neuron_config
 
+        config = read_neuron_config(vllm_config.additional_config)
+        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        is_compiled = model is None or not model.enforce_eager
+        if is_compiled and config.runs_on_xla:
+            environment.check_torch_xla()
+        elif is_compiled:
+            environment.torch_device()
         super().check_and_update_config(vllm_config)
         cls._check_cores(vllm_config.parallel_config)
-        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        config = read_neuron_config(vllm_config.additional_config)
         if model is not None:
             config.check_limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len)
-        config.warms_up_behind(vllm_config.parallel_config.world_size)
+        if is_compiled:
+            config.warms_up_behind(vllm_config.parallel_config.world_size)
         if isinstance(vllm_config.additional_config, dict):
             # What the environment said is handed to the workers; a host that is started by itself has its own.
             vllm_config.additional_config = config.written_into(vllm_config.additional_config)

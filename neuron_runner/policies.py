@@ -1,13 +1,29 @@
-"""The graph policies by ``neuron_config.compile_backend``."""
+"""What ``neuron_config.compile_backend`` decides: how sizes are compiled, and what a step asks of the device."""
 
-from collections.abc import Callable
+import torch
 
+from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy
 from neuron_runner.config import NeuronConfig
-from neuron_runner.graph_policy import OpenXlaPolicy
-from neuron_runner.torch_compile import TorchCompilePolicy
 
-POLICIES: dict[str, Callable[[NeuronConfig, int], GraphPolicy]] = {
-    "openxla": OpenXlaPolicy,
-    "torch.compile": TorchCompilePolicy,
-}
+
+def policy_for(config: NeuronConfig, num_workers: int) -> GraphPolicy:
+    """How sizes are compiled. Imports torch_xla if the backend needs it, as what follows does."""
+    if not config.runs_on_xla:
+        from neuron_runner.dynamo import DynamoPolicy
+
+        return DynamoPolicy(config)
+    from neuron_runner.graph_policy import OpenXlaPolicy
+    from neuron_runner.torch_compile import TorchCompilePolicy
+
+    return (OpenXlaPolicy if config.backend == "openxla" else TorchCompilePolicy)(config, num_workers)
+
+
+def device_ops_for(config: NeuronConfig, device: torch.device) -> DeviceOps:
+    if not config.runs_on_xla:
+        from neuron_runner.dynamo import TorchDeviceOps
+
+        return TorchDeviceOps(device)
+    from neuron_runner.device_ops import XlaDeviceOps
+
+    return XlaDeviceOps(device)

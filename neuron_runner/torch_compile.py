@@ -5,14 +5,12 @@ change. It is slow: Dynamo and AOTAutograd trace a function anew for every size,
 torch_xla's bridge looks at every input again in every call.
 """
 
-from collections.abc import Callable, MutableSequence
-from types import FunctionType
-from typing import Any
+from collections.abc import MutableSequence
 
 import torch
 
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
-from model_runner_base.step.sizes import StepSize
+from neuron_runner.dynamo import EachSize
 from neuron_runner.graph_policy import OpenXlaPolicy
 
 
@@ -22,29 +20,4 @@ class TorchCompilePolicy(OpenXlaPolicy):
     make_ahead = GraphPolicy.make_ahead
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
-        return EachSize(function)
-
-
-class EachSize:
-    """A function of tensors and sizes, compiled for each of its sizes and shapes by itself; updates state in place."""
-
-    def __init__(self, function: StepFunction) -> None:
-        self._function = function
-        self._compiled: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, *args: Any) -> Any:
-        key = tuple(arg if isinstance(arg, StepSize) else (arg.shape, arg.dtype) for arg in args)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            own = _with_code_of_its_own(self._function)
-            compiled = self._compiled[key] = torch.compile(own, fullgraph=True, dynamic=False, backend="openxla")
-        return compiled(*args)
-
-
-def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls ``function``. Dynamo keeps by code object what it compiled: eight at most, tried in turn."""
-
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+        return EachSize(function, backend="openxla")

@@ -98,6 +98,8 @@ def move(model: nn.Module, device: torch.device) -> None:
     The scales of quantised KV caches stay behind: none is read here, and vLLM sets them, one small graph each, whenever
     weights are loaded.
     """
+    if device.type == "cpu":
+        return  # It was loaded there.
     scales = [(module, dict(module.named_buffers())) for module in model.modules() if isinstance(module, Attention)]
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

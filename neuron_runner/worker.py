@@ -47,6 +47,10 @@ class NeuronWorker(ModelRunnerWorker):
     def make_device(self) -> torch.device:
         if self.model_config.enforce_eager:
             return torch.device("cpu")
+        if not read_neuron_config(self.vllm_config.additional_config).runs_on_xla:
+            device = environment.torch_device()
+            logger.info("Steps run on torch's own device %s.", device)
+            return device
         parallel = self.parallel_config
         if environment.neuron_device_visible():
             if parallel.world_size > 1:

@@ -32,6 +32,7 @@ NEWEST = [
     "gpu/test_gpu_memory.py",
     "gpu/test_gpu_metadata.py",
     "gpu/test_gpu_policy.py",
+    "neuron/test_dynamo.py",
     "project/test_server.py",
     "project/test_structure.py",
     "project/test_vllm_names.py",

@@ -83,12 +83,15 @@ class Grammar(NamedTuple):
     bitmask: np.ndarray
     """[rows, ceil(V / 32)] int32: token t at bit t % 32 of word t // 32; a row for the next token of each request, and
     one behind each of its drafts."""
-    row_len: int = 0
-    """Rows of each request where all have as many, those of drafts that it lacks among them; else 0."""
 
-    def at(self, place: np.ndarray) -> np.ndarray:
-        """[N, ceil(V / 32)] the rows of ``place`` [N]: each request's places, which begin with 0, behind another's."""
-        if not self.row_len:
+    def at(self, place: np.ndarray, row_len: int) -> np.ndarray:
+        """[N, ceil(V / 32)] the rows of ``place`` [N]: each request's places, which begin with 0, behind another's.
+
+        Where there are more rows, each request has ``row_len`` of them: those of drafts that it lacks are left out.
+        """
+        if len(self.bitmask) == len(place):
             return self.bitmask
+        if len(self.bitmask) != len(self.req_ids) * row_len:
+            raise RuntimeError("structured output: it is not known which drafts the bitmask's rows belong to")
         owner = (place == 0).cumsum() - 1
-        return self.bitmask[owner * self.row_len + place]
+        return self.bitmask[owner * row_len + place]

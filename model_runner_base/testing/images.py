@@ -54,7 +54,9 @@ class SeeingModel:
         model, processor = reference(self.path)
         inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
         ids = torch.tensor([tokens])
-        further = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        zeros = torch.zeros_like(ids)
+        further = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        further |= {"token_type_ids": zeros, "mm_token_type_ids": zeros}
         for name in further.keys() & inputs.keys():
             inputs[name] = torch.cat((inputs[name], further[name].to(inputs[name].dtype)), dim=1)
         with torch.no_grad():

@@ -14,7 +14,10 @@ def choose_platform(qualified_name: str) -> None:
         RuntimeError: vLLM was already asked for the platform, or the class comes too late in its module.
     """
     if vllm.platforms._current_platform is not None:
-        raise RuntimeError(f"something asked vLLM for its platform before {qualified_name} was in place")
+        raise RuntimeError(
+            f"something asked vLLM for its platform before {qualified_name} was in place. Where importing vLLM alone "
+            "does, as from 0.24 to 0.27, name the platform in an entry point of the group vllm.platform_plugins instead"
+        )
     vllm.platforms.resolve_current_platform_cls_qualname = lambda: qualified_name
     module, _, name = qualified_name.rpartition(".")
     try:

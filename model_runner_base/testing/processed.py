@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.models import vary
@@ -84,5 +85,17 @@ def make_processed_model(name: str, directory: Path, family: Callable[[], Family
             if tensor_name.endswith(_ZEROS.get(name, ())):
                 torch.nn.init.zeros_(tensor)
         model.save_pretrained(path)
+        _name_as_published(path / "model.safetensors")
         processor.save_pretrained(path)
     return path, placeholder
+
+
+def _name_as_published(path: Path) -> None:
+    """Newer releases of transformers leave a level out of the names of CLIP's and SigLIP's tensors, which published
+    checkpoints have, and vLLM asks for."""
+    tensors = load_file(path)
+    if any("vision_tower.post_layernorm." in name for name in tensors):
+        published = {
+            name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()
+        }
+        save_file(published, path, metadata={"format": "pt"})

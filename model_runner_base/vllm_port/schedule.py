@@ -85,9 +85,7 @@ def _resumed(cached: CachedRequestData) -> tuple[list[Arrival], list[tuple[list[
 
 
 def read_grammar(grammar_output: GrammarOutput | None) -> Grammar | None:
-    """Releases that say how many drafts may be right give every request as many rows."""
+    """What structured output allows in a step; the bitmask is shared."""
     if grammar_output is None:
         return None
-    req_ids, bitmask = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
-    is_even = "num_acceptable_drafts" in GrammarOutput.__dataclass_fields__
-    return Grammar(req_ids, bitmask, len(bitmask) // len(req_ids) if is_even else 0)
+    return Grammar(grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask)

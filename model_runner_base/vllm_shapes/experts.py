@@ -13,7 +13,7 @@ from torch import nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers import fused_moe
 
-IS_ONE_MODULE = hasattr(fused_moe, "FusedMoE")
+IS_ONE_MODULE = isinstance(getattr(fused_moe, "FusedMoE", None), type)  # Between the two it is a function.
 
 ExpertsLayer: Any = getattr(fused_moe, "FusedMoE" if IS_ONE_MODULE else "MoERunner")
 """The module that a model calls with hidden states and the router's logits."""

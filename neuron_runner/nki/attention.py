@@ -11,6 +11,7 @@ from vllm.config import get_current_vllm_config
 
 from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
+from neuron_runner.config import read_neuron_config
 from neuron_runner.nki.availability import NKI_VARIABLE, require_nki
 from neuron_runner.nki.operands import decode_operands, tile_operands
 from neuron_runner.nki.tiling import Tiling
@@ -21,12 +22,12 @@ class NkiAttentionBackend(PagedAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:
-        """With ``enforce_eager`` the model runs on the host, where there are no kernels.
+        """With ``enforce_eager`` the model runs on the host, where there are no kernels; backends of Dynamo take none.
 
         Raises NotImplementedError where drafts are to be verified.
         """
         config = get_current_vllm_config()
-        if config.model_config.enforce_eager:
+        if config.model_config.enforce_eager or not read_neuron_config(config.additional_config).runs_on_xla:
             return PagedAttentionImpl
         if config.speculative_config is not None:
             raise NotImplementedError(

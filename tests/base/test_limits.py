@@ -10,7 +10,6 @@ from vllm import SamplingParams
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.limits import NEWER_PARAMS, check_config, check_request
-from model_runner_base.vllm_shapes import multimodal
 
 MODEL = {
     "is_multimodal_model": False,
@@ -150,7 +149,6 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ("model_config.hf_text_config.sliding_window", 15, "set enable_prefix_caching=False"),
     ],
 )
-@pytest.mark.skipif(not multimodal.IS_TRIED, reason="refused as such")
 def test_what_models_that_see_are_not_served_with_yet(setting: str, value: Any, message: str) -> None:
     config: Any = deepcopy(SERVED)
     config.model_config.is_multimodal_model = config.model_config.is_mm_prefix_lm = True

@@ -174,9 +174,12 @@ def test_grammar_is_read_as_it_is() -> None:
     bitmask = np.arange(6, dtype=np.int32).reshape(2, 3)
     grammar = read_grammar(GrammarOutput(structured_output_request_ids=["b", "a"], grammar_bitmask=bitmask))
     assert grammar is not None and list(grammar.req_ids) == ["b", "a"] and grammar.bitmask is bitmask
-    assert grammar.at(np.array([0, 0])).tolist() == bitmask.tolist()
-    even = Grammar(["b", "a"], np.arange(6)[:, None], row_len=3)
-    assert even.at(np.array([0, 0, 1, 2])).ravel().tolist() == [0, 3, 4, 5]
+    assert grammar.at(np.array([0, 0]), row_len=3).tolist() == bitmask.tolist()
+    even, places = Grammar(["b", "a"], np.arange(6)[:, None]), np.array([0, 0, 1, 2])
+    assert even.at(places, row_len=3).ravel().tolist() == [0, 3, 4, 5]
+    assert even._replace(bitmask=even.bitmask[:4]).at(places, row_len=3).ravel().tolist() == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="not known which drafts"):
+        even._replace(bitmask=even.bitmask[:5]).at(places, row_len=3)
     assert read_grammar(None) is None
 
 

@@ -11,8 +11,8 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import runner_of
 from model_runner_base.testing.models import TinyModel
 from neuron_runner.config import NeuronConfig
+from neuron_runner.dynamo import EachSize
 from neuron_runner.metrics import CompilationCount
-from neuron_runner.torch_compile import EachSize
 
 PROMPTS = random_prompts(8, [1, 30, 70])
 BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [128]}

@@ -62,7 +62,7 @@ class TokenMasks:
             return logits, slots
         index_of = batch.req_id_to_index
         every = batch.logits_rows(np.array([index_of[req_id] for req_id in grammar.req_ids], np.int64))
-        bitmask = grammar.at(every.place)
+        bitmask = grammar.at(every.place, batch.row_len)
         (behind,) = every.place.nonzero()
         free = behind[(bitmask[behind] == ALL).all(axis=1)]
         if len(free):

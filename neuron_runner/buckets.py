@@ -1,0 +1,76 @@
+"""Which sizes are compiled, whatever compiles them."""
+
+from itertools import product
+
+from model_runner_base.caches.lines import line_sizes
+from model_runner_base.graph_policy import BucketPolicy
+from model_runner_base.start.size_placement import place_sizes, prompts_alone
+from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
+from neuron_runner.config import NeuronConfig
+from neuron_runner.sampling import sort_limits
+
+
+class NeuronBuckets(BucketPolicy):
+    """Two families of sizes: uniform decode, and mixed steps of prefill and decode; a third on a contiguous cache.
+
+    The attention of a step costs what its (query tile, KV tile) pairs cost, so the context dimension is a number of
+    pairs: short and long requests may be mixed freely under one mean. A family's sizes are placed where traffic is
+    expected; a list that the user gives for one of its dimensions makes it a grid over that list.
+    """
+
+    def __init__(self, config: NeuronConfig) -> None:
+        self.config = config
+        self.sort_limits = sort_limits(config)
+
+    def configure(self, limits: StepLimits) -> None:
+        super().configure(limits)
+        requests = _given(self.config.num_seqs_buckets, 1, limits.max_num_reqs)
+        contexts = _given(self.config.context_length_buckets, 128, limits.max_model_len)
+        tokens = _given(self.config.num_batched_tokens_buckets, 128, limits.max_num_tokens)
+        if requests or contexts:
+            decode = self._decode_grid(limits, requests, contexts)
+        else:
+            decode = [size for size in self._placed(limits) if size.kind == StepKind.DECODE]
+        if tokens:
+            mixed = self._mixed_grid(limits, tokens, requests or geometric(1, limits.max_num_reqs))
+        else:
+            mixed = [size for size in self._placed(limits) if size.kind == StepKind.MIXED]
+        self.set_sizes([*decode, *mixed, *line_sizes(limits)])
+
+    def _placed(self, limits: StepLimits) -> tuple[StepSize, ...]:
+        return place_sizes(limits, self.config.max_padding)
+
+    def _decode_grid(
+        self, limits: StepLimits, requests: list[int] | None, contexts: list[int] | None
+    ) -> list[StepSize]:
+        """Requests x mean context; a list that is not given grows twofold, contexts from 256 on."""
+        requests = requests or geometric(1, limits.max_num_reqs)
+        contexts = contexts or [limits.decode.keys, *geometric(256, limits.max_model_len)]
+        tiles = sorted({-(-context // limits.decode.keys) for context in contexts})
+        return [limits.decode_size(n, n * kv_tiles) for n in requests for kv_tiles in tiles]
+
+    def _mixed_grid(self, limits: StepLimits, tokens: list[int], requests: list[int]) -> list[StepSize]:
+        """Tokens of chunks x decode rows beside them x pairs; and chunks alone, unless that saves next to nothing.
+
+        Of decode rows there may be as many as requests, or an eighth of that, eight at least; of pairs the most that
+        the limits allow, and quarters of it down to some eight a tile.
+        """
+        sizes, most_rows = [], limits.max_num_reqs
+        few_rows = min(most_rows, max(8, most_rows // 8))
+        for num_tokens in tokens:
+            num_chunks = min(num_tokens, most_rows)
+            num_tiles = limits.num_tiles(num_tokens, num_chunks)
+            most_pairs, fewest = num_tiles * limits.max_chunk_kv_tiles, max(8, 2 * num_tokens // limits.chunk.query)
+            shares = [4**quarter for quarter in range(max(1, (most_pairs // fewest).bit_length() // 2))]
+            for rows, share in product({most_rows, few_rows}, shares):
+                decode_pairs, chunk_pairs = max(rows, rows * limits.max_kv_tiles // share), most_pairs // share
+                tiles = min(num_tiles, chunk_pairs)  # Each has a pair at least.
+                sizes.append(limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, tiles))
+            if len(shares) > 1:
+                sizes.append(prompts_alone(limits, num_tokens, requests))
+        return sizes
+
+
+def _given(buckets: list[int] | str | None, start: int, limit: int) -> list[int] | None:
+    """A list as the user means it: powers of two begin at ``start`` and end at the limit."""
+    return geometric(start, limit) if isinstance(buckets, str) else buckets

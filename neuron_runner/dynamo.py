@@ -1,0 +1,72 @@
+"""``compile_backend`` names a backend of Dynamo: ``neuron``, which comes with TorchNeuron, or any that is registered.
+
+Nothing here needs torch_xla. Weights, caches and steps lie on torch's own device of Neuron, or on the host where there
+is none, and every size is a graph of static shapes. Not run on Neuron hardware: other backends stood in on the host.
+"""
+
+from collections.abc import Callable, MutableSequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo.utils
+
+from model_runner_base.device_ops import DeviceOps, MemoryInfo
+from model_runner_base.graph_policy import StepFunction
+from model_runner_base.step.sizes import StepSize
+from neuron_runner.buckets import NeuronBuckets
+from neuron_runner.config import NeuronConfig
+
+
+class DynamoPolicy(NeuronBuckets):
+    """Each size through torch.compile, traced and compiled when warm-up runs it."""
+
+    def __init__(self, config: NeuronConfig) -> None:
+        super().__init__(config)
+        self.backend = config.backend
+
+    def num_compilations(self) -> int:
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
+        return EachSize(function, self.backend)
+
+
+class TorchDeviceOps(DeviceOps):
+    """Of torch's own device of Neuron, by what ``torch.accelerator`` says of it; or of the host."""
+
+    def memory_info(self) -> MemoryInfo:
+        if self.device.type == "cpu":
+            return super().memory_info()
+        report = getattr(torch.accelerator, "get_memory_info", None)  # Since torch 2.10.
+        return MemoryInfo(0, 0) if report is None else MemoryInfo(*report(self.device))
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+class EachSize:
+    """A function of tensors and sizes, compiled for each of its sizes and shapes by itself; updates state in place."""
+
+    def __init__(self, function: StepFunction, backend: str) -> None:
+        self._function = function
+        self._backend = backend
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        key = tuple(arg if isinstance(arg, StepSize) else (arg.shape, arg.dtype) for arg in args)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            own = _with_code_of_its_own(self._function)
+            compiled = self._compiled[key] = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
+        return compiled(*args)
+
+
+def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls ``function``. Dynamo keeps by code object what it compiled: eight at most, tried in turn."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)

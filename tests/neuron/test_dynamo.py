@@ -1,0 +1,55 @@
+"""Backends of Dynamo in the place of ``neuron``: the newest lane has no torch_xla at all."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from lane import HAS_OPENXLA, ROOT
+from torch._dynamo import list_backends
+
+from neuron_runner.config import NeuronConfig, read_neuron_config
+
+FEW_SIZES = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [1, 4], "context_length_buckets": [256]}
+OPTIONS = {"additional_config": {"neuron_config": FEW_SIZES | {"compile_backend": "aot_eager"}}}
+ROWS = "(test_one_request or test_mixed_batches) and llama or test_no_compilation or written_in_place"
+
+
+def run_kit(options: dict[str, object], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of Neuron's platform, whichever the lane's own is."""
+    environment = {**os.environ, "VLLM_NEURON_RUNNER": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
+    command = [sys.executable, "-m", "model_runner_base.testing", "neuron_runner.worker.NeuronWorker"]
+    given = ["--engine-options", json.dumps(options), *arguments]
+    return subprocess.run([*command, *given], env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_kit_holds() -> None:
+    """Tokens are the reference's; graphs have static sizes, all of them made in warm-up; caches stay in place."""
+    run = run_kit(OPTIONS, "-k", ROWS)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    results = re.findall(r" {2,}(passes|FAILS|not supported)", run.stdout)
+    assert results == ["passes"] * 4, run.stdout[-8000:]
+
+
+def test_a_name_that_is_not_registered_is_refused() -> None:
+    names = ", ".join(list_backends(exclude_tags=()))
+    with pytest.raises(ValueError, match=r"or a registered Dynamo backend \(.*\), got 'neuron'") as raised:
+        read_neuron_config({"neuron_config": {"compile_backend": "neuron"}})
+    assert names in str(raised.value)
+
+
+def test_what_is_left_out_goes_by_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    if HAS_OPENXLA:
+        assert NeuronConfig().backend == "openxla"
+    monkeypatch.setattr("neuron_runner.environment.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"torch_xla is not installed \(pip install .*registered Dynamo backend"):
+        NeuronConfig().warms_up_behind(1)
+    monkeypatch.setattr("torch._dynamo.list_backends", lambda exclude_tags: ["neuron"])
+    assert NeuronConfig().backend == "neuron" and not NeuronConfig().warms_up_behind(1)
+
+
+def test_several_workers_are_refused() -> None:
+    with pytest.raises(ValueError, match="compile_backend=aot_eager needs one worker, there are 2"):
+        NeuronConfig(compile_backend="aot_eager").warms_up_behind(2)
