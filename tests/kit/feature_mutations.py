@@ -252,8 +252,8 @@ MUTATIONS = [
     Mutation(
         "what follows an image is rotated by its place in the cache",
         "multimodal/inputs.py",
-        "offsets[..., :num_decodes] = self._behind[batch.rows[:num_decodes]]",
-        "offsets[..., :num_decodes] = 0",
+        "offsets[..., : len(of_rows)] = of_rows",
+        "offsets[..., : len(of_rows)] = 0",
         "test_an_image_of_several_requests",
     ),
     Mutation(
