@@ -1,6 +1,5 @@
 """Sounds in the real server, by the real client: what is read of them is what HF transformers reads."""
 
-import importlib.util
 import io
 import wave
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from model_runner_base.testing.sounds import SAMPLING_RATE, sound
 from model_runner_base.testing.transcription import START, Transcriber, make_transcriber
 
 COUNT, NUM_CLIENTS = 16, 12
-HAS_AUDIO = all(map(importlib.util.find_spec, ("librosa", "soundfile")))
 LIMITS = {
     "max-num-seqs": 4,
     "dtype": "float32",
@@ -66,10 +64,6 @@ def complaint(client: openai.OpenAI, file: bytes) -> str:
     return message
 
 
-needs_audio = pytest.mark.skipif(not HAS_AUDIO, reason="vLLM's packages for audio are not installed")
-
-
-@needs_audio
 def test_transcriptions(client: openai.OpenAI, model: Transcriber) -> None:
     """Of more clients than rows at once; then in pieces, as they are made."""
     files, heard = zip(*(as_wave(sound(seed, 0.2 + 0.2 * seed)) for seed in range(NUM_CLIENTS)), strict=True)
@@ -81,17 +75,10 @@ def test_transcriptions(client: openai.OpenAI, model: Transcriber) -> None:
     assert "".join(pieces) == want[3]
 
 
-@needs_audio
 def test_a_file_that_is_no_sound(client: openai.OpenAI, model: Transcriber) -> None:
     assert complaint(client, b"no sound")
     file, heard = as_wave(sound(3, 0.8))
     assert transcribe(client, file).text == model.text(heard, START, COUNT)
-
-
-@pytest.mark.skipif(HAS_AUDIO, reason="vLLM's packages for audio are installed")
-def test_without_packages_for_audio(client: openai.OpenAI) -> None:
-    """The answer says what to install."""
-    assert "Please install vllm[audio]" in complaint(client, as_wave(sound(3, 0.8))[0])
 
 
 def test_text_alone_is_not_served(client: openai.OpenAI) -> None:
