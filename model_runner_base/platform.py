@@ -170,6 +170,7 @@ class PagedPlatform(Platform):
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.limits import check_config
+        from model_runner_base.vllm_port.item_data import keep_item_data
         from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
         from model_runner_base.vllm_port.scheduler import has_steps_of_rows
         from model_runner_base.vllm_port.whole_sounds import keep_sounds_whole
@@ -234,6 +235,7 @@ class PagedPlatform(Platform):
         assert isinstance(model.dtype, torch.dtype)
         cls.check_if_supports_dtype(model.dtype)
         keep_sounds_whole(model.architecture)
+        keep_item_data()
 
     @classmethod
     def _kv_cache_gib(cls) -> float:

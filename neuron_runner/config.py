@@ -62,7 +62,9 @@ def _check_backend(value: Any) -> str | None:
         return value
     from torch._dynamo import list_backends
 
-    registered = list_backends(exclude_tags=())
+    # torch_xla's own, and those of torch's tests, are no way to run.
+    others = ("openxla", "relu_")
+    registered = [name for name in list_backends(exclude_tags=()) if not name.startswith(others)]
     if value not in registered:
         raise ValueError(f"must be {', '.join(XLA_BACKENDS)}, or a registered Dynamo backend ({', '.join(registered)})")
     return value
@@ -155,15 +157,16 @@ class NeuronConfig(_Options):
 
     def warms_up_behind(self, num_workers: int) -> bool:
         """Whether steps are served while sizes are compiled; raises ValueError for what the workers cannot do."""
-        one = f"needs one worker, there are {num_workers}: leave it out, or give"
+        one = f"needs one worker, there are {num_workers}:"
         if self.backend != "openxla":
             if num_workers > 1:
-                raise ValueError(f"neuron_config.compile_backend={self.backend} {one} openxla")
+                advice = "set tensor_parallel_size=1, or give openxla"
+                raise ValueError(f"neuron_config.compile_backend={self.backend} {one} {advice}")
             if self.warm_up == "background":
                 raise ValueError("neuron_config.warm_up=background needs compile_backend=openxla: leave one out")
             return False
         if self.warm_up == "background" and num_workers > 1:
-            raise ValueError(f"neuron_config.warm_up=background {one} full")
+            raise ValueError(f"neuron_config.warm_up=background {one} leave it out, or give full")
         return self.warm_up != "full" and num_workers == 1
 
     def check_limits(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -213,7 +216,8 @@ def _default_backend() -> str:
         return str(_check_backend("neuron"))
     except ValueError as error:
         raise ValueError(
-            f"torch_xla is not installed ({environment.INSTALL}), so neuron_config.compile_backend {error}"
+            "neither torch_xla nor TorchNeuron, which brings the backend of Dynamo neuron, is installed: install one "
+            f"of them, or have another backend stand in; neuron_config.compile_backend {error}"
         ) from None
 
 

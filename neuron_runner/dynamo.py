@@ -35,6 +35,11 @@ class DynamoPolicy(NeuronBuckets):
 class TorchDeviceOps(DeviceOps):
     """Of torch's own device of Neuron, by what ``torch.accelerator`` says of it; or of the host."""
 
+    @property
+    def eager_device(self) -> torch.device:
+        """Towers stay on the host (``model_runner.load_model``)."""
+        return torch.device("cpu")
+
     def memory_info(self) -> MemoryInfo:
         if self.device.type == "cpu":
             return super().memory_info()

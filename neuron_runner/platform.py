@@ -1,5 +1,6 @@
 """The platform plugin: how vLLM is configured for Neuron, or for the host where there is none."""
 
+import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from neuron_runner import environment, ray_setup
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from neuron_runner.config import NeuronConfig
 
 
 class NeuronPlatform(PagedPlatform):
@@ -75,6 +78,18 @@ class NeuronPlatform(PagedPlatform):
             environment.check_cores(parallel.local_world_size)
 
     @classmethod
+    def _check_dynamo(cls, config: "NeuronConfig") -> None:
+        """Raises ValueError for what a backend of Dynamo cannot take, MissingRequirementError without its device."""
+        from neuron_runner.nki.availability import NKI_VARIABLE
+
+        backend = f"neuron_config.compile_backend={config.backend}"
+        if os.environ.get(NKI_VARIABLE) == "1":
+            raise ValueError(f"{NKI_VARIABLE}=1 asks for kernels that {backend} does not take: leave one of them out")
+        if config.quant_dtype is not None:
+            raise ValueError(f"neuron_config.quant_dtype is not supported with {backend}: leave one of them out")
+        environment.torch_device()
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         from neuron_runner.config import read_neuron_config
 
@@ -84,7 +99,7 @@ class NeuronPlatform(PagedPlatform):
         if is_compiled and config.runs_on_xla:
             environment.check_torch_xla()
         elif is_compiled:
-            environment.torch_device()
+            cls._check_dynamo(config)
         super().check_and_update_config(vllm_config)
         cls._check_cores(vllm_config.parallel_config)
         if model is not None:

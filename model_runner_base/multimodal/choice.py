@@ -10,6 +10,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.multimodal.cross import CrossEncoder
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder, ItemEncoder
+from model_runner_base.vllm_port.item_data import keep_item_data
 
 
 def choose_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Encoder:
@@ -17,6 +18,7 @@ def choose_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, devi
     config = vllm_config.model_config
     if not config.is_multimodal_model:
         return NO_ENCODER
+    keep_item_data()  # An engine core that was spawned has not seen the platform check the config.
     return (CrossEncoder if config.is_encoder_decoder else ItemEncoder)(vllm_config, model, wrap, device_ops)
 
 

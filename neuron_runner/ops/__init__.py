@@ -44,9 +44,10 @@ def register() -> None:
 
 def _run_towers_on_the_host() -> None:
     """vLLM registers attention of towers for the platform's own dispatch key; some towers run on the host here."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention.ops.vit_attn_wrappers import torch_sdpa_wrapper
 
     global _host_ops
-    if _host_ops is None:
+    if _host_ops is None and current_platform.dispatch_key != "CPU":
         _host_ops = torch.library.Library("vllm", "FRAGMENT")
         _host_ops.impl("torch_sdpa_wrapper", torch_sdpa_wrapper, "CPU")

@@ -98,9 +98,9 @@ def test_options_come_from_config_overrides_and_environment(
         ({"max_padding": 0}, "neuron_config.max_padding: Input should be greater than 0, got 0"),
         ({"max_padding": "0.2"}, "neuron_config.max_padding: Input should be a valid number, got '0.2'"),
         (
-            {"compile_backend": "neuron"},
+            {"compile_backend": "newron"},
             "neuron_config.compile_backend: must be openxla, torch.compile, or a registered Dynamo backend "
-            r"\(aot_eager, .*inductor.*\), got 'neuron'",
+            r"\(aot_eager, .*inductor.*\), got 'newron'",
         ),
         ({"quant_dtype": "f8e4m3fn"}, "neuron_config.quant_dtype: Input should be 's8', got 'f8e4m3fn'"),
         ({"quantization": "bf16"}, "neuron_config.quantization: Input should be 's8', got 'bf16'"),
