@@ -36,6 +36,7 @@ class CrossEncoder(Encoder):
         self._device_ops = device_ops
         assert isinstance(config.dtype, torch.dtype)
         self._shape, self._dtype = (cross_length(vllm_config), config.get_hidden_size()), config.dtype
+        self._num_layers = sum(hasattr(module, "kv_proj") for module in model.modules())
         self._requests: RequestStates
         self._outputs: list[OutputCaches]
 
@@ -57,9 +58,9 @@ class CrossEncoder(Encoder):
         return DecoderInputs(requests, self.warm_up)
 
     def step_memory(self) -> int:
-        """An output on its way to the caches, and the keys and values of two layers."""
+        """An output on its way to the caches, and the keys and values of all layers, which one graph writes."""
         length, width = self._shape
-        return 5 * length * width * self._dtype.itemsize
+        return (1 + 2 * self._num_layers) * length * width * self._dtype.itemsize
 
     @torch.no_grad()
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:

@@ -22,7 +22,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.inputs.tokens import TokenInputs
-from model_runner_base.multimodal.encoder_graphs import EAGER, EncoderGraphs
+from model_runner_base.multimodal.encoder_graphs import EAGER, EncoderGraphs, check_rows
 from model_runner_base.multimodal.inputs import MultiModalInputs, RotatedInputs
 from model_runner_base.multimodal.levels import Levels
 from model_runner_base.multimodal.patch_graphs import PatchGraphs
@@ -121,11 +121,7 @@ class ItemEncoder(Encoder):
             outputs += self._model.embed_multimodal(**kwargs)
         for item, output in zip(items, outputs, strict=True):
             embeds = output.flatten(0, -2)  # Some models keep a dimension of one where videos differ in length.
-            if len(embeds) != item.mm_position.get_num_embeds():
-                raise RuntimeError(
-                    f"the encoder made {len(embeds)} embeddings of a {item.modality} that stands for "
-                    f"{item.mm_position.get_num_embeds()} tokens"
-                )
+            check_rows(item, len(embeds))
             self._pool.write(self._rows.take(item.identifier, len(embeds)), embeds)
 
     def warm_up(self) -> None:

@@ -5,6 +5,15 @@ from collections.abc import Sequence
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 
+def check_rows(item: MultiModalFeatureSpec, count: int) -> None:
+    """Raises RuntimeError unless ``count`` embeddings are as many as the item's tokens: the scheduler counts those."""
+    if count != item.mm_position.get_num_embeds():
+        raise RuntimeError(
+            f"the encoder made {count} embeddings of a {item.modality} that stands for "
+            f"{item.mm_position.get_num_embeds()} tokens"
+        )
+
+
 class EncoderGraphs:
     """There are none: the model's towers run eagerly."""
 

@@ -14,7 +14,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
-from model_runner_base.multimodal.encoder_graphs import EncoderGraphs
+from model_runner_base.multimodal.encoder_graphs import EncoderGraphs, check_rows
 from model_runner_base.multimodal.patches import PADDING, Frames, PatchTower
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.step.sizes import geometric
@@ -54,7 +54,8 @@ class PatchGraphs(EncoderGraphs):
             if pixels is None or height * width > self._sizes[-1]:
                 left.append(item)
                 continue
-            rows = self._rows.take(item.identifier, len(pixels) // self._tower.unit)
+            check_rows(item, count := len(pixels) // self._tower.unit)
+            rows = self._rows.take(item.identifier, count)
             for of_frames in self._tower.frames(pixels, (frames, height, width), self._sizes[-1]):
                 self._launch(of_frames, rows[of_frames.rows])
         return left

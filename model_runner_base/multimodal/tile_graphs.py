@@ -14,13 +14,16 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
-from model_runner_base.multimodal.encoder_graphs import EncoderGraphs
+from model_runner_base.multimodal.encoder_graphs import EncoderGraphs, check_rows
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.multimodal.tiles import BETWEEN, TiledTower, tile_shape
 from model_runner_base.multimodal.towers import towers_of
 
 TILES = (16, 4, 1)
-"""In one graph. With more a tile would hardly take less time: each is hundreds of patches."""
+"""In one graph."""
+MOST_PATCHES = 4096
+"""Of the tiles of a graph: with more, a tile would hardly take less time. Each needs memory for what its patches see of
+each other. One tile may have more."""
 
 
 class TileGraphs(EncoderGraphs):
@@ -45,7 +48,7 @@ class TileGraphs(EncoderGraphs):
         self._shaped = torch.nn.Unflatten(1, self._shape)
         """A module's numbers are constants of a graph."""
         self._rows_per_tile = tower.num_rows(model)
-        most = pool.num_rows // self._rows_per_tile
+        most = min(pool.num_rows // self._rows_per_tile, MOST_PATCHES // self._num_patches)
         self._counts = [count for count in TILES if count <= most] or [1]
         for module in towers_of(model):
             device_ops.place(module)
@@ -68,6 +71,7 @@ class TileGraphs(EncoderGraphs):
                 left.append(item)
                 continue
             order = self._tower.order(self._model, contents, len(tiles), self._rows_per_tile)
+            check_rows(item, len(order))
             rows = self._rows.take(item.identifier, len(order))
             # Images of one prompt are padded to as many tiles each by some processors.
             tiles = tiles[: order.max() // self._rows_per_tile + 1]
@@ -98,12 +102,16 @@ class TileGraphs(EncoderGraphs):
             nowhere = np.full(count * self._rows_per_tile, self._pool.num_rows, np.int32)
             self._launch(torch.zeros((count, int(np.prod(self._shape)))), nowhere)
 
+    @property
+    def _num_patches(self) -> int:
+        """Of a tile."""
+        patch, (_, height, width) = self._vision.patch_size, self._shape
+        across, down = (patch, patch) if isinstance(patch, int) else patch
+        return 1 + (height // across) * (width // down)
+
     def step_memory(self) -> int:
         """In float32: the pixels, twice, and one layer's hidden states, inner activations and attention scores."""
-        vision, (channels, height, width) = self._vision, self._shape
-        patch = vision.patch_size
-        across, down = (patch, patch) if isinstance(patch, int) else patch
-        patches = 1 + (height // across) * (width // down)
+        vision, patches, (channels, height, width) = self._vision, self._num_patches, self._shape
         layer = patches * (6 * vision.hidden_size + 2 * vision.intermediate_size)
         scores = 2 * vision.num_attention_heads * patches**2
         return 4 * self._counts[0] * (2 * channels * height * width + layer + scores)

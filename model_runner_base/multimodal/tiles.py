@@ -51,8 +51,13 @@ class TiledTower:
     """Kinds of vision config; none given: any."""
 
     def tiles_of(self, contents: Contents, shape: Sequence[int]) -> torch.Tensor | None:
-        """[N, channels, height, width]; None if the item is something else, such as embeddings that the user made."""
+        """[N, channels, height, width]; None if the item is something else, such as embeddings that the user made.
+
+        Raises RuntimeError for tiles of another ``shape``, which the model does not see.
+        """
         given = [contents[name] for name in self.pixels if name in contents]
+        if given and given[0].shape[-3:] != tuple(shape):
+            raise RuntimeError(f"tiles have the shape {[*given[0].shape[-3:]]}, but the tower takes {[*shape]}")
         return given[0].reshape(-1, *shape) if given else None
 
 

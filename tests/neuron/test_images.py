@@ -11,9 +11,12 @@ from conftest import engine
 
 from model_runner_base.multimodal import patch_graphs
 from model_runner_base.multimodal.towers import towers_of
-from model_runner_base.testing.checks.test_multimodal import COUNT, Prompt, ask, expected, read
-from model_runner_base.testing.engine import greedy, runner_of
+from model_runner_base.testing.adapters import EVERYWHERE, make_adapter
+from model_runner_base.testing.checks.test_multimodal import COUNT, Prompt, as_input, ask, expected, read
+from model_runner_base.testing.drafts import speculation
+from model_runner_base.testing.engine import greedy, metric, runner_of
 from model_runner_base.testing.images import SeeingModel, make_seeing_model, picture, video_facts
+from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.sounds import make_hearing_model, sound
 from model_runner_base.testing.transcription import LENGTH, START, make_transcriber
 from neuron_runner.metrics import CompilationCount
@@ -52,6 +55,7 @@ def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: 
         before = CompilationCount.now()
         got = read(ask(llm, asked))
         num_eager = len(eagerly)
+        assert all((kwargs["image_grid_thw"].prod(-1) > 128).all() for kwargs in eagerly)
         moved = read(llm.generate({"prompt": see, "multi_modal_data": video}, greedy(COUNT), use_tqdm=False))
         assert CompilationCount.now() == before
         assert 0 < num_eager < len(asked) and len(eagerly) == num_eager
@@ -74,6 +78,29 @@ def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
         got = read(ask(llm, asked))
         assert CompilationCount.now() == before
     assert got == expected(model, asked)
+
+
+def test_adapters_and_drafts_beside_images(tmp_path: Path) -> None:
+    """Of a model that adds to its first layers, in graphs that stand before any adapter is loaded."""
+    model = make_seeing_model("qwen3-vl", tmp_path)
+    adapter = make_adapter(model.path, tmp_path, 1, 8, EVERYWHERE, part="language_model.layers")
+    asked = pictures(model, 5, 2)
+    chosen = [adapter if number % 2 else None for number in range(len(asked))]
+    want = [
+        (SeeingModel(adapter.merged.path, model.placeholder) if each else model).greedy(*prompt, COUNT)
+        for prompt, each in zip(asked, chosen, strict=True)
+    ]
+    options = {"skip_tokenizer_init": False, "max_model_len": 256, "enable_lora": True, "max_lora_rank": 8}
+    drafts = speculation("ngram", TinyModel(model.path))
+    config = {"neuron_config": FEW_BUCKETS}
+    with engine(model.path, **options, speculative_config=drafts, additional_config=config) as llm:
+        before = CompilationCount.now()
+        requests = [each.request if each else None for each in chosen]
+        inputs = [as_input(prompt) for prompt in asked]
+        got = read(llm.generate(inputs, greedy(COUNT), use_tqdm=False, lora_request=requests))
+        assert CompilationCount.now() == before
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+    assert got == want
 
 
 def test_a_model_with_an_embedding_of_its_own_between_rows(tmp_path: Path) -> None:
