@@ -7,9 +7,11 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 MODEL = Path(__file__).parent / "models" / "kjv-2m"
 ADAPTER = MODEL.with_name("kjv-modern")
+SEEING_MODEL = MODEL.with_name("shapes")
 SPECULATION = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "draft_model": {"method": "draft_model", "model": str(MODEL.with_name("kjv-draft"))},
@@ -31,11 +33,26 @@ PROMPTS = [
     "A wise man",
     "And the angel said unto her,",
 ]
+QUESTIONS = ["What is in the picture?", "Which colour is it?"]
+
+
+def read_prompts(args: argparse.Namespace) -> list[Any]:
+    """What vLLM is given: text, or a question beside a picture."""
+    if args.image is None:
+        return args.prompt or PROMPTS
+    from PIL import Image
+
+    paths = args.image or sorted((SEEING_MODEL / "pictures").iterdir())
+    return [
+        {"prompt": f"<image>{question}", "multi_modal_data": {"image": Image.open(path).convert("RGB")}}
+        for path in paths
+        for question in args.prompt or QUESTIONS
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(MODEL), help="a local checkpoint; the bundled one if left out")
+    parser.add_argument("--model", help="a local checkpoint; a bundled one if left out")
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
@@ -57,6 +74,11 @@ def main() -> None:
         const=str(ADAPTER),
         help="a LoRA adapter that every prompt is continued with; the bundled one if no path is given",
     )
+    parser.add_argument(
+        "--image",
+        nargs="*",
+        help="pictures that each prompt asks about; bundled ones, and a bundled toy that sees, if no path is given",
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no compilation, for debugging")
     args = parser.parse_args()
 
@@ -68,7 +90,7 @@ def main() -> None:
 
     started = time.perf_counter()
     llm = LLM(
-        args.model,
+        args.model or str(MODEL if args.image is None else SEEING_MODEL),
         max_num_seqs=16,
         max_num_batched_tokens=512,
         seed=args.seed,
@@ -87,7 +109,7 @@ def main() -> None:
     num_ready = len(policy.offered)
     sampling = SamplingParams(temperature=args.temperature, top_p=0.9, max_tokens=args.max_tokens, seed=args.seed)
     adapter = LoRARequest(Path(args.lora).name, 1, args.lora) if args.lora else None
-    outputs = llm.generate(args.prompt or PROMPTS, sampling, lora_request=adapter)
+    outputs = llm.generate(read_prompts(args), sampling, lora_request=adapter)
     done = time.perf_counter()
     later = CompilationCount.now()
 

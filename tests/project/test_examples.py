@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import BUNDLED_MODEL
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
 from model_runner_base.testing.adapters import TinyAdapter
 
@@ -100,6 +101,26 @@ def test_adapter(tmp_path: Path) -> None:
         text = greedy_text(prompt, 24, merged)
         assert text != greedy_text(prompt, 24)
         assert f"\n{prompt}{text}\n" in printed, printed
+
+
+def test_pictures() -> None:
+    """The toy that sees says of the bundled pictures what it says in HF transformers, and that is right."""
+    path = BUNDLED_MODEL.with_name("shapes")
+    processor = AutoProcessor.from_pretrained(path)
+    model = LlavaForConditionalGeneration.from_pretrained(path, dtype="float32")
+    printed = re.sub("\033\\[[0-9]*m", "", run("generate.py", "--image", "--temperature", "0", "--enforce-eager"))
+    answers = printed.split("\n<image>")[1:]
+    pictures = sorted((path / "pictures").iterdir())
+    assert len(answers) == 2 * len(pictures) == 6
+    for index, answer in enumerate(answers):
+        picture = pictures[index // 2]
+        colour, shape = picture.stem.split("-")
+        question = ("What is in the picture?", "Which colour is it?")[index % 2]
+        inputs = processor(text=[f"<image>{question}"], images=[Image.open(picture)], return_tensors="pt")
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer.split("\n")[0] == f"{question}{text}", printed
+        assert (text.strip() == f"{colour.capitalize()}.") if index % 2 else text.startswith(f" A {colour} {shape} ")
 
 
 @pytest.mark.parametrize(
