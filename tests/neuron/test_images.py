@@ -64,9 +64,9 @@ def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: 
     assert moved == [model.greedy_of_video(see, frames, COUNT)]
 
 
-@pytest.mark.parametrize("family", ["llava-next", "internvl", "gemma3", "cohere2-vision"])
+@pytest.mark.parametrize("family", ["llava-next", "internvl", "cohere2-vision"])
 def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
-    """Images of one tile, and of more than a graph has."""
+    """Images of one tile, and of more than a graph has. (LLaVA and Gemma 3: the kit's row.)"""
     model = make_seeing_model(family, tmp_path)
     asked = pictures(model, 12, 1)
     options = {"skip_tokenizer_init": False, "max_model_len": 384, "enable_prefix_caching": False}
