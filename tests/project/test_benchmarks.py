@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["model_runner_base", "gpu_runner", "neuron_runner", "benchmarks"]
-CASES = ["decode_8", "decode_8_async", "mixed"]
+CASES = ["decode_8_async", "mixed"]
 
 
 def test_cases_of_the_host_step() -> None:
