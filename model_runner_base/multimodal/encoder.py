@@ -110,10 +110,13 @@ class ItemEncoder(Encoder):
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
         missing = [item for item in items if item.identifier not in self._rows and item.data is not None]
-        with torch.no_grad():
-            self._encode_eagerly(self._graphs.encode(missing))
+        if missing:
+            self._encode(missing)
 
-    def _encode_eagerly(self, items: Sequence[MultiModalFeatureSpec]) -> None:
+    @torch.no_grad()
+    def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
+        """By graphs what they can, eagerly the rest."""
+        items = self._graphs.encode(items)
         contents = [(item.modality, item.data) for item in items]
         outputs: list[torch.Tensor] = []
         groups: Any = group_by_modality(contents, device=self._device)
