@@ -295,4 +295,6 @@ def step_limits(
         ahead=speculation.ahead,
         pass_tokens=speculation.pass_tokens,
         cross_len=cross_len,
+        # A prompt comes whole, in the step that its sound is encoded in.
+        max_arrivals=max(1, scheduler.max_num_encoder_input_tokens // cross_len) if cross_len else None,
     )

@@ -73,7 +73,7 @@ def _mixed_step(limits: StepLimits, kv_tiles: np.ndarray, prompts: list[int], rn
     """A step in which ``prompts``, or the chunks of them that fit, take the place of as many decodes."""
     num_rows = max(0, min(len(kv_tiles) - len(prompts), limits.max_num_tokens - 2))
     num_tokens = num_tiles = num_chunks = num_pairs = 0
-    for prompt in prompts[: limits.max_num_reqs - num_rows]:
+    for prompt in prompts[: min(limits.max_num_reqs - num_rows, limits.max_chunks)]:
         chunk = min(prompt, limits.max_num_tokens - num_rows - num_tokens)
         if chunk == 0:
             break
@@ -94,7 +94,7 @@ def place_sizes(limits: StepLimits, max_padding: float) -> tuple[StepSize, ...]:
     cost = cost_of(candidates, limits.dims)[:, None]
     lone = [limits.decode_size(1, num_pairs) for num_pairs in geometric(1, limits.max_kv_tiles, factor=4)]
     requests = geometric(1, limits.max_num_reqs)
-    alone = [prompts_alone(limits, count, requests) for count in geometric(SMALLEST_PROMPT, limits.max_num_tokens)]
+    alone = [prompts_alone(limits, count, requests) for count in geometric(SMALLEST_PROMPT, limits.max_chunk_tokens)]
     sizes = [*limits.largest_sizes, *lone, *alone]
     always = np.array([size.as_row() for size in sizes])
     holds_need = (always[:, None] >= needs).all(axis=2) & (always[:, None, 0] == needs[:, 0])
@@ -117,7 +117,7 @@ def prompts_alone(limits: StepLimits, num_tokens: int, requests: Sequence[int]) 
     """
     num_reqs = next((count for count in requests if count > max(2, num_tokens // 128)), limits.max_num_reqs)
     prompt = min(num_tokens, LONG_PROMPT, limits.max_model_len)
-    num_prompts = min(-(-num_tokens // prompt), limits.max_num_reqs)
+    num_prompts = min(-(-num_tokens // prompt), limits.max_chunks)
     tile_ends = np.arange(0, prompt, limits.chunk.query) + limits.chunk.query - 1
     pairs = int((tile_ends // limits.chunk.keys + 1).sum())
     num_tiles = limits.num_tiles(num_tokens, num_prompts)
@@ -141,7 +141,7 @@ def _candidate(limits: StepLimits, need: StepSize) -> StepSize:
         )
     num_rows = min(_round_up(dims["decode_rows"], 1), limits.max_num_reqs)
     num_pairs = min(_round_up(dims["decode_pairs"] - 1, 4), num_rows * limits.max_kv_tiles)
-    num_tokens = min(_round_up(max(dims["chunk_tokens"], SMALLEST_MIXED), 4), limits.max_num_tokens)
+    num_tokens = min(_round_up(max(dims["chunk_tokens"], SMALLEST_MIXED), 4), limits.max_chunk_tokens)
     num_tiles = max(_round_up(dims["chunk_tiles"], 2), limits.num_tiles(num_tokens, 1))
     chunk_pairs = min(_round_up(dims["chunk_pairs"] - 1, 4), num_tiles * limits.max_chunk_kv_tiles)
     size = limits.mixed_size(num_rows, num_pairs, num_tokens, num_reqs, chunk_pairs, num_tiles)

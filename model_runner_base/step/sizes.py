@@ -129,6 +129,19 @@ class StepLimits:
     """The most tokens of a decode row that the model or what drafts takes at a time."""
     cross_len: int = 0
     """Keys of an encoder's output that each token sees in cross-attention layers; 0: there are none."""
+    max_arrivals: int | None = None
+    """Requests that may have a chunk in one step, where those are fewer than all: each has a whole prompt then."""
+
+    @property
+    def max_chunks(self) -> int:
+        """Requests that may have a chunk in one step."""
+        return self.max_num_reqs if self.max_arrivals is None else min(self.max_arrivals, self.max_num_reqs)
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Tokens that the chunks of one step may have together."""
+        most = self.max_num_tokens
+        return most if self.max_arrivals is None else min(most, self.max_chunks * self.max_model_len)
 
     @property
     def decode_reach(self) -> int:
@@ -213,12 +226,13 @@ class StepLimits:
     def largest_sizes(self) -> tuple[StepSize, StepSize]:
         """The largest step of pure decode and the largest mixed step: no step needs more memory.
 
-        Any request of a mixed step may have a decode row, any a chunk, and any token may be a chunk's.
+        Any request of a mixed step may have a decode row, any a chunk unless ``max_arrivals`` are fewer, and any token
+        may be a chunk's.
         """
-        rows, tokens = self.max_num_reqs, self.max_num_tokens
-        pairs, tiles = rows * self.max_kv_tiles, self.num_tiles(tokens, rows)
+        rows, chunks, tokens = self.max_num_reqs, self.max_chunks, self.max_chunk_tokens
+        pairs, tiles = rows * self.max_kv_tiles, self.num_tiles(tokens, chunks)
         chunk_pairs = tiles * self.max_chunk_kv_tiles
-        return self.decode_size(rows, pairs), self.mixed_size(rows, pairs, tokens, rows, chunk_pairs)
+        return self.decode_size(rows, pairs), self.mixed_size(rows, pairs, tokens, chunks, chunk_pairs)
 
 
 @compiled

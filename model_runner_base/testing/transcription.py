@@ -19,6 +19,9 @@ from model_runner_base.testing.tokenizer import make_tokenizer
 SECONDS = 3
 LENGTH = 50 * SECONDS
 """Rows of encoder output."""
+BLOCK_SIZE = 32
+BLOCK_BYTES = 3 * 2 * 64 * BLOCK_SIZE * 4
+"""Of each kind of layer, three of self-attention and three of cross-attention, which share the memory."""
 START = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 _SPECIAL = [
     "<|startoftranscript|>",

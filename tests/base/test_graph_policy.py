@@ -54,13 +54,16 @@ def limits_and_steps(draw: st.DrawFn) -> tuple[StepLimits, Steps]:
     max_length = draw(st.integers(1, 700))
     lines = draw(st.sampled_from([0, 0, draw(st.integers(1, max_reqs))]))
     limits = limits_of(max_tokens, max_reqs, max_length, draw(st.sampled_from([4, 16, 64])), 64, lines)
-    steps = []
+    arrivals = draw(st.sampled_from([None, None, draw(st.integers(1, max_reqs))]))
+    limits = replace(limits, max_arrivals=arrivals)
+    steps: Steps = []
     left = max_tokens
     longest = draw(st.sampled_from([1, max_length]))
     for _ in range(draw(st.integers(1, min(lines or max_reqs, 12)))):
         if left == 0:
             break
-        scheduled = draw(st.integers(1, min(left, longest)))
+        has_room = arrivals is None or sum(scheduled > 1 for scheduled, _ in steps) < arrivals
+        scheduled = draw(st.integers(1, min(left, longest if has_room else 1)))
         steps.append((scheduled, draw(st.integers(0, max_length - scheduled))))
         left -= scheduled
     return limits, steps

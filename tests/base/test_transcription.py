@@ -10,7 +10,14 @@ from vllm import LLM, RequestOutput
 
 from model_runner_base.testing.engine import core_of, greedy, metric, runner_of
 from model_runner_base.testing.sounds import sound
-from model_runner_base.testing.transcription import LENGTH, START, Transcriber, make_transcriber
+from model_runner_base.testing.transcription import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    LENGTH,
+    START,
+    Transcriber,
+    make_transcriber,
+)
 
 Prompt = tuple[np.ndarray, str]
 COUNT = 12
@@ -112,12 +119,18 @@ def test_sound_is_needed(llm: LLM, model: Transcriber) -> None:
         llm.generate(START, greedy(2), use_tqdm=False)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_preempted_requests_are_encoded_again(model: Transcriber, is_async: bool) -> None:
-    """Blocks for three encoder outputs and little more, for four requests of up to 60 tokens."""
-    block_bytes = 32 * 3 * 2 * 64 * 4
-    blocks = 1 + 3 * (-(-LENGTH // 32)) + 4
-    options = OPTIONS | {"kv_cache_memory_bytes": blocks * block_bytes, "async_scheduling": is_async}
+def test_preempted_requests_are_encoded_again(model: Transcriber) -> None:
+    """Without asynchronous scheduling, which the kit has."""
+    blocks = 1 + 3 * -(-LENGTH // BLOCK_SIZE) + 4
+    options = OPTIONS | {"kv_cache_memory_bytes": blocks * BLOCK_BYTES, "async_scheduling": False}
     with engine(model.path, **options) as llm:
         check_answers(llm, model, SOUNDS[:4], [50, 60, 40, 55])
         assert metric(llm, "vllm:num_preemptions")
+
+
+def test_few_prompts_arrive_in_a_step(llm: LLM) -> None:
+    """As many as the encoder's budget has sounds for, here one; memory is counted for no more."""
+    limits = runner_of(llm)._step_limits()
+    assert (limits.max_num_reqs, limits.max_chunks) == (4, 1)
+    mixed = limits.named(limits.largest_sizes[1])
+    assert mixed["chunk_tokens"] == 128 and mixed["chunk_tiles"] == 128 // limits.chunk.query + 1
