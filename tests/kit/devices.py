@@ -72,5 +72,16 @@ class PlainWorker(Usual):
 """
 """Graphs of two smaller decode sizes are compiled, which takes a while, behind steps at the largest sizes."""
 
-MODULES = {"padded_device": PADDED, "compiling_device": COMPILING}
+TILED = """
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainModelRunner, PlainWorker as Usual
+class Runner(PlainModelRunner):
+    def _cache_device_properties(self):
+        self.device_ops.towers_as_graphs = True
+class PlainWorker(Usual):
+    model_runner_cls = Runner
+"""
+"""Towers that take images by tiles run as graphs do."""
+
+MODULES = {"padded_device": PADDED, "compiling_device": COMPILING, "tiled_device": TILED}
 """Those that deliberate faults run on, by name."""

@@ -270,4 +270,36 @@ MUTATIONS = [
         "            self._bound, self._next = getattr(self, '_next', None), {",
         "test_an_image_of_several_requests",
     ),
+    Mutation(
+        "what a graph makes of a tile is put one row off",
+        "multimodal/tile_graphs.py",
+        "= rows[order != BETWEEN]",
+        "= np.roll(rows, 1)[order != BETWEEN]",
+        "test_tokens and llava",
+        "tiled_device",
+    ),
+    Mutation(
+        "what an encoder puts out goes to the blocks of the row before",
+        "multimodal/cross.py",
+        "self._table.table[row, : self._num_blocks]",
+        "self._table.table[row - 1, : self._num_blocks]",
+        "transcription and test_answers",
+    ),
+    Mutation(
+        "a sound is not encoded again for a request that comes back",
+        "multimodal/cross.py",
+        "            on_device = self._device_ops.upload(output.contiguous())",
+        "            if req_id in self.__dict__.setdefault('heard', set()):\n"
+        "                continue\n"
+        "            self.heard.add(req_id)\n"
+        "            on_device = self._device_ops.upload(output.contiguous())",
+        "test_preempted_requests",
+    ),
+    Mutation(
+        "a token sees one key behind the end of an encoder's output",
+        "caches/cross.py",
+        "group.cross_len - 1, NEVER",
+        "group.cross_len, NEVER",
+        "transcription and test_answers",
+    ),
 ]

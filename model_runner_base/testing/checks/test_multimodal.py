@@ -103,8 +103,14 @@ def test_preemption(llm: LLM, model: SeeingModel) -> None:
     """A request that comes back has its tokens where they were, those behind an image too."""
     asked = [prompt for prompt in prompts(model) if len(prompt[1]) < 3]
     before = metric(llm, "vllm:num_preemptions")
-    assert read(ask(llm, asked, 60)) == expected(model, asked, 60)
+    outputs = ask(llm, asked, 60, logprobs=0)
+    assert read(outputs) == expected(model, asked, 60)
     assert metric(llm, "vllm:num_preemptions") > before
+    for (text, images), out in zip(asked, outputs, strict=True):
+        (completion,) = out.outputs
+        want = model.log_probabilities(text, images, completion.token_ids)
+        for token, place, row in zip(completion.token_ids, completion.logprobs or (), want, strict=True):
+            assert place is not None and abs(place[token].logprob - float(row[token])) < 2e-3
 
 
 def test_an_image_of_several_requests_is_encoded_once(llm: LLM, model: SeeingModel, encoded: list[str]) -> None:
