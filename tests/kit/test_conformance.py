@@ -19,14 +19,19 @@ ROOT = Path(__file__).parents[2]
 FEWER_GRAPHS = {"additional_config": {"neuron_config": {"max_padding": 0.5}}}
 # Of the schedules, which the example device meets all, enough for every size and for donated caches.
 FEWER_SCHEDULES = ["--schedules", "6"]
-# Of the distributions, which the example device draws all, one: in openxla's graphs 2,000 requests take a while.
-ONE_DISTRIBUTION = ["-k", "not distributions or under_penalties"]
+# Of what the example device meets all, some: in openxla's graphs 2,000 requests take a while, and each drafter's take
+# minutes to trace.
+SOME = ["-k", "(not distributions or under_penalties) and not (speculation and (always or synchronous))"]
 OPENXLA = ["neuron_runner.worker.NeuronWorker", "--engine-options", json.dumps(FEWER_GRAPHS), *FEWER_SCHEDULES]
-OPENXLA += ONE_DISTRIBUTION
+OPENXLA += SOME
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 CHOSEN = ["-k", "presence or eos"]
 # The newest lane leaves out what draws by chance alone, which vLLM has no part in, and what needs the base's scheduler.
-ALL = [] if HAS_OPENXLA else ["-k", "not distributions and not (multimodal and gemma3)", *FEWER_SCHEDULES]
+ALL = (
+    []
+    if HAS_OPENXLA
+    else ["-k", "not distributions and not (multimodal and gemma3) and not transcription", *FEWER_SCHEDULES]
+)
 
 # The platform first: what comes below asks vLLM for it.
 SILENT = """

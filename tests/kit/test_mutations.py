@@ -23,7 +23,15 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.image_processing_auto",
         "transformers.models.llama.modeling_llama",
+        "torch._inductor.compile_fx",
+        "torch.utils.cpp_extension",
+        "mistral_common.protocol.instruct.normalize",
+        "gguf",
+        "numba",
+        "ray",
+        "scipy.signal",
         "openai.types.responses",
         "fastapi",
         "scipy.stats",
@@ -59,7 +67,8 @@ def verdicts(
 
 def run_kit(mutation: Mutation, directory: Path) -> Run:
     """Runs the kit on the example device, or a variant of it, over a mutated copy of the base."""
-    shutil.copytree(ROOT / BASE, directory / BASE, ignore=shutil.ignore_patterns("__pycache__"))
+    # Compiled files too, which go by their sources' times, but not what another process is writing.
+    shutil.copytree(ROOT / BASE, directory / BASE, ignore=shutil.ignore_patterns("*.pyc.*"))
     (directory / "examples").mkdir()
     shutil.copy(ROOT / "examples" / "plain_device.py", directory / "examples")
     for name, text in MODULES.items():
@@ -67,6 +76,8 @@ def run_kit(mutation: Mutation, directory: Path) -> Run:
     path = directory / BASE / mutation.file
     text = path.read_text()
     path.write_text(text.replace(mutation.old, mutation.new, 1) if mutation.old else text)
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        compiled.unlink()
     process = FORKS.Process(target=kit, args=(directory, mutation.device, mutation.selection))
     process.start()
     process.join(TIMEOUT_S)
@@ -88,7 +99,7 @@ def kit(directory: Path, device: str, selection: str) -> None:
 
     assert Path(command.__file__).is_relative_to(directory)
     classes = [f"{device}.PlainWorker", "--platform", f"{device}.PlainPlatform"]
-    sys.exit(command.main([*classes, "-x", "--no-shrinking", "-k", selection]))
+    sys.exit(command.main([*classes, "-x", "--no-shrinking", "--assert=plain", "-k", selection]))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

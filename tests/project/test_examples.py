@@ -1,5 +1,6 @@
 """The examples as a reader runs them, each in a process of its own; texts are those of HF transformers."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, Lla
 from model_runner_base.testing.adapters import TinyAdapter
 
 ROOT = Path(__file__).parents[2]
+LIGHT = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "XLA_FLAGS")}
+"""What tests set to be done sooner."""
 
 
 @cache
@@ -32,7 +35,7 @@ def run(name: str, *arguments: str) -> str:
     """What an example prints, beside its messages."""
     out = subprocess.run(
         [sys.executable, ROOT / "examples" / name, *arguments],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", **LIGHT},
         capture_output=True,
         text=True,
         timeout=600,
