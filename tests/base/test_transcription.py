@@ -1,13 +1,13 @@
 """Encoder-decoder models: tokens and log probabilities are HF transformers', whatever a sound is batched with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import engine
 from vllm import LLM, RequestOutput
 
+from model_runner_base.testing.checks.test_transcription import PROMPTS, check, compare
 from model_runner_base.testing.engine import core_of, greedy, metric, runner_of
 from model_runner_base.testing.sounds import sound
 from model_runner_base.testing.transcription import (
@@ -19,7 +19,6 @@ from model_runner_base.testing.transcription import (
     make_transcriber,
 )
 
-Prompt = tuple[np.ndarray, str]
 COUNT = 12
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True, "max_num_batched_tokens": 128}
 
@@ -35,48 +34,21 @@ def llm(model: Transcriber) -> Iterator[LLM]:
         yield llm
 
 
-def ask(llm: LLM, model: Transcriber, asked: Sequence[Prompt], counts: Sequence[int]) -> list[RequestOutput]:
-    params = [greedy(count, logprobs=0) for count in counts]
-    return llm.generate([model.prompt(*each) for each in asked], params, use_tqdm=False)
-
-
-def check(outputs: Sequence[RequestOutput], model: Transcriber, asked: Sequence[Prompt], counts: Sequence[int]) -> None:
-    for output, (heard, text), count in zip(outputs, asked, counts, strict=True):
-        assert output.prompt_token_ids == model.tokens(text)
-        (completion,) = output.outputs
-        tokens, logprobs = model.greedy(heard, output.prompt_token_ids, count)
-        assert list(completion.token_ids) == tokens
-        assert completion.logprobs is not None
-        got = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
-        np.testing.assert_allclose(got, logprobs, atol=1e-4)
-
-
-def check_answers(llm: LLM, model: Transcriber, asked: Sequence[Prompt], counts: Sequence[int]) -> None:
-    check(ask(llm, model, asked, counts), model, asked, counts)
-
-
-SOUNDS = [
-    (sound(1, 0.3), START),
-    (sound(2, 1.5), START),
-    (sound(3, 3.0), f"<|startoftranscript|><|prev|>and then he said: {START}"),
-    (sound(4, 2.2), "<|startoftranscript|>"),
-    (sound(5, 0.05), START),
-    (sound(1, 0.3), "<|startoftranscript|><|de|><|translate|><|notimestamps|>"),
-]
+SOUNDS = [*PROMPTS, (PROMPTS[0][0], "<|startoftranscript|><|de|><|translate|><|notimestamps|>")]
 
 
 def test_answers(llm: LLM, model: Transcriber) -> None:
     """More requests than rows, which end at different times: some arrive while others decode."""
     counts = [12, 20, 5, 40, 9, 14]
-    check_answers(llm, model, SOUNDS, counts)
-    check_answers(llm, model, SOUNDS[::-1], counts)
+    check(llm, model, SOUNDS, counts)
+    check(llm, model, SOUNDS[::-1], counts)
 
 
 def test_a_prompt_longer_than_a_tile(llm: LLM, model: Transcriber) -> None:
     """Of 64 queries: its tiles lie beside those of another prompt."""
     asked = [(sound(6, 1.0), f"<|startoftranscript|><|prev|>{'told before ' * 9}{START}"), (sound(7, 0.7), START)]
     assert len(model.tokens(asked[0][1])) > 64
-    check_answers(llm, model, asked, [COUNT, COUNT])
+    check(llm, model, asked, [COUNT, COUNT])
 
 
 def test_the_encoder_runs_once_a_request(llm: LLM, model: Transcriber, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +64,7 @@ def test_the_encoder_runs_once_a_request(llm: LLM, model: Transcriber, monkeypat
     monkeypatch.setattr(runner_of(llm).model, "embed_multimodal", noting)
     free = core_of(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks
     before = free()
-    check_answers(llm, model, SOUNDS[:3], [COUNT] * 3)
+    check(llm, model, SOUNDS[:3], [COUNT] * 3)
     assert sum(seen) == 3
     assert free() == before
 
@@ -110,8 +82,8 @@ def test_aborted_requests(llm: LLM, model: Transcriber) -> None:
         outputs |= {output.request_id: output for output in engine_of.step()}
         if step == 3:
             engine_of.abort_request(["c"])
-    check([outputs["a"], outputs["d"]], model, [SOUNDS[0], SOUNDS[3]], [COUNT] * 2)
-    check_answers(llm, model, SOUNDS[1:3], [COUNT] * 2)
+    compare([outputs["a"], outputs["d"]], model, [SOUNDS[0], SOUNDS[3]], [COUNT] * 2)
+    check(llm, model, SOUNDS[1:3], [COUNT] * 2)
 
 
 def test_sound_is_needed(llm: LLM, model: Transcriber) -> None:
@@ -124,7 +96,7 @@ def test_preempted_requests_are_encoded_again(model: Transcriber) -> None:
     blocks = 1 + 3 * -(-LENGTH // BLOCK_SIZE) + 4
     options = OPTIONS | {"kv_cache_memory_bytes": blocks * BLOCK_BYTES, "async_scheduling": False}
     with engine(model.path, **options) as llm:
-        check_answers(llm, model, SOUNDS[:4], [50, 60, 40, 55])
+        check(llm, model, SOUNDS[:4], [50, 60, 40, 55])
         assert metric(llm, "vllm:num_preemptions")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm import LLM
+from vllm import LLM, RequestOutput
 
 from model_runner_base.testing.engine import greedy, metric
 from model_runner_base.testing.sounds import sound
@@ -49,8 +49,15 @@ def llm(engine: Callable[..., LLM], model: Transcriber) -> LLM:
 
 
 def check(llm: LLM, model: Transcriber, asked: Sequence[Prompt], counts: Sequence[int]) -> None:
+    """Asks for so many tokens of each."""
     params = [greedy(count, logprobs=0) for count in counts]
-    outputs = llm.generate([model.prompt(*each) for each in asked], params, use_tqdm=False)
+    compare(llm.generate([model.prompt(*each) for each in asked], params, use_tqdm=False), model, asked, counts)
+
+
+def compare(
+    outputs: Sequence[RequestOutput], model: Transcriber, asked: Sequence[Prompt], counts: Sequence[int]
+) -> None:
+    """Tokens and their log probabilities with the reference's."""
     for (heard, text), output, count in zip(asked, outputs, counts, strict=True):
         assert output.prompt_token_ids == model.tokens(text)
         (completion,) = output.outputs
