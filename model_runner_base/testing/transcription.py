@@ -20,8 +20,9 @@ SECONDS = 3
 LENGTH = 50 * SECONDS
 """Rows of encoder output."""
 BLOCK_SIZE = 32
-BLOCK_BYTES = 3 * 2 * 64 * BLOCK_SIZE * 4
-"""Of each kind of layer, three of self-attention and three of cross-attention, which share the memory."""
+SCARCE_BYTES = (1 + 3 * -(-LENGTH // BLOCK_SIZE) + 4) * 3 * 2 * 64 * BLOCK_SIZE * 4
+"""Of KV cache: blocks for three encoder outputs, four more and the null block. Three layers of self-attention and three
+of cross-attention share the memory."""
 START = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 _SPECIAL = [
     "<|startoftranscript|>",

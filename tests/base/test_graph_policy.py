@@ -123,6 +123,11 @@ def test_largest_sizes_hold_every_step(case: tuple[StepLimits, Steps], block_siz
     assert all(any(size.holds(each) for size in line_sizes(limits)) for each in by_lines)
 
 
+def test_where_all_may_be_padding_the_largest_sizes_are_alone() -> None:
+    limits = limits_of(512, 64, 4096, 16, 64)
+    assert place_sizes(limits, 1) == limits.largest_sizes
+
+
 def test_dispatch_takes_the_cheapest_not_the_first() -> None:
     limits = limits_of(512, 64, 4096, 16, 64)
     policy = BucketPolicy()

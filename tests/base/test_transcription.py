@@ -9,15 +9,7 @@ from vllm import LLM, RequestOutput
 
 from model_runner_base.testing.checks.test_transcription import PROMPTS, check, compare
 from model_runner_base.testing.engine import core_of, greedy, metric, runner_of
-from model_runner_base.testing.sounds import sound
-from model_runner_base.testing.transcription import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    LENGTH,
-    START,
-    Transcriber,
-    make_transcriber,
-)
+from model_runner_base.testing.transcription import SCARCE_BYTES, START, Transcriber, make_transcriber
 
 COUNT = 12
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True, "max_num_batched_tokens": 128}
@@ -42,13 +34,6 @@ def test_answers(llm: LLM, model: Transcriber) -> None:
     counts = [12, 20, 5, 40, 9, 14]
     check(llm, model, SOUNDS, counts)
     check(llm, model, SOUNDS[::-1], counts)
-
-
-def test_a_prompt_longer_than_a_tile(llm: LLM, model: Transcriber) -> None:
-    """Of 64 queries: its tiles lie beside those of another prompt."""
-    asked = [(sound(6, 1.0), f"<|startoftranscript|><|prev|>{'told before ' * 9}{START}"), (sound(7, 0.7), START)]
-    assert len(model.tokens(asked[0][1])) > 64
-    check(llm, model, asked, [COUNT, COUNT])
 
 
 def test_the_encoder_runs_once_a_request(llm: LLM, model: Transcriber, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +78,7 @@ def test_sound_is_needed(llm: LLM, model: Transcriber) -> None:
 
 def test_preempted_requests_are_encoded_again(model: Transcriber) -> None:
     """Without asynchronous scheduling, which the kit has."""
-    blocks = 1 + 3 * -(-LENGTH // BLOCK_SIZE) + 4
-    options = OPTIONS | {"kv_cache_memory_bytes": blocks * BLOCK_BYTES, "async_scheduling": False}
+    options = OPTIONS | {"kv_cache_memory_bytes": SCARCE_BYTES, "async_scheduling": False}
     with engine(model.path, **options) as llm:
         check(llm, model, SOUNDS[:4], [50, 60, 40, 55])
         assert metric(llm, "vllm:num_preemptions")

@@ -38,7 +38,8 @@ FORKS.set_forkserver_preload(
         "pytest",
     ]
 )
-"""Each fault has a process of its own, forked from one that has imported what is large, and nothing of the base."""
+"""Each fault has a process of its own, forked from one that has imported what is large, and nothing of the base;
+nor numba, whose compiler ``kit`` turns off."""
 
 
 class Run(NamedTuple):

@@ -12,14 +12,7 @@ from vllm import LLM, RequestOutput
 
 from model_runner_base.testing.engine import greedy, metric
 from model_runner_base.testing.sounds import sound
-from model_runner_base.testing.transcription import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    LENGTH,
-    START,
-    Transcriber,
-    make_transcriber,
-)
+from model_runner_base.testing.transcription import BLOCK_SIZE, SCARCE_BYTES, START, Transcriber, make_transcriber
 
 Prompt = tuple[np.ndarray, str]
 PROMPTS: list[Prompt] = [
@@ -38,14 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transcriber:
 
 @pytest.fixture
 def llm(engine: Callable[..., LLM], model: Transcriber) -> LLM:
-    blocks = 1 + 3 * -(-LENGTH // BLOCK_SIZE) + 4
     options: dict[str, Any] = {
         "max_model_len": 128,
         "skip_tokenizer_init": False,
         "max_num_batched_tokens": 128,
         "block_size": BLOCK_SIZE,
     }
-    return engine(model.path, kv_cache_memory_bytes=blocks * BLOCK_BYTES, **options)
+    return engine(model.path, kv_cache_memory_bytes=SCARCE_BYTES, **options)
 
 
 def check(llm: LLM, model: Transcriber, asked: Sequence[Prompt], counts: Sequence[int]) -> None:
