@@ -2,7 +2,8 @@
 
 ``torch.compile(backend="openxla")`` re-traces a model in Dynamo and AOTAutograd for every size, which costs several
 times what XLA's own compilation does. Here Dynamo captures a function once with symbolic sizes, and the captured graph
-is traced lazily by torch_xla for every size (``executable.py``), with AOTAutograd left out: nothing needs gradients.
+is traced lazily by torch_xla for every size (``executable.py``), with AOTAutograd left out: nothing needs gradients. A
+function of one size is captured with fixed sizes, which takes Dynamo a third of the time.
 
 State that the function updates in place (KV caches, last tokens) is donated, so that XLA writes it in place. In the
 captured graph each such input is cloned, which costs nothing under lazy tracing; the clone is updated instead and
@@ -54,9 +55,15 @@ class Capture:
     """A function as Dynamo saw it, compiled for every combination of sizes it is run with."""
 
     def __init__(
-        self, function: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], state: Sequence[torch.Tensor]
+        self,
+        function: Callable[..., Any],
+        ints: list[int],
+        tensors: list[torch.Tensor],
+        state: Sequence[torch.Tensor],
+        is_symbolic: bool = True,
     ) -> None:
-        self._graph, inputs = _trace(function, ints, tensors)
+        """``is_symbolic``: for other sizes too, as far as the branches that were taken allow."""
+        self._graph, inputs = _trace(function, ints, tensors, is_symbolic)
         placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
         sources = _find_sources(placeholders, inputs, tensors, state)
         self._guards = _SizeGuards(placeholders, sources, ints)
@@ -185,11 +192,17 @@ class CompiledFunction:
     """A function of tensors and named tuples of sizes, whose first element, the kind, is static; updates ``state``."""
 
     def __init__(
-        self, function: Callable[..., Any], state: MutableSequence[torch.Tensor], compiler: Compiler | None = None
+        self,
+        function: Callable[..., Any],
+        state: MutableSequence[torch.Tensor],
+        compiler: Compiler | None = None,
+        has_several: Callable[[Sequence[StepSize]], bool] = lambda sizes: True,
     ) -> None:
+        """``has_several`` says of the sizes of a call whether calls of other sizes are to be expected."""
         self.function = function
         self.state = state
         self._compiler = compiler or Compiler()
+        self._has_several = has_several
         self._compiler.states.append(state)
         self._captures: dict[Any, list[Capture]] = {}
         self._executables: dict[Any, tuple[Executable | CutExecutable, list[int]]] = {}
@@ -226,7 +239,7 @@ class CompiledFunction:
         for capture in captures:
             if capture.fits(ints, tensors):
                 return capture
-        captures.append(Capture(_flat(self.function, args), ints, tensors, self.state))
+        captures.append(Capture(_flat(self.function, args), ints, tensors, self.state, self._has_several(sizes)))
         return captures[-1]
 
 
@@ -250,9 +263,9 @@ def _flat(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., 
 
 
 def _trace(
-    traced: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor]
+    traced: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], is_symbolic: bool
 ) -> tuple[torch.fx.GraphModule, list[Any]]:
-    """The graph of ``traced`` with symbolic sizes, and the values of its inputs at this call. Nothing is run."""
+    """The graph of ``traced``, and the values of its inputs at this call. Nothing is run."""
     graphs: list[torch.fx.GraphModule] = []
     inputs: list[Any] = []
 
@@ -273,7 +286,7 @@ def _trace(
         attention_as_one_node(),
         suppress(_Captured),
     ):
-        torch.compile(traced, backend=keep, dynamic=True, fullgraph=True)(ints, tensors)
+        torch.compile(traced, backend=keep, dynamic=is_symbolic, fullgraph=True)(ints, tensors)
     torch._dynamo.reset()
     if not graphs:
         raise RuntimeError(

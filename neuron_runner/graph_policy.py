@@ -1,7 +1,7 @@
 """How sizes are compiled: the graph policy of openxla."""
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 
 import torch
@@ -42,7 +42,12 @@ class OpenXlaPolicy(NeuronBuckets):
         return count.compilations + count.captures
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
-        return CompiledFunction(function, state, self._compiler)
+        return CompiledFunction(function, state, self._compiler, self._has_several)
+
+    def _has_several(self, sizes: Sequence[StepSize]) -> bool:
+        """Whether steps of these kinds, or of any kind where a function is given no size, run at several sizes."""
+        counts = Counter(size.kind for size in self.sizes)
+        return any(counts[kind] > 1 for kind in [size.kind for size in sizes] or counts)
 
     def make_ahead(self, runs: Sequence[Callable[[], None]]) -> Iterator[None]:
         """Traces all, which are compiled meanwhile, then runs all."""

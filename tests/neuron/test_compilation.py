@@ -74,7 +74,9 @@ def test_every_bucket_serves_captured_once_and_compiled_ahead(tiny_model: Callab
         assert CompilationCount.now() == warm
 
 
-def test_one_capture_serves_many_sizes_and_updates_state_in_place() -> None:
+@pytest.mark.parametrize("several", [True, False])
+def test_one_capture_serves_many_sizes_and_updates_state_in_place(several: bool) -> None:
+    """Where several are expected; else each that comes nevertheless has its own, and the same results."""
     device = torch_xla.device()
     weight = torch.arange(12.0).reshape(4, 3).to(device)
 
@@ -84,7 +86,7 @@ def test_one_capture_serves_many_sizes_and_updates_state_in_place() -> None:
         return state[0].sum() + (packed[rows : rows + extra].view(-1, 1) * weight.sum()).sum()
 
     state = [torch.zeros(16).to(device)]
-    compiled = CompiledFunction(step, state)
+    compiled = CompiledFunction(step, state, has_several=lambda sizes: several)
     expected = np.zeros(16)
     for rows, extra in [(5, 7), (2, 3), (1, 1), (5, 7), (1, 9), (16, 1)]:
         packed = np.random.default_rng(rows).normal(size=rows + extra).astype(np.float32)
@@ -92,7 +94,7 @@ def test_one_capture_serves_many_sizes_and_updates_state_in_place() -> None:
         expected[:rows] = packed[:rows]
         assert abs(result.item() - (expected.sum() + packed[rows:].sum() * 66)) < 1e-3
         np.testing.assert_allclose(state[0].cpu(), expected, rtol=1e-6)
-    assert len(compiled._captures) == 1
+    assert [len(captures) for captures in compiled._captures.values()] == [1 if several else 5]
 
 
 def test_tensor_sizes_that_tracing_fixes_get_a_capture_of_their_own() -> None:
