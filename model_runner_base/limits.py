@@ -27,6 +27,8 @@ NEWER_PARAMS = (
 )
 """Fields of ``SamplingParams`` that newer releases of vLLM have."""
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
+BESIDE_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
+"""Heads know an image by the target's hidden states; a model of its own would have to see it."""
 
 MULTIMODAL_ARCHITECTURES = (
     "LlavaForConditionalGeneration",
@@ -206,7 +208,7 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
             vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora
         ),
         f"drafts by {drafts and drafts.method} are not supported with multimodal models yet: use one of "
-        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method not in HOST_METHODS,
+        f"{', '.join(BESIDE_IMAGES)}, or leave out speculative_config": drafts and drafts.method not in BESIDE_IMAGES,
         "prompt embeddings are not supported with multimodal models yet: leave out enable_prompt_embeds": (
             model.enable_prompt_embeds
         ),
@@ -215,6 +217,10 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         ),
         "priorities are not supported with multimodal models, of whose images vLLM may then believe that they were "
         "encoded: leave out scheduling_policy": vllm_config.scheduler_config.policy == "priority",
+        "towers are compiled by the device or run eagerly: leave out compile_mm_encoder and cudagraph_mm_encoder": (
+            setting(vllm_config.compilation_config, "compile_mm_encoder", False)
+            or setting(vllm_config.compilation_config, "cudagraph_mm_encoder", False)
+        ),
         "video_pruning_rate is not supported: leave it out": config and config.is_multimodal_pruning_enabled(),
         "tokens of an image see each other in this model, so a chunk has it whole: leave out "
         "long_prefill_token_threshold": model.is_mm_prefix_lm

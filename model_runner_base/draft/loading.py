@@ -6,6 +6,7 @@ from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models import supports_multimodal
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
@@ -34,8 +35,9 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
         with set_model_tag("eagle_head"):
             draft = get_model(vllm_config=vllm_config, model_config=config.draft_model_config)
         if method != "medusa":
-            share_embeddings(draft, target)
-            share_logits_head(draft, target)
+            text = text_of(target)
+            share_embeddings(draft, text)
+            share_logits_head(draft, text)
     if method == "eagle3" and draft.model.use_aux_hidden_state:
         return_states_of_layers(target, config.draft_model_config.hf_config)
     setattr(target, ATTRIBUTE, draft)
@@ -51,6 +53,11 @@ def _config_of_draft(vllm_config: VllmConfig) -> VllmConfig:
         parallel_config=replace(config.draft_parallel_config, rank=vllm_config.parallel_config.rank),
         quant_config=None,
     )
+
+
+def text_of(target: Any) -> Any:
+    """The model of text that reads what a target's towers make of images; the target itself if it has none."""
+    return target.get_language_model() if supports_multimodal(target) else target
 
 
 def draft_of(target: Any) -> Any:
@@ -98,7 +105,7 @@ def return_states_of_layers(target: Any, draft_config: Any) -> None:
         raise UnsupportedConfigError(f"{type(target).__name__} returns no states of its layers, which EAGLE-3 reads")
     layers = getattr(draft_config, "eagle_aux_hidden_state_layer_ids", None)
     layers = tuple(layers or target.get_eagle3_aux_hidden_state_layers())
-    num_layers = target.config.num_hidden_layers
+    num_layers = target.config.get_text_config().num_hidden_layers
     if len(set(layers)) < NUM_LAYERS_READ or min(layers) < 1 or max(layers) >= num_layers:
         raise UnsupportedConfigError(
             f"EAGLE-3 would read the states before layers {list(layers)}: they must be {NUM_LAYERS_READ} different "

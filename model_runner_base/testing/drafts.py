@@ -22,7 +22,7 @@ def speculation(kind: str, model: TinyModel) -> dict[str, Any]:
         path.mkdir()
         config = json.loads((model.path / "config.json").read_text())
         weights = load_file(model.path / "model.safetensors")
-        config, weights = make(config, weights)
+        config, weights = make(*_text_of(config, weights))
         (path / "config.json").write_text(json.dumps(config))
         save_file(weights, path / "model.safetensors", {"format": "pt"})
         for file in model.path.glob("*token*"):
@@ -32,6 +32,29 @@ def speculation(kind: str, model: TinyModel) -> dict[str, Any]:
 
 
 Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+_OF_A_LLAMA = (
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "embed_tokens.weight",
+    "model.norm.weight",
+)
+
+
+def _text_of(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """Of a model that sees, what a Llama has of its text: no biases, no further norms, no layers of several kinds."""
+    if "text_config" not in config:
+        return config, weights
+    kept = {"lm_head.weight": tensor for name, tensor in weights.items() if name.endswith("lm_head.weight")}
+    for name, tensor in weights.items():
+        if "language_model." in name and name.endswith(_OF_A_LLAMA):
+            kept[f"model.{name.rpartition('language_model.')[2].removeprefix('model.')}"] = tensor
+    left_out = ("rope_", "layer_types", "sliding_window", "_sliding_window")
+    text = {name: value for name, value in config["text_config"].items() if not name.startswith(left_out)}
+    return text | {"model_type": "llama"}, kept
 
 
 def _same(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
@@ -84,7 +107,7 @@ def _head_over_layers(config: dict[str, Any], weights: dict[str, torch.Tensor]) 
         "num_hidden_layers": 1,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config["vocab_size"],
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+        "eagle_aux_hidden_state_layer_ids": [1, 2, min(4, last)],
         "tie_word_embeddings": False,
     }
     return config, layer | {

@@ -1,6 +1,7 @@
-"""What runs beside images: adapters, which the text's layers have for an image's tokens too, and drafts by the host."""
+"""What runs beside images: adapters, which the text's layers have for an image's tokens too, and drafts."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from model_runner_base.testing.adapters import EVERYWHERE, TinyAdapter, make_ada
 from model_runner_base.testing.checks.test_multimodal import COUNT, Prompt, as_input, ask, expected, prompts, read
 from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import greedy, metric
-from model_runner_base.testing.images import SeeingModel, make_seeing_model
+from model_runner_base.testing.images import FAMILIES, SeeingModel, make_seeing_model
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.processed import make_processed_model
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True, "max_num_batched_tokens": 24}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4, "max_lora_rank": 8}
@@ -72,21 +74,40 @@ def test_an_adapter_of_towers_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_drafts_beside_images(tmp_path: Path) -> None:
-    """A decode row has several tokens, which this model rotates by other positions than the cache's."""
-    model = make_seeing_model("qwen2-vl", tmp_path)
+def deep_model(directory: Path) -> SeeingModel:
+    """Qwen3-VL with as many layers of text as EAGLE-3 reads, and one."""
+    return SeeingModel(*make_processed_model("deep", directory, partial(FAMILIES["qwen3-vl"], num_hidden_layers=4)))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "counted"),
+    [
+        ("qwen2-vl", "ngram", "accepted"),
+        ("llava", "further-heads", "accepted"),
+        ("llava", "head", "draft"),
+        ("gemma3", "head", "draft"),
+        ("deep", "head-over-layers", "draft"),
+    ],
+)
+def test_drafts_beside_images(family: str, kind: str, counted: str, tmp_path: Path) -> None:
+    """A decode row has several tokens, which models of M-RoPE rotate by other positions than the cache's. Heads take
+    what the target makes of an image's tokens, cut by chunks, behind a cached prefix, and where they see each other."""
+    model = deep_model(tmp_path) if family == "deep" else make_seeing_model(family, tmp_path)
     asked = prompts(model)
-    config = speculation("ngram", TinyModel(model.path))
-    with engine(model.path, **OPTIONS, speculative_config=config) as llm:
-        assert read(ask(llm, asked, 24)) == expected(model, asked, 24)
-        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+    want = expected(model, asked, 24)
+    config = speculation(kind, TinyModel(model.path))
+    options = OPTIONS | ({"async_scheduling": False} if family == "gemma3" else {})  # It has windows.
+    with engine(model.path, **options, speculative_config=config) as llm:
+        assert read(ask(llm, asked, 24)) == want
+        assert read(ask(llm, asked[::-1], 24)) == want[::-1]
+        assert metric(llm, f"vllm:spec_decode_num_{counted}_tokens") > 0
 
 
-def test_drafts_by_a_model_are_refused(tmp_path: Path) -> None:
+def test_drafts_by_a_model_of_its_own_are_refused(tmp_path: Path) -> None:
     model = make_seeing_model("llava", tmp_path)
     config = {"method": "draft_model", "model": str(model.path), "num_speculative_tokens": 2}
     with (
-        pytest.raises(ValueError, match="are not supported with multimodal models yet: use one of ngram, suffix"),
+        pytest.raises(ValueError, match="are not supported with multimodal models yet: use one of ngram, suffix, eagle"),
         engine(model.path, **OPTIONS, speculative_config=config),
     ):
         pass

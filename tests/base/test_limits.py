@@ -39,7 +39,7 @@ SERVED = SimpleNamespace(
     parallel_config=SimpleNamespace(**PARALLEL),
     cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False, enable_prefix_caching=True),
     compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-    scheduler_config=SimpleNamespace(policy="fcfs", long_prefill_token_threshold=0),
+    scheduler_config=SimpleNamespace(policy="fcfs", long_prefill_token_threshold=0, async_scheduling=False),
     lora_config=None,
     speculative_config=None,
     kv_transfer_config=None,
@@ -58,6 +58,13 @@ def draft(**options: Any) -> SimpleNamespace:
         "target_parallel_config": SimpleNamespace(tensor_parallel_size=2),
     }
     return SimpleNamespace(**(config | options))
+
+
+HEAD = {
+    "prompt_lookup_min": 0,
+    "prompt_lookup_max": 0,
+    "draft_model_config": SimpleNamespace(max_model_len=64),
+}
 
 
 def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
@@ -143,6 +150,8 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
         ("parallel_config.tensor_parallel_size", 2, "use tensor_parallel_size=1"),
         ("scheduler_config.policy", "priority", "leave out scheduling_policy"),
+        ("compilation_config.compile_mm_encoder", True, "leave out compile_mm_encoder"),
+        ("speculative_config", draft(**HEAD, method="mtp"), "drafts by mtp are not .* eagle"),
         ("model_config.multimodal_config.is_multimodal_pruning_enabled", lambda: True, "video_pruning_rate"),
         # Where tokens of an image see each other.
         ("scheduler_config.long_prefill_token_threshold", 16, "leave out long_prefill_token_threshold"),
