@@ -19,6 +19,8 @@ SMALLEST_STAGING = 1 << 16
 class CudaDeviceOps(DeviceOps):
     """Waits for the device in ``to_host``, and where a copy to it finds every staging buffer still under way."""
 
+    calls_alike = True  # vLLM's compilation drops Dynamo's guards.
+
     def __init__(self, device: torch.device, can_sleep: bool = False) -> None:
         """``can_sleep`` has weights and KV caches allocated by vLLM's allocator, which can set them aside."""
         super().__init__(device)

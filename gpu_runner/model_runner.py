@@ -44,10 +44,11 @@ class GPUModelRunner(ModelRunnerBase):
                 model.register_forward_pre_hook(inputs, with_kwargs=True)
 
     def profile_run(self) -> int:
-        """The largest step, measured, and the pool of prompt embeddings, which is allocated later."""
+        """The largest step and what encoders take, measured; and the pool of prompt embeddings, which comes later."""
         max_num_tokens = self.scheduler_config.max_num_batched_tokens
         held = embeddings_memory(self.model_config, max_num_tokens)
-        return self.device_ops.peak_memory(partial(profile_step, self)) + held
+        peaks = map(self.device_ops.peak_memory, (self.encoder.profile, partial(profile_step, self)))
+        return max(peaks) + held
 
     def capture_model(self) -> None:
         with DeviceMemoryProfiler(self.device_ops) as profiler, frozen_garbage(), graph_capture(self.device):

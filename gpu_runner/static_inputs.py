@@ -9,7 +9,7 @@ from torch import nn
 class StaticInputs:
     """A hook before a model's forward: copies ids, positions and embeddings into buffers of the largest step.
 
-    Positions become int64 on the way, as CUDA's rotary kernels want them.
+    Positions become int64 on the way, as CUDA's rotary kernels want them. They may be [3, T] (M-RoPE).
     """
 
     def __init__(self, max_num_tokens: int, device: torch.device) -> None:
@@ -23,9 +23,13 @@ class StaticInputs:
     def _held(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        is_positions = name == "positions"
         if name not in self._buffers:
-            dtype = torch.int64 if name == "positions" else value.dtype
-            shape = (self._max_num_tokens, *value.shape[1:])
+            dtype = torch.int64 if is_positions else value.dtype
+            most = self._max_num_tokens
+            shape = (*value.shape[:-1], most) if is_positions else (most, *value.shape[1:])
             with torch.inference_mode(False):  # Compiled code may be asked for such tensors again in any mode.
                 self._buffers[name] = torch.zeros(shape, dtype=dtype, device=self._device)
-        return self._buffers[name][: len(value)].copy_(value)
+        buffer = self._buffers[name]
+        held = buffer[..., : value.shape[-1]] if is_positions else buffer[: len(value)]
+        return held.copy_(value)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 from vllm import envs
+from vllm.config import ModelConfig
 from vllm.distributed import set_custom_all_reduce
 from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
 from vllm.platforms import current_platform
@@ -18,6 +19,15 @@ from gpu_runner import vllm_port
 from gpu_runner.model_runner import GPUModelRunner
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raises UnsupportedConfigError for what the base serves by its own attention alone."""
+    if model.is_encoder_decoder or model.is_mm_prefix_lm:
+        why = "layers of cross-attention" if model.is_encoder_decoder else "tokens of an image that see each other"
+        raise UnsupportedConfigError(
+            f"gpu_runner.GPUWorker does not serve models with {why} yet: leave out --worker-cls"
+        )
 
 
 class GPUWorker(ModelRunnerWorker):
@@ -34,10 +44,7 @@ class GPUWorker(ModelRunnerWorker):
                 f"gpu_runner.GPUWorker serves CUDA GPUs, and vLLM runs on {current_platform.device_name!r} here: "
                 "leave out --worker-cls"
             )
-        if self.model_config.is_multimodal_model:
-            raise UnsupportedConfigError(
-                "gpu_runner.GPUWorker does not serve multimodal models yet: leave out --worker-cls"
-            )
+        check_model(self.model_config)
         os.environ.pop("NCCL_ASYNC_ERROR_HANDLING", None)  # Ray sets it; graphs that hold collectives fail with it.
         torch.set_float32_matmul_precision(envs.VLLM_FLOAT32_MATMUL_PRECISION)
         device = torch.device(f"cuda:{self.local_rank}")

@@ -28,6 +28,8 @@ class DeviceOps:
     """Whether image towers run as graphs on the device, those that can. vLLM's ``MMEncoderAttention`` is given the
     segment of each patch there in place of ``cu_seqlens``: patches of one segment see each other.
     """
+    calls_alike = False
+    """Whether every call of the model has the same arguments, for a compiler that looks at the first call alone."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -102,8 +102,8 @@ class ModelRunnerWorker(WorkerBase):
         ):
             with self.model_runner.device_ops.memory_pool("weights"):
                 self.model_runner.load_model()
-                self.model_runner.load_encoder()
-            # Not set aside with the weights: no checkpoint brings the adapters back into their slots.
+            # Not set aside with the weights: no checkpoint brings back what an encoder made, or adapters in their slots.
+            self.model_runner.load_encoder()
             self.model_runner.load_adapters()
         logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
 

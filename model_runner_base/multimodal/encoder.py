@@ -59,6 +59,9 @@ class Encoder:
         """Bytes of the device that a step may need for outputs, beside what the model takes; towers not counted."""
         return 0
 
+    def profile(self) -> None:
+        """Runs what takes most of the device's memory, for a device that measures."""
+
     def warm_up(self) -> None:
         """Runs what this room has on the device once."""
 
@@ -81,11 +84,12 @@ class ItemEncoder(Encoder):
     """The encoder of a multimodal model."""
 
     def __init__(self, vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> None:
-        budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
+        self._budget = budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
         model_config = vllm_config.model_config
         size = budget.encoder_cache_size
-        self._levels = Levels(model)
+        self._levels = Levels(model, model_config, device_ops)
         width = (1 + self._levels.count) * model_config.get_inputs_embeds_size()
+        self._model_config = model_config
         self._model = model
         self._device = device_ops.eager_device
         self._rows = EncoderRows(size)
@@ -117,15 +121,23 @@ class ItemEncoder(Encoder):
     def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
         """By graphs what they can, eagerly the rest."""
         items = self._graphs.encode(items)
-        contents = [(item.modality, item.data) for item in items]
-        outputs: list[torch.Tensor] = []
-        groups: Any = group_by_modality(contents, device=self._device)
-        for _, _, kwargs in groups:
-            outputs += self._model.embed_multimodal(**kwargs)
+        outputs = self._run_eagerly([(item.modality, item.data) for item in items])
         for item, output in zip(items, outputs, strict=True):
             embeds = output.flatten(0, -2)  # Some models keep a dimension of one where videos differ in length.
             check_rows(item, len(embeds))
             self._pool.write(self._rows.take(item.identifier, len(embeds)), embeds)
+
+    def _run_eagerly(self, contents: Sequence[tuple[str, Any]]) -> list[torch.Tensor]:
+        """What the towers make of items, given by modality and data."""
+        groups: Any = group_by_modality(contents, device=self._device)
+        return [output for _, _, kwargs in groups for output in self._model.embed_multimodal(**kwargs)]
+
+    @torch.no_grad()
+    def profile(self) -> None:
+        """As many of the largest items as one step may ask for, unless ``skip_mm_profiling`` says not to."""
+        mm_config = self._model_config.multimodal_config
+        if self._budget.mm_max_toks_per_item and not (mm_config and mm_config.skip_mm_profiling):
+            self._run_eagerly(largest_items(self._budget, self._model_config))
 
     def warm_up(self) -> None:
         self._pool.warm_up()
@@ -144,6 +156,14 @@ class ItemEncoder(Encoder):
 
     def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
         return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
+
+
+def largest_items(budget: MultiModalBudget, model_config: ModelConfig) -> list[tuple[str, Any]]:
+    """Modality and data of as many items of the kind that has most tokens as one step may encode, by vLLM's dummies."""
+    tokens = budget.mm_max_toks_per_item
+    modality = max(tokens, key=lambda name: tokens[name])
+    inputs: Any = MULTIMODAL_REGISTRY.get_dummy_mm_inputs(model_config, {modality: 1})
+    return [(modality, inputs["mm_kwargs"][modality][0])] * budget.mm_max_items_per_batch[modality]
 
 
 def make_graphs(

@@ -87,20 +87,21 @@ class MultiModalInputs(TokenInputs):
 
     def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
         super().bind(call, model, tensors)
+        embeds = model.get_language_model().embed_input_ids(call.token_ids)
         if call.size.kind == StepKind.MIXED:
-            embeds, levels = gather_encoder_outputs(call, model, *tensors)
-            call.kwargs["input_ids"], call.kwargs["inputs_embeds"] = None, embeds
+            embeds, levels = gather_encoder_outputs(embeds, call.arrays[ROWS], *tensors)
             self._levels.bind(levels)
+        call.kwargs["input_ids"], call.kwargs["inputs_embeds"] = None, embeds
 
     def unbind(self) -> None:
         self._levels.unbind()
 
 
-def gather_encoder_outputs(call: ModelCall, model: Any, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, H] embeddings of a step's tokens: of the pool's rows where an item stands, else of their ids; and what else
-    lies in these rows, [T, W - H], zeros where none stands. Traceable."""
-    rows = call.arrays[ROWS]
-    looked_up = model.get_language_model().embed_input_ids(call.token_ids)
+def gather_encoder_outputs(
+    looked_up: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, H] embeddings of a step's tokens: of the pool's rows where an item stands, else ``looked_up`` by their ids;
+    and what else lies in these rows, [T, W - H], zeros where none stands. Traceable."""
     stands = (rows >= 0).unsqueeze(1)
     gathered = pool[rows.clamp(min=0)].to(looked_up.dtype)
     width = looked_up.shape[1]

@@ -17,6 +17,12 @@ import gpu_runner.cuda_graphs
 import gpu_runner.device_ops
 import gpu_runner.model_runner
 from gpu_runner.model_runner import GPUModelRunner
+from gpu_runner.static_inputs import StaticInputs
+from gpu_runner.worker import check_model
+from model_runner_base.device_ops import DeviceOps
+from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
+from model_runner_base.multimodal.levels import Levels
 
 
 def test_runner_overrides_exactly_the_hooks() -> None:
@@ -69,8 +75,79 @@ def test_the_pool_of_prompt_embeddings_is_part_of_what_a_step_needs(has_embeds: 
     model_config = SimpleNamespace(enable_prompt_embeds=has_embeds, get_inputs_embeds_size=lambda: 24)
     runner = SimpleNamespace(
         device_ops=SimpleNamespace(peak_memory=lambda run: 1000),
+        encoder=NO_ENCODER,
         model_config=model_config,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
     )
     needed = GPUModelRunner.profile_run(runner)  # type: ignore[arg-type]
     assert needed == 1000 + (torch.zeros(8 + 1 + 8, 24).nbytes if has_embeds else 0)
+
+
+@pytest.mark.parametrize("of_encoder", [700, 3000])
+def test_the_larger_of_a_step_and_an_encoder_is_what_is_needed(of_encoder: int) -> None:
+    """They do not run at a time."""
+
+    class Measured(Encoder):
+        def profile(self) -> None:
+            raise AssertionError("run by peak_memory alone")
+
+    encoder = Measured()
+    runner = SimpleNamespace(
+        device_ops=SimpleNamespace(peak_memory=lambda run: of_encoder if run == encoder.profile else 1000),
+        encoder=encoder,
+        model_config=SimpleNamespace(enable_prompt_embeds=False),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+    )
+    assert GPUModelRunner.profile_run(runner) == max(1000, of_encoder)  # type: ignore[arg-type]
+
+
+def test_inputs_stay_at_their_addresses() -> None:
+    """Ids, embeddings, and positions of each kind: what a model sees of a later call lies where the first one's lay."""
+    inputs, rotated = (StaticInputs(8, torch.device("cpu")) for _ in range(2))
+    seen = []
+    for count in (8, 5, 1):
+        given = {
+            "input_ids": torch.arange(count, dtype=torch.int32),
+            "inputs_embeds": torch.rand(count, 3),
+            "intermediate_tensors": None,
+        }
+        for positions in (torch.arange(count, dtype=torch.int32), torch.randint(9, (3, count), dtype=torch.int32)):
+            held = (inputs if positions.dim() == 1 else rotated)(None, (), given | {"positions": positions})[1]
+            assert held["positions"].equal(positions.long()) and held["intermediate_tensors"] is None
+            assert held["input_ids"].equal(given["input_ids"]) and held["inputs_embeds"].equal(given["inputs_embeds"])
+            seen.append({name: held[name].data_ptr() for name in ("input_ids", "inputs_embeds", "positions")})
+    assert seen[0::2] == [seen[0]] * 3 and seen[1::2] == [seen[1]] * 3
+
+
+@pytest.mark.parametrize("calls_alike", [False, True])
+def test_levels_of_a_call_without_images(calls_alike: bool) -> None:
+    """What a compiler sees at the first call is there in all; elsewhere nothing is added."""
+    device_ops = DeviceOps(torch.device("cpu"))
+    device_ops.calls_alike = calls_alike
+    model: Any = SimpleNamespace(
+        use_deepstack=True,
+        deepstack_num_level=2,
+        deepstack_input_embeds=[],
+        _get_deepstack_input_embeds=None,
+        _clear_deepstack_input_embeds=None,
+    )
+    config: Any = SimpleNamespace(get_inputs_embeds_size=lambda: 3, dtype=torch.float16)
+    levels = Levels(model, config, device_ops)
+    levels.bind(torch.arange(24, dtype=torch.float16).view(4, 6))
+    bound = model._get_deepstack_input_embeds(4)
+    assert [bound[f"deepstack_input_embeds_{level}"][1].tolist() for level in range(2)] == [[6, 7, 8], [9, 10, 11]]
+    levels.unbind()
+    without = model._get_deepstack_input_embeds(5)
+    if not calls_alike:
+        assert without is None
+        return
+    assert list(without.tensors) == list(bound.tensors)
+    assert all(x.dtype == torch.float16 and x.shape == (5, 3) and not x.any() for x in without.tensors.values())
+
+
+def test_models_that_need_the_base_s_attention_are_refused() -> None:
+    plain = {"is_encoder_decoder": False, "is_mm_prefix_lm": False, "is_multimodal_model": True}
+    check_model(SimpleNamespace(**plain))  # type: ignore[arg-type]
+    for name, words in (("is_encoder_decoder", "cross-attention"), ("is_mm_prefix_lm", "see each other")):
+        with pytest.raises(UnsupportedConfigError, match=words):
+            check_model(SimpleNamespace(**plain | {name: True}))  # type: ignore[arg-type]

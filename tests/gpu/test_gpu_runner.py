@@ -129,6 +129,8 @@ def test_tokens_of_whole_graphs(
     [
         ("KernelPlatform", "preemption and window or interrupted or host_does_not_wait", 3),
         ("KernelPlatform", "test_arrivals_and_aborts and eagle", 2),
+        ("KernelPlatform", "multimodal and (qwen3 or llava) and (test_tokens or preemption or cached_prefix)", 6),
+        ("PlanningPlatform", "multimodal and qwen3 and (test_tokens or several_requests or aborted)", 3),
         ("PlanningPlatform", "speculation and preempt and (often or lookup)", 3),
         ("PlanningPlatform", "prefix_hits and llama or interrupted or no_compilation or random_schedules and llama", 4),
     ],

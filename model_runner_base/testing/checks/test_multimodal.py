@@ -140,7 +140,8 @@ def test_a_cached_prefix_that_ends_inside_an_image(llm: LLM, model: SeeingModel)
     for prompt, answer in zip(asked, want, strict=True):
         (out,) = ask(llm, [prompt])
         assert read([out]) == [answer]
-    assert out.num_cached_tokens and out.num_cached_tokens % 32 == 0
+    block_size = llm.llm_engine.vllm_config.cache_config.block_size
+    assert out.num_cached_tokens and out.num_cached_tokens % block_size == 0
 
 
 def test_an_image_whose_last_token_comes_alone(llm: LLM, model: SeeingModel) -> None:
