@@ -47,8 +47,8 @@ class GPUModelRunner(ModelRunnerBase):
         """The largest step and what encoders take, measured; and the pool of prompt embeddings, which comes later."""
         max_num_tokens = self.scheduler_config.max_num_batched_tokens
         held = embeddings_memory(self.model_config, max_num_tokens)
-        peaks = map(self.device_ops.peak_memory, (self.encoder.profile, partial(profile_step, self)))
-        return max(peaks) + held
+        peak_memory = self.device_ops.peak_memory
+        return max(peak_memory(self.encoder.profile), peak_memory(partial(profile_step, self))) + held
 
     def capture_model(self) -> None:
         with DeviceMemoryProfiler(self.device_ops) as profiler, frozen_garbage(), graph_capture(self.device):

@@ -102,7 +102,7 @@ class ModelRunnerWorker(WorkerBase):
         ):
             with self.model_runner.device_ops.memory_pool("weights"):
                 self.model_runner.load_model()
-            # Not set aside with the weights: no checkpoint brings back what an encoder made, or adapters in their slots.
+            # Not set aside with the weights: no checkpoint brings back an encoder's outputs, and adapters in slots.
             self.model_runner.load_encoder()
             self.model_runner.load_adapters()
         logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)

@@ -6,7 +6,6 @@ from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.models import supports_multimodal
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
@@ -57,7 +56,7 @@ def _config_of_draft(vllm_config: VllmConfig) -> VllmConfig:
 
 def text_of(target: Any) -> Any:
     """The model of text that reads what a target's towers make of images; the target itself if it has none."""
-    return target.get_language_model() if supports_multimodal(target) else target
+    return target.get_language_model() if getattr(target, "supports_multimodal", False) else target
 
 
 def draft_of(target: Any) -> Any:

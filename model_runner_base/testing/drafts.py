@@ -48,9 +48,11 @@ def _text_of(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkp
     """Of a model that sees, what a Llama has of its text: no biases, no further norms, no layers of several kinds."""
     if "text_config" not in config:
         return config, weights
-    kept = {"lm_head.weight": tensor for name, tensor in weights.items() if name.endswith("lm_head.weight")}
+    kept = {}
     for name, tensor in weights.items():
-        if "language_model." in name and name.endswith(_OF_A_LLAMA):
+        if name.endswith("lm_head.weight"):
+            kept["lm_head.weight"] = tensor
+        elif "language_model." in name and name.endswith(_OF_A_LLAMA):
             kept[f"model.{name.rpartition('language_model.')[2].removeprefix('model.')}"] = tensor
     left_out = ("rope_", "layer_types", "sliding_window", "_sliding_window")
     text = {name: value for name, value in config["text_config"].items() if not name.startswith(left_out)}
