@@ -18,14 +18,13 @@ ROOT = Path(__file__).parents[2]
 # Of the schedules, which the example device meets all, enough for every size and for donated caches.
 FEWER_SCHEDULES = ["--schedules", "6"]
 NEURON = ["neuron_runner.worker.NeuronWorker", *FEWER_SCHEDULES, "--engine-options"]
-# The largest sizes alone, since each is traced anew for each of some thirty engines; five where sizes matter: they are
+# The largest sizes alone, since each is traced anew for each of some forty engines; five where sizes matter: they are
 # compiled behind the steps, and steps choose among them.
 LARGEST = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 1}}})]
 SEVERAL = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 0.5}}})]
 OF_SIZES = "(test_compilation or test_schedules)"
-# Of what the example device meets all, some: in openxla's graphs 2,000 requests take a while, and each drafter's take
-# minutes to trace.
-SOME = "(not distributions or under_penalties) and not (speculation and (always or synchronous))"
+# Of the distributions, which the example device meets all, one: in openxla's graphs 2,000 requests take a while.
+SOME = "(not distributions or under_penalties)"
 OPENXLA = [*LARGEST, "-k", f"{SOME} and not {OF_SIZES}"]
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 CHOSEN = ["-k", "presence or eos"]
