@@ -34,7 +34,7 @@ from model_runner_base.multimodal.tile_graphs import TileGraphs
 from model_runner_base.multimodal.tiles import tiled_tower
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
-from model_runner_base.vllm_shapes.multimodal import group_by_modality
+from model_runner_base.vllm_shapes.multimodal import group_by_modality, largest_items
 
 
 class Encoder:
@@ -156,14 +156,6 @@ class ItemEncoder(Encoder):
 
     def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
         return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
-
-
-def largest_items(budget: MultiModalBudget, model_config: ModelConfig) -> list[tuple[str, Any]]:
-    """Modality and data of as many items of the kind that has most tokens as one step may encode, by vLLM's dummies."""
-    tokens = budget.mm_max_toks_per_item
-    modality = max(tokens, key=lambda name: tokens[name])
-    inputs: Any = MULTIMODAL_REGISTRY.get_dummy_mm_inputs(model_config, {modality: 1})
-    return [(modality, inputs["mm_kwargs"][modality][0])] * budget.mm_max_items_per_batch[modality]
 
 
 def make_graphs(

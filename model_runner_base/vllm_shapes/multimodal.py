@@ -1,9 +1,10 @@
-"""What vLLM's releases call the grouping of a step's images and videos, and which models it was tried with."""
+"""What vLLM's releases call the grouping of a step's images and videos and its dummies, and which models were tried."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.multimodal import utils
+from vllm.config import ModelConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY, utils
 
 _IS_OF_FIRST = hasattr(utils, "group_mm_kwargs_by_modality")
 
@@ -15,3 +16,15 @@ TRIED_LATER = ("LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration
 def tried(architectures: Sequence[str]) -> Sequence[str]:
     """Those of the architectures whose images were held against another implementation on such a release."""
     return architectures if _IS_OF_FIRST else TRIED_LATER
+
+
+def largest_items(budget: Any, model_config: ModelConfig) -> list[tuple[str, Any]]:
+    """Modality and data of as many items of the kind that has most tokens as one step may encode: vLLM's dummies.
+
+    ``budget`` is a ``MultiModalBudget``.
+    """
+    if hasattr(budget, "get_dummy_encoder_profile_inputs"):
+        return list(budget.get_dummy_encoder_profile_inputs())
+    modality = budget.get_modality_with_max_tokens()
+    inputs: Any = MULTIMODAL_REGISTRY.get_dummy_mm_inputs(model_config, {modality: 1})
+    return [(modality, inputs["mm_kwargs"][modality][0])] * budget.mm_max_items_per_batch[modality]

@@ -1,6 +1,7 @@
 """What the house reads of vLLM's step types and cache specs, against objects of vLLM's own made by hand."""
 
 from collections.abc import Callable
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -19,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.request import Request
 
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.attention.paged import PagedAttentionBackend
@@ -30,6 +33,7 @@ from model_runner_base.testing.models import TinyModel
 from model_runner_base.vllm_port import kv_cache
 from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
 from model_runner_base.vllm_port.hand_made import Continued, HandMadeStep
+from model_runner_base.vllm_port.item_data import keep_item_data
 from model_runner_base.vllm_port.kv_cache import planning, read_layout
 from model_runner_base.vllm_port.schedule import read_grammar, read_schedule
 from model_runner_base.vllm_shapes.cache_layout import layouts_of_pages
@@ -302,3 +306,19 @@ def test_caches_have_room_for_every_layers_blocks(
     assert {frozenset(other for other in memory if memory[other] == memory[name]) for name in memory} == {
         frozenset(names) for names in shared
     }
+
+
+def test_items_in_a_cached_prefix_come_with_their_data() -> None:
+    """An image that is cached may have to be encoded again, once its request was preempted."""
+    keep_item_data()
+    place = PlaceholderRange(offset=2, length=4)
+    item = MultiModalFeatureSpec(MultiModalKwargsItem(), "image", "abc", place)  # type: ignore[arg-type]
+    request = Request("a", list(range(12)), SamplingParams(), None, mm_features=[item], **first_arguments())
+    request.num_computed_tokens = 8
+    new = NewRequestData.from_request(request, ([1],))
+    assert [(each.identifier, each.data is None) for each in new.mm_features] == [("abc", False)]
+
+
+def first_arguments() -> dict[str, Any]:
+    """What vLLM 0.16 asks for beside, and later releases do not."""
+    return {"eos_token_id": None} if "eos_token_id" in signature(Request).parameters else {}

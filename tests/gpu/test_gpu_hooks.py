@@ -3,11 +3,13 @@
 import ast
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import engine
 from test_plain_device import code_lines
 from test_structure import HOOKS, ROOT
 from torch import nn
@@ -23,6 +25,8 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.multimodal.levels import Levels
+from model_runner_base.testing.engine import runner_of
+from model_runner_base.testing.images import make_seeing_model
 
 
 def test_runner_overrides_exactly_the_hooks() -> None:
@@ -151,3 +155,20 @@ def test_models_that_need_the_base_s_attention_are_refused() -> None:
     for name, words in (("is_encoder_decoder", "cross-attention"), ("is_mm_prefix_lm", "see each other")):
         with pytest.raises(UnsupportedConfigError, match=words):
             check_model(SimpleNamespace(**plain | {name: True}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_encoders_are_measured_on_the_largest_items_of_a_step(
+    is_skipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many that no more fit the scheduler's budget, each as large as the processor makes them."""
+    model = make_seeing_model("qwen3-vl", tmp_path)
+    options = {"skip_tokenizer_init": False, "enforce_eager": True, "limit_mm_per_prompt": {"video": 0}}
+    with engine(model.path, **options, max_num_batched_tokens=100, skip_mm_profiling=is_skipped) as llm:
+        runner, seen = runner_of(llm), []
+        embed = runner.model.embed_multimodal
+        monkeypatch.setattr(runner.model, "embed_multimodal", lambda **given: seen.append(embed(**given)) or seen[-1])
+        runner.encoder.profile()
+    rows = [len(output) for outputs in seen for output in outputs]
+    most = 64 // 4 // 2  # Of 64 x 64 pixels, the most, rows of two patches of 4 x 4 in either direction.
+    assert rows == ([] if is_skipped else [most * most] * (100 // (most * most)))
