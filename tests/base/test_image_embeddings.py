@@ -1,4 +1,4 @@
-"""Images given as what the model's tower would make of them (``enable_mm_embeds``); the reference's tower makes them."""
+"""Images given as what the model's tower makes of them (``enable_mm_embeds``); the reference's tower does it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ def embeddings(model: SeeingModel, images: Sequence[Image.Image]) -> Any:
 @pytest.mark.parametrize("has_tower", [True, False], ids=["beside images", "alone"])
 @pytest.mark.parametrize(("family", "is_eager"), [("llava", True), ("llava", False), ("qwen2-vl", True)])
 def test_tokens_are_those_of_the_images(family: str, is_eager: bool, has_tower: bool, tmp_path: Path) -> None:
-    """With images none of which is allowed the model has no tower, and the pool has room for embeddings all the same."""
+    """Where no image is allowed the model has no tower, and the pool has room for embeddings all the same."""
     model = make_seeing_model(family, tmp_path)
     asked = prompts(model)
     want = expected(model, asked)
