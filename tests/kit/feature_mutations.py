@@ -266,8 +266,8 @@ MUTATIONS = [
     Mutation(
         "deeper levels of an image are those of the step before",
         "multimodal/levels.py",
-        "            self._bound = {",
-        "            self._bound, self._next = getattr(self, '_next', None), {",
+        "            self._bound = IntermediateTensors(",
+        "            self._bound, self._next = getattr(self, '_next', None), IntermediateTensors(",
         "test_an_image_of_several_requests",
     ),
     Mutation(
