@@ -18,7 +18,7 @@ from gpu_runner.vllm_port import compile_range_ends
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.vllm_port.kv_cache import attention_layers
-from model_runner_base.vllm_port.speculation import read_speculation
+from model_runner_base.vllm_port.speculation import max_step_tokens
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -103,12 +103,6 @@ class CudaGraphPolicy(GraphPolicy):
         graphs = StepGraphs(function, self.mode_of)
         self._graphs.append(graphs)
         return graphs
-
-
-def max_step_tokens(vllm_config: VllmConfig) -> int:
-    """The most tokens of a step, those counted that its decode rows have room for, and of a pass that drafts."""
-    scheduler, tokens = vllm_config.scheduler_config, read_speculation(vllm_config).pass_tokens
-    return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (tokens - 1)
 
 
 def mark_views() -> None:

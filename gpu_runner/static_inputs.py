@@ -9,7 +9,9 @@ from torch import nn
 class StaticInputs:
     """A hook before a model's forward: copies ids, positions and embeddings into buffers of the largest step.
 
-    Positions become int64 on the way, as CUDA's rotary kernels want them. They may be [3, T] (M-RoPE).
+    Positions become int64 on the way, as CUDA's rotary kernels want them. They may be [3, T] (M-RoPE): then the buffer
+    is longer than any step, so that its rows are as far apart in the first call, whose strides are compiled in, as in
+    later ones.
     """
 
     def __init__(self, max_num_tokens: int, device: torch.device) -> None:
@@ -27,7 +29,7 @@ class StaticInputs:
         if name not in self._buffers:
             dtype = torch.int64 if is_positions else value.dtype
             most = self._max_num_tokens
-            shape = (*value.shape[:-1], most) if is_positions else (most, *value.shape[1:])
+            shape = (*value.shape[:-1], most + 1) if is_positions else (most, *value.shape[1:])
             with torch.inference_mode(False):  # Compiled code may be asked for such tensors again in any mode.
                 self._buffers[name] = torch.zeros(shape, dtype=dtype, device=self._device)
         buffer = self._buffers[name]

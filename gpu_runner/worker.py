@@ -18,6 +18,7 @@ from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 from gpu_runner import vllm_port
 from gpu_runner.model_runner import GPUModelRunner
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.start.warm_up import profile_step
 from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
 
 
@@ -69,7 +70,7 @@ class GPUWorker(ModelRunnerWorker):
         is_wanted = self.vllm_config.kernel_config.enable_flashinfer_autotune is not False
         if is_wanted and has_flashinfer() and current_platform.has_device_capability(90):
             with torch.inference_mode(), autotune():
-                runner.profile_run()
+                profile_step(runner)
 
     def make_profiler(self) -> WorkerProfiler | None:
         config = self.vllm_config.profiler_config
@@ -78,7 +79,12 @@ class GPUWorker(ModelRunnerWorker):
     # ---- Sleep: vLLM's allocator unmaps what was allocated under a tag, and maps it again at the same addresses ----
 
     def sleep(self, level: int = 1) -> None:
-        """Level 1 keeps the weights on the host; level 2 drops them, and keeps only the model's buffers."""
+        """Level 1 keeps the weights on the host; level 2 drops them, and keeps only the model's buffers.
+
+        Raises ValueError for level 2 of a model whose weights could not be loaded anew.
+        """
+        if level == 2 and self.model_config.is_multimodal_model:
+            raise ValueError("weights of a multimodal model cannot be loaded again yet: sleep at level 1")
         from vllm.device_allocator.cumem import CuMemAllocator
 
         model = self.get_model()

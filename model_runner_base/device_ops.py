@@ -29,7 +29,11 @@ class DeviceOps:
     segment of each patch there in place of ``cu_seqlens``: patches of one segment see each other.
     """
     calls_alike = False
-    """Whether every call of the model has the same arguments, for a compiler that looks at the first call alone."""
+    """Whether all calls of the model have the same kinds of arguments, for a compiler that looks at the first alone.
+
+    None is a tensor in one call and missing in another, and where a tensor lies, how far its rows are apart, and which
+    share memory does not change.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

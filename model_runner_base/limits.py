@@ -217,9 +217,8 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         ),
         "priorities are not supported with multimodal models, of whose images vLLM may then believe that they were "
         "encoded: leave out scheduling_policy": vllm_config.scheduler_config.policy == "priority",
-        "towers are compiled by the device or run eagerly: leave out compile_mm_encoder and cudagraph_mm_encoder": (
+        "towers are compiled by the device or run eagerly: leave out compile_mm_encoder": (
             setting(vllm_config.compilation_config, "compile_mm_encoder", False)
-            or setting(vllm_config.compilation_config, "cudagraph_mm_encoder", False)
         ),
         "video_pruning_rate is not supported: leave it out": config and config.is_multimodal_pruning_enabled(),
         "tokens of an image see each other in this model, so a chunk has it whole: leave out "

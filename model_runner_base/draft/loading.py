@@ -104,7 +104,7 @@ def return_states_of_layers(target: Any, draft_config: Any) -> None:
         raise UnsupportedConfigError(f"{type(target).__name__} returns no states of its layers, which EAGLE-3 reads")
     layers = getattr(draft_config, "eagle_aux_hidden_state_layer_ids", None)
     layers = tuple(layers or target.get_eagle3_aux_hidden_state_layers())
-    num_layers = target.config.get_text_config().num_hidden_layers
+    num_layers = text_of(target).config.num_hidden_layers
     if len(set(layers)) < NUM_LAYERS_READ or min(layers) < 1 or max(layers) >= num_layers:
         raise UnsupportedConfigError(
             f"EAGLE-3 would read the states before layers {list(layers)}: they must be {NUM_LAYERS_READ} different "

@@ -15,6 +15,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.platforms import current_platform
 
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.spans import NO_SPANS, Spans
@@ -34,6 +35,7 @@ from model_runner_base.multimodal.tile_graphs import TileGraphs
 from model_runner_base.multimodal.tiles import tiled_tower
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
+from model_runner_base.vllm_port.speculation import max_step_tokens
 from model_runner_base.vllm_shapes.multimodal import group_by_modality, largest_items
 
 
@@ -87,7 +89,7 @@ class ItemEncoder(Encoder):
         self._budget = budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
         model_config = vllm_config.model_config
         size = budget.encoder_cache_size
-        self._levels = Levels(model, model_config, device_ops)
+        self._levels = Levels(model, model_config, max_step_tokens(vllm_config), device_ops)
         width = (1 + self._levels.count) * model_config.get_inputs_embeds_size()
         self._model_config = model_config
         self._model = model
@@ -129,7 +131,8 @@ class ItemEncoder(Encoder):
 
     def _run_eagerly(self, contents: Sequence[tuple[str, Any]]) -> list[torch.Tensor]:
         """What the towers make of items, given by modality and data."""
-        groups: Any = group_by_modality(contents, device=self._device)
+        is_pinned = current_platform.is_pin_memory_available()  # Else copies would wait for the steps before.
+        groups: Any = group_by_modality(contents, device=self._device, pin_memory=is_pinned)
         return [output for _, _, kwargs in groups for output in self._model.embed_multimodal(**kwargs)]
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ so on. vLLM's model keeps these in buffers between two calls, which no graph cou
 graph that uses them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,14 +16,19 @@ from model_runner_base.device_ops import DeviceOps
 
 
 class Levels:
-    """Takes the place of the model's own buffers."""
+    """Takes the place of the model's own buffers.
 
-    def __init__(self, model: Any, model_config: ModelConfig, device_ops: DeviceOps) -> None:
+    Where calls have to be alike (``DeviceOps.calls_alike``), levels have buffers here, each its own, at addresses that
+    stay: what was compiled or captured at one call reads them in all. A call without images finds zeros there.
+    """
+
+    def __init__(self, model: Any, model_config: ModelConfig, max_num_tokens: int, device_ops: DeviceOps) -> None:
         self.count: int = model.deepstack_num_level if getattr(model, "use_deepstack", False) else 0
         """0: the model is of another kind, and nothing is changed."""
-        self._hidden_size = model_config.get_inputs_embeds_size()
-        self._dtype: Any = model_config.dtype
-        self._device_ops = device_ops
+        dims = max_num_tokens, model_config.get_inputs_embeds_size()
+        dtype: Any = model_config.dtype
+        num_held = self.count if device_ops.calls_alike else 0
+        self._held = [device_ops.zeros(dims, dtype) for _ in range(num_held)]
         self._bound: IntermediateTensors | None = None
         if self.count:
             assert hasattr(model, "_get_deepstack_input_embeds") and hasattr(model, "_clear_deepstack_input_embeds")
@@ -33,16 +39,21 @@ class Levels:
     def bind(self, beside: torch.Tensor) -> None:
         """[T, levels * H], all levels of a step's tokens. Part of the graph."""
         if self.count:
-            levels = enumerate(beside.chunk(self.count, 1))
-            self._bound = IntermediateTensors({f"deepstack_input_embeds_{i}": level for i, level in levels})
+            levels = beside.chunk(self.count, 1)
+            if self._held:
+                levels = tuple(held[: len(x)].copy_(x) for held, x in zip(self._held, levels, strict=True))
+            self._bound = _named(levels)
 
     def unbind(self) -> None:
         """Nothing that a graph computed outlives its tracing."""
         self._bound = None
 
     def _of_call(self, num_tokens: int) -> IntermediateTensors | None:
-        """What the model adds in this call; in one without images zeros, where calls have to be alike."""
-        if self._bound is None and self._device_ops.calls_alike:
-            zeros = self._device_ops.zeros((num_tokens, self._hidden_size), self._dtype)
-            return IntermediateTensors({f"deepstack_input_embeds_{i}": zeros for i in range(self.count)})
+        """What the model adds in this call."""
+        if self._bound is None and self._held:
+            return _named([held[:num_tokens].zero_() for held in self._held])
         return self._bound
+
+
+def _named(levels: Sequence[torch.Tensor]) -> IntermediateTensors:
+    return IntermediateTensors({f"deepstack_input_embeds_{level}": x for level, x in enumerate(levels)})

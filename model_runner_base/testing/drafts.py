@@ -22,7 +22,7 @@ def speculation(kind: str, model: TinyModel) -> dict[str, Any]:
         path.mkdir()
         config = json.loads((model.path / "config.json").read_text())
         weights = load_file(model.path / "model.safetensors")
-        config, weights = make(*_text_of(config, weights))
+        config, weights = make(*_without_towers(config, weights))
         (path / "config.json").write_text(json.dumps(config))
         save_file(weights, path / "model.safetensors", {"format": "pt"})
         for file in model.path.glob("*token*"):
@@ -34,7 +34,7 @@ def speculation(kind: str, model: TinyModel) -> dict[str, Any]:
 Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
-_OF_A_LLAMA = (
+_NAMES_OF_A_LLAMA = (
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     "input_layernorm.weight",
@@ -44,7 +44,7 @@ _OF_A_LLAMA = (
 )
 
 
-def _text_of(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+def _without_towers(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
     """Of a model that sees, what a Llama has of its text: no biases, no further norms, no layers of several kinds."""
     if "text_config" not in config:
         return config, weights
@@ -52,10 +52,11 @@ def _text_of(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkp
     for name, tensor in weights.items():
         if name.endswith("lm_head.weight"):
             kept["lm_head.weight"] = tensor
-        elif "language_model." in name and name.endswith(_OF_A_LLAMA):
+        elif "vis" not in name and name.endswith(_NAMES_OF_A_LLAMA):  # "vision_tower", "visual"
             kept[f"model.{name.rpartition('language_model.')[2].removeprefix('model.')}"] = tensor
-    left_out = ("rope_", "layer_types", "sliding_window", "_sliding_window")
-    text = {name: value for name, value in config["text_config"].items() if not name.startswith(left_out)}
+    left_out = ("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "_sliding_window_pattern")
+    text = {name: value for name, value in config["text_config"].items() if name not in left_out}
+    text.setdefault("head_dim", text["hidden_size"] // text["num_attention_heads"])
     return text | {"model_type": "llama"}, kept
 
 

@@ -51,6 +51,11 @@ class SeeingModel:
 
     def log_probabilities(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), V] of the place of each of ``tokens``, given all before it."""
+        logits: torch.Tensor = self.run(text, images, tokens).logits[0]
+        return logits[-len(tokens) - 1 : -1].log_softmax(-1)
+
+    def run(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int], **options: Any) -> Any:
+        """What the reference puts out for a prompt and ``tokens`` behind it; ``options`` say what of it."""
         model, processor = reference(self.path)
         inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
         ids = torch.tensor([tokens])
@@ -60,8 +65,7 @@ class SeeingModel:
         for name in further.keys() & inputs.keys():
             inputs[name] = torch.cat((inputs[name], further[name].to(inputs[name].dtype)), dim=1)
         with torch.no_grad():
-            logits: torch.Tensor = model(**inputs).logits[0]
-        return logits[-len(tokens) - 1 : -1].log_softmax(-1)
+            return model(**inputs, **options)
 
 
 def video_facts(frames: np.ndarray) -> dict[str, Any]:

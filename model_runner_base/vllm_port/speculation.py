@@ -72,6 +72,12 @@ def read_speculation(vllm_config: VllmConfig) -> Speculation:
     )
 
 
+def max_step_tokens(vllm_config: VllmConfig) -> int:
+    """The most tokens of a step, those counted that its decode rows have room for, and of a pass that drafts."""
+    scheduler, tokens = vllm_config.scheduler_config, read_speculation(vllm_config).pass_tokens
+    return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (tokens - 1)
+
+
 def _read_suffix(config: SpeculativeConfig) -> SuffixOptions:
     return SuffixOptions(
         max_tree_depth=config.suffix_decoding_max_tree_depth,

@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import engine
+from test_trained_heads import Eagle, Eagle3, Target
 from vllm import LLM
 
 from model_runner_base.testing.adapters import EVERYWHERE, TinyAdapter, make_adapter
 from model_runner_base.testing.checks.test_multimodal import COUNT, Prompt, as_input, ask, expected, prompts, read
 from model_runner_base.testing.drafts import speculation
-from model_runner_base.testing.engine import greedy, metric
+from model_runner_base.testing.engine import greedy, metric, runner_of
 from model_runner_base.testing.images import FAMILIES, SeeingModel, make_seeing_model
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.testing.processed import make_processed_model
+from model_runner_base.testing.processed import make_processed_model, reference
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True, "max_num_batched_tokens": 24}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4, "max_lora_rank": 8}
@@ -84,15 +86,13 @@ def deep_model(directory: Path) -> SeeingModel:
     [
         ("qwen2-vl", "ngram", "accepted"),
         ("llava", "further-heads", "accepted"),
-        ("llava", "head", "draft"),
         ("gemma3", "head", "draft"),
-        ("deep", "head-over-layers", "draft"),
     ],
 )
 def test_drafts_beside_images(family: str, kind: str, counted: str, tmp_path: Path) -> None:
-    """A decode row has several tokens, which models of M-RoPE rotate by other positions than the cache's. Heads take
-    what the target makes of an image's tokens, cut by chunks, behind a cached prefix, and where they see each other."""
-    model = deep_model(tmp_path) if family == "deep" else make_seeing_model(family, tmp_path)
+    """A decode row has several tokens, which models of M-RoPE rotate by other positions than the cache's, and which lie
+    behind tokens that see each other in others."""
+    model = make_seeing_model(family, tmp_path)
     asked = prompts(model)
     want = expected(model, asked, 24)
     config = speculation(kind, TinyModel(model.path))
@@ -101,6 +101,39 @@ def test_drafts_beside_images(family: str, kind: str, counted: str, tmp_path: Pa
         assert read(ask(llm, asked, 24)) == want
         assert read(ask(llm, asked[::-1], 24)) == want[::-1]
         assert metric(llm, f"vllm:spec_decode_num_{counted}_tokens") > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "head_class"),
+    [("llava", "head", Eagle), ("qwen2.5-vl", "head", Eagle), ("deep", "head-over-layers", Eagle3)],
+)
+def test_heads_draft_what_they_draft_in_plain_torch(
+    family: str, kind: str, head_class: type[Eagle], tmp_path: Path
+) -> None:
+    """From the reference's states of all tokens, an image's too. Prompts are cut by chunks, then cached."""
+    model = deep_model(tmp_path) if family == "deep" else make_seeing_model(family, tmp_path)
+    config = speculation(kind, TinyModel(model.path))
+    seeing, _ = reference(model.path)
+    head = head_class(Path(config["model"]), Target(seeing.get_input_embeddings().weight, []))
+    if head_class is Eagle:  # It shares the target's.
+        head.logits = lambda out: seeing.lm_head(out)  # type: ignore[method-assign]
+    num_compared = 0
+    with engine(model.path, **OPTIONS, speculative_config=config, async_scheduling=False) as llm, torch.no_grad():
+        runner, drafted = runner_of(llm), list[Any]()
+        take = runner.take_draft_token_ids
+        runner.take_draft_token_ids = lambda: drafted.append(take()) or drafted[-1]
+        for number, (text, images) in enumerate(prompts(model) * 2):
+            llm.llm_engine.add_request(str(number), as_input((text, images)), greedy(COUNT))
+            while llm.llm_engine.has_unfinished_requests():
+                for out in llm.llm_engine.step():
+                    tokens = list(out.outputs[0].token_ids)
+                    if out.finished or not (drafts := drafted[-1].draft_token_ids[0]):
+                        continue
+                    states = torch.cat(model.run(text, images, tokens, output_hidden_states=True).hidden_states)
+                    every = torch.tensor([*out.prompt_token_ids, *tokens])
+                    assert drafts == head.drafts(every, states[:, :-1]), (text, tokens)
+                    num_compared += 1
+    assert num_compared > 100
 
 
 def test_drafts_by_a_model_of_its_own_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import gpu_runner.device_ops
 import gpu_runner.model_runner
 from gpu_runner.model_runner import GPUModelRunner
 from gpu_runner.static_inputs import StaticInputs
-from gpu_runner.worker import check_model
+from gpu_runner.worker import GPUWorker, check_model
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
@@ -106,7 +106,8 @@ def test_the_larger_of_a_step_and_an_encoder_is_what_is_needed(of_encoder: int) 
 
 
 def test_inputs_stay_at_their_addresses() -> None:
-    """Ids, embeddings, and positions of each kind: what a model sees of a later call lies where the first one's lay."""
+    """Ids, embeddings, and positions of each kind: what a model sees of a later call lies where the first one's lay,
+    and its rows are as far apart, though that call had the most tokens."""
     inputs, rotated = (StaticInputs(8, torch.device("cpu")) for _ in range(2))
     seen = []
     for count in (8, 5, 1):
@@ -119,25 +120,33 @@ def test_inputs_stay_at_their_addresses() -> None:
             held = (inputs if positions.dim() == 1 else rotated)(None, (), given | {"positions": positions})[1]
             assert held["positions"].equal(positions.long()) and held["intermediate_tensors"] is None
             assert held["input_ids"].equal(given["input_ids"]) and held["inputs_embeds"].equal(given["inputs_embeds"])
-            seen.append({name: held[name].data_ptr() for name in ("input_ids", "inputs_embeds", "positions")})
+            names = "input_ids", "inputs_embeds", "positions"
+            seen.append({name: (held[name].data_ptr(), *held[name].stride()) for name in names})
     assert seen[0::2] == [seen[0]] * 3 and seen[1::2] == [seen[1]] * 3
+
+
+def deepstack_model() -> Any:
+    """What ``Levels`` asks of a model: it adds two levels behind its first layers."""
+    model: Any = nn.Module()
+    model.use_deepstack, model.deepstack_num_level, model.deepstack_input_embeds = True, 2, []
+    model._get_deepstack_input_embeds = model._clear_deepstack_input_embeds = None
+    return model
+
+
+def levels_of(model: Any, calls_alike: bool) -> Levels:
+    """Of rows of 3 float32, in steps of 8 tokens at most."""
+    device_ops = DeviceOps(torch.device("cpu"))
+    device_ops.calls_alike = calls_alike
+    config: Any = SimpleNamespace(get_inputs_embeds_size=lambda: 3, dtype=torch.float32)
+    return Levels(model, config, 8, device_ops)
 
 
 @pytest.mark.parametrize("calls_alike", [False, True])
 def test_levels_of_a_call_without_images(calls_alike: bool) -> None:
-    """What a compiler sees at the first call is there in all; elsewhere nothing is added."""
-    device_ops = DeviceOps(torch.device("cpu"))
-    device_ops.calls_alike = calls_alike
-    model: Any = SimpleNamespace(
-        use_deepstack=True,
-        deepstack_num_level=2,
-        deepstack_input_embeds=[],
-        _get_deepstack_input_embeds=None,
-        _clear_deepstack_input_embeds=None,
-    )
-    config: Any = SimpleNamespace(get_inputs_embeds_size=lambda: 3, dtype=torch.float16)
-    levels = Levels(model, config, device_ops)
-    levels.bind(torch.arange(24, dtype=torch.float16).view(4, 6))
+    """Zeros, each level's own, where calls have to be alike; elsewhere nothing is added."""
+    model = deepstack_model()
+    levels = levels_of(model, calls_alike)
+    levels.bind(torch.arange(24.0).view(4, 6))
     bound = model._get_deepstack_input_embeds(4)
     assert [bound[f"deepstack_input_embeds_{level}"][1].tolist() for level in range(2)] == [[6, 7, 8], [9, 10, 11]]
     levels.unbind()
@@ -146,7 +155,53 @@ def test_levels_of_a_call_without_images(calls_alike: bool) -> None:
         assert without is None
         return
     assert list(without.tensors) == list(bound.tensors)
-    assert all(x.dtype == torch.float16 and x.shape == (5, 3) and not x.any() for x in without.tensors.values())
+    assert all(x.shape == (5, 3) and not x.any() for x in without.tensors.values())
+    assert len({x.data_ptr() for x in without.tensors.values()}) == 2
+
+
+def test_a_model_that_was_compiled_once_is_right_in_every_call() -> None:
+    """Guards are dropped, as vLLM drops them: it is compiled for the largest step, which has no image. What later calls
+    are given lies where it lay, with the same strides."""
+    model, graphs, seen = deepstack_model(), list[Any](), list[dict[str, tuple[int, ...]]]()
+    levels, inputs = levels_of(model, calls_alike=True), StaticInputs(8, torch.device("cpu"))
+
+    def text(embeds: torch.Tensor, positions: torch.Tensor, levels: Any) -> torch.Tensor:
+        first, second = (levels[f"deepstack_input_embeds_{level}"] for level in range(2))
+        return embeds + 10 * first + 100 * second + (positions * torch.tensor([[1], [2], [3]])).sum(0)[:, None]
+
+    def backend(graph: Any, examples: list[Any]) -> Any:
+        # No distance between rows was taken for the number of tokens, with which it would change.
+        assert all(isinstance(each.stride(0), int) for each in examples if isinstance(each, torch.Tensor))
+        graphs.append(graph)
+        return graph.forward
+
+    drop = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+    compiled = torch.compile(text, backend=backend, fullgraph=True, options=drop)
+    for num_tokens, has_image in ((8, False), (5, True), (8, True), (2, False)):
+        embeds, positions = torch.rand(num_tokens, 3), torch.randint(9, (3, num_tokens), dtype=torch.int32)
+        of_images = torch.rand(num_tokens, 6)
+        if has_image:
+            levels.bind(of_images)
+        _, given = inputs(model, (), {"inputs_embeds": embeds, "positions": positions})
+        added = model._get_deepstack_input_embeds(num_tokens)
+        levels.unbind()
+        every = {"embeds": given["inputs_embeds"], "positions": given["positions"], **added.tensors}
+        if not graphs:
+            for name, tensor in every.items():
+                torch._dynamo.mark_dynamic(tensor, 1 if name == "positions" else 0)
+        got = compiled(given["inputs_embeds"], given["positions"], added)
+        of_levels = of_images if has_image else torch.zeros(num_tokens, 6)
+        assert torch.allclose(
+            got, text(embeds, positions, dict(zip(added.tensors, of_levels.chunk(2, 1), strict=True)))
+        )
+        seen.append({name: (tensor.data_ptr(), *tensor.stride()) for name, tensor in every.items()})
+    assert len(graphs) == 1 and seen == [seen[0]] * 4
+
+
+def test_weights_that_cannot_be_loaded_again_are_not_dropped() -> None:
+    worker = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
+    with pytest.raises(ValueError, match="sleep at level 1"):
+        GPUWorker.sleep(worker, level=2)  # type: ignore[arg-type]
 
 
 def test_models_that_need_the_base_s_attention_are_refused() -> None:

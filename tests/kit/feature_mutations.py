@@ -266,8 +266,8 @@ MUTATIONS = [
     Mutation(
         "deeper levels of an image are those of the step before",
         "multimodal/levels.py",
-        "            self._bound = IntermediateTensors(",
-        "            self._bound, self._next = getattr(self, '_next', None), IntermediateTensors(",
+        "            self._bound = _named(levels)",
+        "            self._bound, self._next = getattr(self, '_next', None), _named(levels)",
         "test_an_image_of_several_requests",
     ),
     Mutation(
@@ -276,6 +276,30 @@ MUTATIONS = [
         "= rows[order != BETWEEN]",
         "= np.roll(rows, 1)[order != BETWEEN]",
         "test_tokens and llava",
+        "tiled_device",
+    ),
+    Mutation(
+        "what pads a graph of patches is seen by an image",
+        "multimodal/patch_graphs.py",
+        "constant_values=PADDING)",
+        "constant_values=0)",
+        "test_tokens and qwen3",
+        "tiled_device",
+    ),
+    Mutation(
+        "what pads a graph of patches is left in the pool",
+        "multimodal/patch_graphs.py",
+        "constant_values=self._pool.num_rows)",
+        "constant_values=0)",
+        "test_tokens and qwen3",
+        "tiled_device",
+    ),
+    Mutation(
+        "patches are rotated as if an image were one row of them",
+        "multimodal/patches.py",
+        "rot_pos_emb(self._on_host, [list(grid)])",
+        "rot_pos_emb(self._on_host, [[count, self.unit // 2, height * width * 2 // self.unit]])",
+        "test_tokens and qwen3",
         "tiled_device",
     ),
     Mutation(
