@@ -133,8 +133,8 @@ def test_samplers_of_a_shared_vocabulary_are_cut(
 
 
 def test_layers_that_are_alike_are_compiled_once(twice: NeuronCommunicator) -> None:
-    device = torch_xla.device()
-    weights = [torch.randn(4, 4).to(device) for _ in range(8)]
+    device, generator = torch_xla.device(), torch.Generator().manual_seed(0)
+    weights = [torch.randn((4, 4), generator=generator).to(device) for _ in range(8)]
 
     def step(x: torch.Tensor) -> torch.Tensor:
         for weight in weights:
