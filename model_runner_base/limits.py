@@ -28,7 +28,7 @@ NEWER_PARAMS = (
 """Fields of ``SamplingParams`` that newer releases of vLLM have."""
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 BESIDE_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
-"""Heads know an image by the target's hidden states; a model of its own would have to see it."""
+"""Heads know an image by the target's hidden states; a draft model would have to see it, and ``mtp`` was not tried."""
 
 MULTIMODAL_ARCHITECTURES = (
     "LlavaForConditionalGeneration",

@@ -80,8 +80,9 @@ def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
     assert got == expected(model, asked)
 
 
-def test_adapters_and_drafts_beside_images(tmp_path: Path) -> None:
-    """Of a model that adds to its first layers, in graphs that stand before any adapter is loaded; by an EAGLE head."""
+@pytest.mark.parametrize(("kind", "counted"), [("ngram", "accepted"), ("head", "draft")])
+def test_adapters_and_drafts_beside_images(kind: str, counted: str, tmp_path: Path) -> None:
+    """Of a model that adds to its first layers, in graphs that stand before any adapter is loaded."""
     model = make_seeing_model("qwen3-vl", tmp_path)
     adapter = make_adapter(model.path, tmp_path, 1, 8, EVERYWHERE, part="language_model.layers")
     asked = pictures(model, 5, 2)
@@ -91,7 +92,7 @@ def test_adapters_and_drafts_beside_images(tmp_path: Path) -> None:
         for prompt, each in zip(asked, chosen, strict=True)
     ]
     options = {"skip_tokenizer_init": False, "max_model_len": 256, "enable_lora": True, "max_lora_rank": 8}
-    drafts = speculation("head", TinyModel(model.path))
+    drafts = speculation(kind, TinyModel(model.path))
     config = {"neuron_config": FEW_BUCKETS}
     with engine(model.path, **options, speculative_config=drafts, additional_config=config) as llm:
         before = CompilationCount.now()
@@ -99,7 +100,7 @@ def test_adapters_and_drafts_beside_images(tmp_path: Path) -> None:
         inputs = [as_input(prompt) for prompt in asked]
         got = read(llm.generate(inputs, greedy(COUNT), use_tqdm=False, lora_request=requests))
         assert CompilationCount.now() == before
-        assert metric(llm, "vllm:spec_decode_num_draft_tokens") > 0
+        assert metric(llm, f"vllm:spec_decode_num_{counted}_tokens") > 0
     assert got == want
 
 
