@@ -33,11 +33,16 @@ class SlotManager(LRUCacheLoRAModelManager):
 
     model: Any
 
-    def _match_target_modules(self, module_name: str) -> bool:
+    def _create_lora_modules(self) -> None:
         """Not in experts, whose LoRA layers are kernels of vLLM's, nor in what drafts: it guesses without adapters."""
-        if module_name.startswith(f"{DRAFT}.") or isinstance(self.model.get_submodule(module_name), ExpertsLayer):
-            return False
-        return super()._match_target_modules(module_name)
+        experts = {
+            name.rpartition(".")[2] for name, layer in self.model.named_modules() if isinstance(layer, ExpertsLayer)
+        }
+        self.supported_lora_modules = [name for name in self.supported_lora_modules if name not in experts]
+        draft = self.model._modules.pop(DRAFT, None)
+        super()._create_lora_modules()
+        if draft is not None:
+            setattr(self.model, DRAFT, draft)
 
     def use_slots(self, make_layer: Callable[[BaseLayerWithLoRA], SlotLayer]) -> None:
         """From now on adapters are written by what ``make_layer`` makes of each layer."""

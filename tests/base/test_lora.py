@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import engine
-from safetensors.torch import load_file
+from conftest import compilations, engine
+from safetensors.torch import load_file, save_file
 from test_reload import other_weights, reload_weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from model_runner_base.draft.loading import draft_of
 from model_runner_base.errors import UnsupportedConfigError
@@ -28,8 +29,6 @@ from model_runner_base.testing.grammars import is_one_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request
 from model_runner_base.testing.tokenizer import add_tokenizer
-from neuron_runner.metrics import CompilationCount
-from neuron_runner.model_runner import NeuronModelRunner
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_model_len": 128}
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [128]}
@@ -97,7 +96,8 @@ def test_platform_with_products_of_its_own(
     """Refused before weights are read, or served in what vLLM's kernels take."""
     name = f"vllm.lora.punica_wrapper.{wrapper}"
     monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda cls: name))
-    monkeypatch.setattr(NeuronModelRunner, "load_model", None)
+    worker: Any = resolve_obj_by_qualname(current_platform.worker_cls)
+    monkeypatch.setattr(worker.model_runner_cls, "load_model", None)
     with pytest.raises(UnsupportedConfigError, match=words), engine(tiny_model("llama").path, **LORA, **EAGER):
         pass
 
@@ -151,7 +151,9 @@ def flat(layer: Any) -> Iterator[torch.Tensor]:
         yield from stacks if isinstance(stacks, tuple) else (stacks,)
 
 
-@pytest.mark.parametrize("options", [EAGER, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "options", [EAGER, pytest.param(COMPILED, marks=pytest.mark.openxla)], ids=["eager", "compiled"]
+)
 def test_experts(options: dict[str, Any], tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
     """Adapters of a model's attention, its embeddings and head; one of its experts is refused by name."""
     model = tiny_model("qwen3-moe")
@@ -160,7 +162,10 @@ def test_experts(options: dict[str, Any], tiny_model: Callable[[str], TinyModel]
         make_adapter(model.path, tmp_path, 1, targets=targets),
         make_adapter(model.path, tmp_path, 2, rank=4),
     ]
-    experts = make_adapter(model.path, tmp_path, 3, targets=(*ATTENTION, "gate_proj"))
+    experts = make_adapter(model.path, tmp_path, 3, rank=4)
+    file, name = experts.path / "adapter_model.safetensors", "base_model.model.model.layers.0.mlp.experts.0.gate_proj"
+    pair = {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(32, 4)}
+    save_file(load_file(file) | pair, file)
     with engine(model.path, **LORA, **options) as llm:
         check(llm, model, adapters)
         with pytest.raises(ValueError, match=r"'adapter-3' is for .*experts.*, which this model has no adapters in"):
@@ -190,6 +195,7 @@ def test_structured_output(tiny_model: Callable[[str], TinyModel], tmp_path: Pat
         run(llm, model, requests, [adapters[0], adapters[1], adapters[1], None])
 
 
+@pytest.mark.openxla
 def test_twenty_adapters_compile_nothing(compiled: LLM, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
     """Loaded, unloaded and mixed at random while requests run, over four slots and eight places on the host."""
     model, rng = tiny_model("llama"), np.random.default_rng(5)
@@ -199,7 +205,7 @@ def test_twenty_adapters_compile_nothing(compiled: LLM, tiny_model: Callable[[st
     ]
     prompts = random_prompts(6, rng.choice([1, 9, 40, 80], 40).tolist())
     chosen = [adapters[index] if index < len(adapters) else None for index in rng.integers(0, 23, len(prompts))]
-    warm, core = CompilationCount.now(), compiled.llm_engine
+    warm, core = compilations(), compiled.llm_engine
     waiting = [(str(number), prompts[number], chosen[number]) for number in range(len(prompts))]
     tokens: dict[str, list[int]] = {}
     while waiting or core.has_unfinished_requests():
@@ -212,12 +218,13 @@ def test_twenty_adapters_compile_nothing(compiled: LLM, tiny_model: Callable[[st
         if rng.random() < 0.2:
             core.remove_lora(int(rng.integers(1, len(adapters) + 1)))
         tokens |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
-    assert CompilationCount.now() == warm
+    assert compilations() == warm
     for number, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True)):
         reference = adapter.merged if adapter else model
         assert tokens[str(number)] == reference.greedy(prompt, NEW_TOKENS), number
 
 
+@pytest.mark.openxla
 def test_new_weights_beneath_adapters(compiled: LLM, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
     """The adapters stay in their slots, and add to the new weights; graphs see both."""
     model = tiny_model("llama")
@@ -226,10 +233,10 @@ def test_new_weights_beneath_adapters(compiled: LLM, tiny_model: Callable[[str],
     for one, other in zip(before, after, strict=True):  # The same adapters, for the reference: the engine has them.
         name = "adapter_model.safetensors"
         (other.path / name).write_bytes((one.path / name).read_bytes())
-    warm = CompilationCount.now()
+    warm = compilations()
     check(compiled, model, before)
     reload_weights(compiled, weights_path=str(new.path))
     check(compiled, new, after)
     reload_weights(compiled, weights_iterator=list(load_file(model.path / "model.safetensors").items()))
     check(compiled, model, before)
-    assert CompilationCount.now() == warm
+    assert compilations() == warm
