@@ -146,8 +146,6 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         "token trees are not supported: leave speculative_token_tree out of speculative_config": (
             setting(config, "speculative_token_tree", chain) != chain
         ),
-        "speculative decoding is not supported with what vLLM says to its second runner: set "
-        "VLLM_USE_V2_MODEL_RUNNER=0": uses_second_runner(vllm_config),
         "as many drafts as the batch's size allows are not supported yet: leave out "
         "num_speculative_tokens_per_batch_size": setting(config, "num_speculative_tokens_per_batch_size"),
         "a draft model with a vocabulary of its own is not supported yet: leave out use_heterogeneous_vocab": (

@@ -1,6 +1,7 @@
 """What vLLM's scheduler says to its own first model runner, and what to its second: the same tokens come of both.
 
 To the second (``VLLM_USE_V2_MODEL_RUNNER``) a request that resumes is a new one, with all its tokens.
+Drafts are verified under both.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from conftest import engine
 from vllm import LLM, SamplingParams, envs
 
 from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import cache_bytes, core_of, greedy, metric, sampled
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.tokenizer import add_tokenizer
@@ -53,34 +55,40 @@ def run(llm: LLM, prompts: list[tuple[int, ...]], rng: np.random.Generator) -> l
     return [tokens[str(index)] for index in range(len(prompts))]
 
 
-def run_under(contract: str, model: TinyModel, prompts: list[tuple[int, ...]], is_async: bool) -> list[list[int]]:
+def run_under(
+    contract: str, model: TinyModel, prompts: list[tuple[int, ...]], is_async: bool, draft: str | None
+) -> list[list[int]]:
     """The same on an engine of its own, whose scheduler speaks to runner ``contract``; many requests are preempted.
 
     Eager: the contract is the host's.
     """
     options: dict[str, Any] = {
         "async_scheduling": is_async,
-        "kv_cache_memory_bytes": cache_bytes(model.path, 320),
+        "kv_cache_memory_bytes": cache_bytes(model.path, 320) * (2 if draft else 1),
         "skip_tokenizer_init": False,
         "max_model_len": 256,
         "enforce_eager": True,
     }
+    if draft:
+        options |= {"speculative_config": speculation(draft, model)}
     with engine(model.path, **options) as llm:
         assert core_of(llm).scheduler.use_v2_model_runner is (contract == "1")
         tokens = run(llm, prompts, np.random.default_rng(3))
         assert metric(llm, "vllm:num_preemptions") > 3, "little was preempted"
+        assert not draft or metric(llm, "vllm:spec_decode_num_accepted_tokens") > 20
     return tokens
 
 
+@pytest.mark.parametrize("draft", [None, "noisy"], ids=["alone", "drafts"])
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_same_tokens_from_both(
-    is_async: bool, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+    is_async: bool, draft: str | None, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompts, results = add_tokenizer(tiny_model("llama")), random_prompts(11, LENGTHS), {}
     for contract in ("0", "1"):
         monkeypatch.setenv(VARIABLE, contract)
         envs.disable_envs_cache()
-        results[contract] = run_under(contract, model, prompts, is_async)
+        results[contract] = run_under(contract, model, prompts, is_async, draft)
     envs.disable_envs_cache()
     assert results["0"] == results["1"]
     for index in range(0, len(prompts), 4):
