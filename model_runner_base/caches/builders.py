@@ -53,8 +53,10 @@ class _Requests(NamedTuple):
     """[R] int32"""
     host_query_start_loc: np.ndarray
     """[R + 1]"""
-    host_seq_lens: np.ndarray | None
-    """[R]; None where the device alone knows them."""
+    host_seq_lens: np.ndarray
+    """[R] bounds"""
+    is_exact: bool
+    """Whether the bounds are the lengths; those of chunks always are."""
     num_tokens: int
     max_query_len: int
     max_seq_len: int
@@ -239,7 +241,8 @@ class BuilderCaches(CacheKind):
             query_start_loc=loc,
             seq_lens=known_or(arrays["starts"], computed) + loc.diff(),
             host_query_start_loc=host_loc,
-            host_seq_lens=None if batch is not None and self.limits.unread else seq_lens,
+            host_seq_lens=seq_lens,
+            is_exact=batch is None or not self.limits.unread,
             # A graph of pure decode counts its padding, a request for each row; else kernels leave padding out.
             num_tokens=size.num_tokens if batch is None or is_decode else batch.num_places,
             max_query_len=self._query if is_decode else size.num_tokens if batch is None else int(query_len.max()),
@@ -255,20 +258,30 @@ class BuilderCaches(CacheKind):
         host_loc = np.concatenate(([0], query_len.cumsum()))
         loc = torch.arange(num_rows + 1, dtype=torch.int32, device=call.positions.device) * query
         seq_lens = rows.positions[:, 0] + query
+        if rows.is_token is not None:  # Padding has nothing in the cache.
+            seq_lens = seq_lens.masked_fill(~rows.is_token.any(1), query)
         if has_chunks:
             step_loc = call.arrays["query_start_loc"]
             loc = torch.cat((loc, step_loc[num_rows + 1 :] + num_rows * (query - self._query)))
             starts = known_or(call.arrays["starts"], call.computed)
             seq_lens = torch.cat((seq_lens, (starts + step_loc.diff())[num_rows:]))
-        longest = self.limits.max_model_len
-        if batch is not None:
+        longest, host_seq_lens = self.limits.max_model_len, query_len.copy()
+        if batch is None:
+            host_seq_lens[:num_rows] += longest
+        else:
             longest = min(longest, int(batch.seq_lens.max()))
+            host_seq_lens[: batch.num_decodes] += batch.seq_lens[: batch.num_decodes]
+            if has_chunks:
+                of_chunks = batch.seq_lens[batch.num_decodes :]
+                host_seq_lens[num_rows : num_rows + len(of_chunks)] = of_chunks
+        host_seq_lens[:num_rows] += self.limits.ahead
         return _Requests(
             rows=call.arrays["rows"][:num_reqs],
             query_start_loc=loc,
             seq_lens=seq_lens,
             host_query_start_loc=host_loc,
-            host_seq_lens=None,
+            host_seq_lens=host_seq_lens,
+            is_exact=False,
             num_tokens=int(host_loc[-1]),
             max_query_len=int(query_len.max()),
             max_seq_len=longest + self.limits.ahead + query,
@@ -299,7 +312,7 @@ class BuilderCaches(CacheKind):
 
     def _common_metadata(self, requests: _Requests, index: int) -> Any:
         """vLLM's, for one group."""
-        num_reqs, seq_lens = len(requests.seq_lens), requests.host_seq_lens
+        num_reqs = len(requests.seq_lens)
         step = StepOnDevice(
             query_start_loc=self._query_start_loc[: num_reqs + 1],
             seq_lens=self._seq_lens[:num_reqs],
@@ -308,7 +321,8 @@ class BuilderCaches(CacheKind):
         )
         bounds = StepBounds(
             query_start_loc=torch.from_numpy(requests.host_query_start_loc).int(),
-            seq_lens=None if seq_lens is None else torch.from_numpy(seq_lens).int(),
+            seq_lens=torch.from_numpy(requests.host_seq_lens).int(),
+            is_exact=requests.is_exact,
             max_query_len=requests.max_query_len,
             max_seq_len=requests.max_seq_len,
         )

@@ -16,8 +16,9 @@ class BatchOrder(NamedTuple):
     decode_len: int = 1
     """A request with at most so many new tokens has a decode row, and comes before those with more."""
     fresh_last: bool = False
-    """Whether requests that have nothing in the cache come last, however many tokens they have: the order that vLLM's
-    backends expect (``reorder_batch_to_split_decodes_and_prefills`` in vllm/v1/attention/backends/utils.py)."""
+    """Whether requests that have nothing in the cache come last, however many tokens they have, and before those that
+    go on with more tokens than ``decode_len`` those with fewer: the order that vLLM's backends expect
+    (``reorder_batch_to_split_decodes_and_prefills`` in vllm/v1/attention/backends/utils.py)."""
     row_len: int = 1
     """Tokens that every decode row takes up, whether it has as many or not. More than one where drafts are verified:
     then requests have a decode row once all their tokens are output, and the scheduler says how far they are."""
@@ -92,6 +93,8 @@ def order_of(
             key = 0 if query_len[index] <= decode_len else 1
         num_decodes += 1 - key
         if fresh_last and progress[rows[index]] == 0:
+            key = 3
+        elif fresh_last and key == 1 and query_len[index] > decode_len:
             key = 2
         keys[index] = key
         if index and key < keys[index - 1]:

@@ -20,12 +20,14 @@ class StepOnDevice(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """The same on the host, where numbers of tokens may be bounds."""
+    """The same on the host, where lengths may be bounds."""
 
     query_start_loc: torch.Tensor
     """[R + 1] int32"""
-    seq_lens: torch.Tensor | None
-    """[R] int32; None where the device alone knows them: a builder that wants them waits for it."""
+    seq_lens: torch.Tensor
+    """[R] int32; of requests that arrive exact."""
+    is_exact: bool
+    """Whether all of ``seq_lens`` are, also where drafts are verified."""
     max_query_len: int
     max_seq_len: int
 
@@ -47,9 +49,10 @@ def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMe
 
 
 def _lengths_on_host(bounds: StepBounds) -> dict[str, Any]:
-    """One field for a bound, or two that must be exact."""
+    """One field for a bound, or two that must be exact: without them a builder that wants them waits for the device."""
     seq_lens = bounds.seq_lens
     if "seq_lens_cpu_upper_bound" in CommonAttentionMetadata.__dataclass_fields__:
         return {"seq_lens_cpu_upper_bound": seq_lens}
-    num_computed = None if seq_lens is None else seq_lens - bounds.query_start_loc.diff()
-    return {"_seq_lens_cpu": seq_lens, "_num_computed_tokens_cpu": num_computed}
+    if not bounds.is_exact:
+        return {}
+    return {"_seq_lens_cpu": seq_lens, "_num_computed_tokens_cpu": seq_lens - bounds.query_start_loc.diff()}

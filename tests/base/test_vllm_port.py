@@ -195,7 +195,7 @@ def test_metadata_of_builders_name_the_step() -> None:
         block_table=torch.tensor([[7, 9], [4, 0]], dtype=torch.int32),
         slot_mapping=torch.arange(4),
     )
-    bounds = StepBounds(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([8, 7], dtype=torch.int32), 3, 8)
+    bounds = StepBounds(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([8, 7], dtype=torch.int32), True, 3, 8)
     metadata = common_metadata(on_device, bounds)
     assert (metadata.num_reqs, metadata.num_actual_tokens) == (2, 4)
     assert (metadata.max_query_len, metadata.max_seq_len) == (3, 8)

@@ -273,8 +273,9 @@ class PlanningBuilder(KernelBuilder):
         assert len(common.slot_mapping) == common.num_actual_tokens
         on_host = getattr(common, "seq_lens_cpu_upper_bound", None)
         on_host = common.seq_lens_cpu if on_host is None else on_host
-        assert on_host.equal(common.seq_lens) and query_len.equal(common.query_start_loc.diff())
-        is_extended = (query_len > 1).int() if self._is_plain else torch.zeros_like(query_len)
+        assert on_host.equal(common.seq_lens) if self._is_plain else on_host.ge(common.seq_lens).all()
+        assert query_len.equal(common.query_start_loc.diff())
+        is_extended = (query_len > self.reorder_batch_threshold).int()
         regions = torch.where(on_host - query_len > 0, is_extended, 2)[query_len > 0]
         assert regions.diff().ge(0).all(), "decodes, extended requests, fresh prompts: that is the order"
         split_decodes_and_prefills(common, self.reorder_batch_threshold)  # Raises where decodes do not come first.

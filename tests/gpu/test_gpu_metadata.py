@@ -328,7 +328,8 @@ def test_kernels_are_told_of_drafts(backend: type[ViewsBackend], data: st.DataOb
     call = bench.run(batch, step)
     tokens = [QUERY] * num_decodes + counts[num_decodes:]
     places = [[starts[i] + j if j < counts[i] else None for j in range(tokens[i])] for i in range(len(rows))]
-    check_places(bench, call, rows, places, [start + count for start, count in zip(starts, tokens, strict=True)])
+    ends = [start + count for start, count in zip(starts, tokens, strict=True)]
+    check_places(bench, call, rows, places, ends, num_decodes)
     for number, has_chunks in ((2, True), (1, False)):
         has_chunks = has_chunks and num_decodes < len(rows)
         if not num_decodes and not has_chunks:
@@ -344,7 +345,7 @@ def test_kernels_are_told_of_drafts(backend: type[ViewsBackend], data: st.DataOb
         ends = [each[0] + number for each in positions.tolist()]
         chunks = places[num_decodes:] if has_chunks else []
         ends += [starts[i] + counts[i] for i in range(num_decodes, num_decodes + len(chunks))]
-        check_places(bench, call, rows, of_rows + chunks, ends)
+        check_places(bench, call, rows, of_rows + chunks, ends, num_decodes)
 
 
 def draft_batch(rows: list[int], num_decodes: int, num_computed: np.ndarray, query_len: np.ndarray) -> InputBatch:
@@ -365,7 +366,12 @@ def draft_batch(rows: list[int], num_decodes: int, num_computed: np.ndarray, que
 
 
 def check_places(
-    bench: Bench, call: ModelCall, rows: list[int], places: list[list[int | None]], seq_lens: list[int]
+    bench: Bench,
+    call: ModelCall,
+    rows: list[int],
+    places: list[list[int | None]],
+    seq_lens: list[int],
+    num_decodes: int,
 ) -> None:
     """``places`` the position of each request's tokens, None for one that is none."""
     ends = np.cumsum([len(each) for each in places]).tolist()
@@ -387,6 +393,9 @@ def check_places(
         assert common.num_actual_tokens == len(slots)
         assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, *ends]
         assert common.seq_lens.tolist() == seq_lens
+        if hasattr(common, "seq_lens_cpu_upper_bound"):
+            assert common.seq_lens_cpu_upper_bound.ge(common.seq_lens).all()
+            assert common.seq_lens_cpu_upper_bound.tolist()[num_decodes:] == seq_lens[num_decodes:]
         assert common.max_query_len >= max(map(len, places), default=0)
         blocks_read = -(-np.array(seq_lens, dtype=int) // block_size)
         assert blocks_read.max(initial=0) <= common.block_table_tensor.shape[1], "kernels read as far as a length says"
