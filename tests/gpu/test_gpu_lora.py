@@ -71,7 +71,7 @@ def test_each_program_finds_the_tokens_of_its_slot(steps: list[tuple[list[int], 
             expected = {slot: [i for i, each in enumerate(slots) if each == slot] for slot in range(NUM_SLOTS)}
             assert tokens_by_slot(meta, len(slots)) == expected
             assert meta.token_lora_mapping[: len(slots)].tolist() == slots
-        first_rows = wrapper._embeddings_indices[1, : len(step[0])].tolist()
+        first_rows = torch.atleast_2d(wrapper._embeddings_indices)[-1, : len(step[0])].tolist()
         assert first_rows == [max(slot, 0) * VOCAB_SIZE for slot in step[0]]
         products.unbind()
     assert addresses() == before
@@ -134,7 +134,7 @@ for case in ([-1, 0, 1, 2, 1, 1, -1, 0, 2, 2, 2], [1], [-1, -1, -1], [2] * 40, [
             expected[1][token] += b_of_table[slot, 0].float() @ table[slot, ids[token]].float()
             if token % 2 == 0:
                 expected[2][token // 2, :vocab_size] += product(x[token], a_of_head[slot, 0], b_of_head[slot, 0])
-    looked_up = table.view(-1, rank)[ids + wrapper._embeddings_indices[1, : len(case)]]
+    looked_up = table.view(-1, rank)[ids + torch.atleast_2d(wrapper._embeddings_indices)[-1, : len(case)]]
     wrapper.add_lora_linear(y, x, tuple(a), tuple(b), 1.0, parts)
     wrapper.add_lora_embedding(plain, looked_up, b_of_table)
     wrapper.add_lora_logits(logits, x[rows], a_of_head, b_of_head, 1.0)
