@@ -9,7 +9,7 @@ from torch import nn
 class StaticInputs:
     """A hook before a model's forward: copies ids, positions and embeddings into buffers of the largest step.
 
-    Positions become int64 on the way, as CUDA's rotary kernels want them. They may be [3, T] (M-RoPE): then the buffer
+    Positions become int64 on the way, as CUDA's rotary kernels want them. They may be [D, T] (M-RoPE): then the buffer
     is longer than any step, so that its rows are as far apart in the first call, whose strides are compiled in, as in
     later ones.
     """

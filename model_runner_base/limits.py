@@ -47,6 +47,7 @@ MULTIMODAL_ARCHITECTURES = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "HunYuanVLForConditionalGeneration",
     "WhisperForConditionalGeneration",
 )
 """Those whose images are held against another implementation; of others it is not known what they need."""

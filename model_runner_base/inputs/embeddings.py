@@ -21,6 +21,7 @@ from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import StepSize
+from model_runner_base.vllm_shapes.config import rotary_dims
 from model_runner_base.vllm_shapes.errors import RequestError
 
 SECTION = "embed_source"
@@ -123,7 +124,8 @@ def embeddings_memory(model_config: ModelConfig, max_num_tokens: int) -> int:
 
 def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """What a model is called with for its tokens before there are requests: the same arguments as in every step."""
-    positions = token_ids.expand(3, -1) if model_config.uses_mrope else token_ids
+    num_dims = rotary_dims(model_config)
+    positions = token_ids.expand(num_dims, -1) if num_dims > 1 else token_ids
     if model_config.enable_prompt_embeds or model_config.is_multimodal_model:
         return {"positions": positions, "input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
     return {"positions": positions, "input_ids": token_ids, "inputs_embeds": None}

@@ -36,6 +36,7 @@ from model_runner_base.multimodal.tiles import tiled_tower
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_port.speculation import max_step_tokens
+from model_runner_base.vllm_shapes.config import rotary_dims
 from model_runner_base.vllm_shapes.multimodal import group_by_modality, largest_items
 
 
@@ -100,7 +101,7 @@ class ItemEncoder(Encoder):
         self._graphs = EAGER
         if budget.mm_max_toks_per_item and device_ops.towers_as_graphs:
             self._graphs = make_graphs(model_config, model, self._pool, self._rows, wrap, device_ops)
-        self._uses_mrope = model_config.uses_mrope
+        self._num_dims = rotary_dims(model_config)
         self._sees_both_ways = model_config.is_mm_prefix_lm
         self._max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
@@ -152,7 +153,9 @@ class ItemEncoder(Encoder):
 
     def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
         parts = requests, self._pool.tensors, self._rows, self._levels, self.warm_up
-        return RotatedInputs(*parts, self._calc_positions) if self._uses_mrope else MultiModalInputs(*parts)
+        if self._num_dims == 1:
+            return MultiModalInputs(*parts)
+        return RotatedInputs(*parts, self._num_dims, self._calc_positions)
 
     def spans(self, requests: RequestStates) -> Spans:
         return ItemSpans(requests) if self._sees_both_ways else NO_SPANS

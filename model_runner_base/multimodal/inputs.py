@@ -109,7 +109,7 @@ def gather_encoder_outputs(
 
 
 class RotatedInputs(MultiModalInputs):
-    """Of a model with M-RoPE: ``rotary_offsets``, [3, T] in a mixed step and [T] else, from the cache positions.
+    """Of a model with D dimensions: ``rotary_offsets``, [D, T] in a mixed step and [T] else, from the cache positions.
 
     All tokens of a decode row, drafts among them, are behind the prompt.
     """
@@ -121,11 +121,13 @@ class RotatedInputs(MultiModalInputs):
         rows: EncoderRows,
         levels: Levels,
         warm_up: Callable[[], None],
+        num_dims: int,
         calc_positions: Callable[[RequestInfo], tuple[np.ndarray, int]],
     ) -> None:
         super().__init__(requests, pool, rows, levels, warm_up)
+        self._num_dims = num_dims
         self._calc_positions = calc_positions
-        self._of_prompt: list[np.ndarray] = [np.zeros((3, 0), np.int32)] * requests.max_num_reqs
+        self._of_prompt: list[np.ndarray] = [np.zeros((num_dims, 0), np.int32)] * requests.max_num_reqs
         self._behind = np.zeros(requests.max_num_reqs, np.int32)
         """By row, of all tokens behind the prompt."""
 
@@ -134,7 +136,7 @@ class RotatedInputs(MultiModalInputs):
         self._of_prompt[row], self._behind[row] = self._calc_positions(info)
 
     def sections(self, size: StepSize) -> list[Section]:
-        dims = (3, size.num_tokens) if size.kind == StepKind.MIXED else (size.num_tokens,)
+        dims = (self._num_dims, size.num_tokens) if size.kind == StepKind.MIXED else (size.num_tokens,)
         return [*super().sections(size), Section(ROTATION, dims)]
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
@@ -153,4 +155,4 @@ class RotatedInputs(MultiModalInputs):
     def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
         super().bind(call, model, tensors)
         rotated = call.positions + call.arrays[ROTATION]
-        call.kwargs["positions"] = rotated if rotated.dim() == 2 else rotated.unsqueeze(0).expand(3, -1)
+        call.kwargs["positions"] = rotated if rotated.dim() == 2 else rotated.unsqueeze(0).expand(self._num_dims, -1)

@@ -22,6 +22,12 @@ def uses_second_runner(vllm_config: Any) -> bool:
     return bool(setting(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER))
 
 
+def rotary_dims(model_config: Any) -> int:
+    """How many positions a token is rotated by: three with M-RoPE, as many as there are sections with XD-RoPE, else
+    one."""
+    return 3 if model_config.uses_mrope else setting(model_config, "uses_xdrope_dim", 0) or 1
+
+
 def returns_routed_experts(vllm_config: Any) -> bool:
     """Whether responses are to name the experts that each token went to."""
     if hasattr(vllm_config, "aux_output_config"):
