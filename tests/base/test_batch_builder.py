@@ -41,7 +41,9 @@ def make_caches(has_plans: bool, length: int = MAX_LENGTH) -> tuple[CacheKind, S
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
-    order = data.draw(st.sampled_from([None, BatchOrder(1), BatchOrder(1, fresh_last=True), BatchOrder(3, True)]))
+    orders = [None, BatchOrder(1), BatchOrder(1, fresh_last=True), BatchOrder(3, True)]
+    orders.append(BatchOrder(3, fresh_last=True, prompts_in_chunks=True))
+    order = data.draw(st.sampled_from(orders))
     has_plans = order == BatchOrder(1)
     caches, limits = make_caches(has_plans)
     rooms = Rooms(caches, MAX_NUM_REQS, MAX_LENGTH)
@@ -70,13 +72,18 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         batch = builder.build(scheduled(wanted))
         req_ids = list(wanted)
         if order is not None:
-            # The scheduler's order among those alike.
+            # Decode rows; others that go on, with few tokens and with more; fresh ones. Among those alike the
+            # scheduler's order.
+            is_short = {req_id: wanted[req_id] <= order.decode_len for req_id in req_ids}
+            is_output = {req_id: computed[req_id] >= len(known[req_id]) for req_id in req_ids}
+            is_decode = is_output if order.prompts_in_chunks else is_short
+            is_fresh = {req_id: order.fresh_last and not computed[req_id] for req_id in req_ids}
             regions = {
-                req_id: 2 if order.fresh_last and not computed[req_id] else int(wanted[req_id] > order.decode_len)
+                req_id: 3 if is_fresh[req_id] else 0 if is_decode[req_id] else 1 if is_short[req_id] else 2
                 for req_id in req_ids
             }
-            req_ids.sort(key=lambda req_id: regions[req_id])
-            num_decodes = sum(count <= order.decode_len for count in wanted.values())
+            req_ids.sort(key=regions.__getitem__)
+            num_decodes = sum(is_decode.values())
             assert batch.num_decodes == num_decodes and batch.is_decode == (num_decodes == len(wanted))
         assert batch.req_ids == req_ids
         num_tokens, num_reqs = sum(wanted.values()), len(wanted)
