@@ -104,6 +104,11 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self._waits = waits
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled graphs may be called within it; what they run they do not show."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in args if isinstance(x, torch.Tensor)]
         result = func(*args, **(kwargs or {}))
