@@ -28,7 +28,7 @@ from model_runner_base.multimodal.inputs import MultiModalInputs, RotatedInputs
 from model_runner_base.multimodal.levels import Levels
 from model_runner_base.multimodal.patch_graphs import PatchGraphs
 from model_runner_base.multimodal.patches import PATCH_TOWERS
-from model_runner_base.multimodal.positions import calc_mrope_positions
+from model_runner_base.multimodal.positions import calc_mrope_positions, calc_xdrope_positions
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.multimodal.spans import ItemSpans
 from model_runner_base.multimodal.tile_graphs import TileGraphs
@@ -161,7 +161,9 @@ class ItemEncoder(Encoder):
         return ItemSpans(requests) if self._sees_both_ways else NO_SPANS
 
     def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
-        return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
+        if self._model_config.uses_mrope:
+            return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
+        return calc_xdrope_positions(self._model, self._num_dims, len(info.prompt_token_ids), info.items)
 
 
 def make_graphs(

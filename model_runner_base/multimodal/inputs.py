@@ -109,7 +109,8 @@ def gather_encoder_outputs(
 
 
 class RotatedInputs(MultiModalInputs):
-    """Of a model with D dimensions: ``rotary_offsets``, [D, T] in a mixed step and [T] else, from the cache positions.
+    """Of a model that rotates a token by D positions: ``rotary_offsets`` from its cache position, [D, T] in a mixed
+    step and [T] else.
 
     All tokens of a decode row, drafts among them, are behind the prompt.
     """

@@ -17,9 +17,26 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 def calc_mrope_positions(
     model: Any, prompt_token_ids: list[int], items: Sequence[MultiModalFeatureSpec]
 ) -> tuple[np.ndarray, int]:
-    """Offsets [D, P] int32 of a prompt's tokens from their cache positions, and the one of all that follow it."""
-    if hasattr(model, "get_xdrope_input_positions"):
-        positions, delta = model.get_xdrope_input_positions(prompt_token_ids, list(items)), 0
-    else:
-        positions, delta = model.get_mrope_input_positions(prompt_token_ids, list(items))
+    """M-RoPE: offsets [3, P] int32 of a prompt's tokens from their cache positions, and that of all behind it."""
+    positions, delta = model.get_mrope_input_positions(prompt_token_ids, list(items))
     return positions.numpy().astype(np.int32) - np.arange(len(prompt_token_ids), dtype=np.int32), int(delta)
+
+
+def calc_xdrope_positions(
+    model: Any, num_dims: int, num_tokens: int, items: Sequence[MultiModalFeatureSpec]
+) -> tuple[np.ndarray, int]:
+    """The same of XD-RoPE, [num_dims, num_tokens]: column, row and number of the image come last.
+
+    An image has a row of tokens for each row of its merged patches, one longer than those, between two tokens more.
+    vLLM's ``get_xdrope_input_positions`` goes by the tokens that begin images, which a text may have without one.
+    """
+    offsets, merged = np.zeros((num_dims, num_tokens), np.int32), model.config.vision_config.spatial_merge_size
+    for number, item in enumerate(items):
+        assert item.data is not None
+        grid: Any = item.data["image_grid_thw"].data
+        _, height, width = (int(size) // merged for size in grid)
+        rows, columns = np.divmod(np.arange(height * (width + 1), dtype=np.int32), width + 1)
+        first = item.mm_position.offset + 1
+        end = first + len(rows)
+        offsets[-3:, first:end] = np.stack((columns, rows, np.full_like(rows, number))) - np.arange(first, end)
+    return offsets, 0

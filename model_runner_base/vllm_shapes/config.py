@@ -23,9 +23,11 @@ def uses_second_runner(vllm_config: Any) -> bool:
 
 
 def rotary_dims(model_config: Any) -> int:
-    """How many positions a token is rotated by: three with M-RoPE, as many as there are sections with XD-RoPE, else
-    one."""
-    return 3 if model_config.uses_mrope else setting(model_config, "uses_xdrope_dim", 0) or 1
+    """How many positions a token is rotated by: one, as a rule; three with M-RoPE, or as many as the model has sections
+    where XD-RoPE is taken for it; with XD-RoPE as many as there are sections."""
+    if model_config.uses_mrope:
+        return setting(model_config, "mrope_num_dims", 3)
+    return setting(model_config, "uses_xdrope_dim", 0) or 1
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:

@@ -1,5 +1,7 @@
-"""A tiny HunYuan-VL, and what transformers makes of it, in ``hunyuan.json``: the release of it that vLLM 0.16 takes
-has no such model. ``.venv-newest/bin/python tests/base/hunyuan.py`` writes the file anew, by transformers 5.20.2.
+"""A tiny HunYuan-VL, and what transformers makes of it, with vLLM's order of sections, in ``hunyuan.json``.
+
+The release of transformers that vLLM 0.16 takes has no such model: ``.venv-newest/bin/python tests/base/hunyuan.py``
+writes the file anew, by 5.20.2. Frequencies are high, so that tokens depend on each of the four positions.
 """
 
 import json
@@ -15,6 +17,8 @@ IMAGE, BEGIN, END = 120120, 120118, 120119
 """The ids that vLLM's processor of this model has, whatever its checkpoint says."""
 VOCAB_SIZE, HIDDEN, HEADS, KV_HEADS, HEAD, MLP = 120130, 64, 4, 2, 16, 96
 PATCH, TOWER, TOWER_MLP = 4, 32, 48
+TOKEN_BYTES = 4 * 2 * 2 * KV_HEADS * HEAD
+"""Of KV cache: float32, keys and values of two layers."""
 RECORDED = Path(__file__).with_suffix(".json")
 PROMPTS: list[tuple[list[int], list[tuple[int, int]]]] = [
     ([5, 17, BEGIN, IMAGE, END, 42, 9], [(32, 24)]),
@@ -42,8 +46,8 @@ CONFIG: dict[str, Any] = {
     "use_qk_norm": True,
     "tie_word_embeddings": True,
     "attention_bias": False,
-    "rope_theta": 10000.0,
-    "rope_scaling": {"type": "xdrope", "alpha": 4.0, "factor": 1.0, "xdrope_section": [2, 2, 2, 2]},
+    "rope_theta": 10.0,
+    "rope_scaling": {"type": "xdrope", "alpha": 2.0, "factor": 1.0, "xdrope_section": [2, 2, 2, 2]},
     "pad_token_id": 120002,
     "pad_id": 120002,
     "bos_token_id": 1,
