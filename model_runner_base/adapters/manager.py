@@ -34,15 +34,22 @@ class SlotManager(LRUCacheLoRAModelManager):
     model: Any
 
     def _create_lora_modules(self) -> None:
-        """Not in experts, whose LoRA layers are kernels of vLLM's, nor in what drafts: it guesses without adapters."""
+        """Experts take none, since their LoRA layers are kernels of vLLM's; nor does what drafts, which guesses."""
         experts = {
             name.rpartition(".")[2] for name, layer in self.model.named_modules() if isinstance(layer, ExpertsLayer)
         }
         self.supported_lora_modules = [name for name in self.supported_lora_modules if name not in experts]
         draft = self.model._modules.pop(DRAFT, None)
-        super()._create_lora_modules()
-        if draft is not None:
-            setattr(self.model, DRAFT, draft)
+        try:
+            super()._create_lora_modules()
+        finally:
+            if draft is not None:
+                setattr(self.model, DRAFT, draft)
+
+    def _match_target_modules(self, module_name: str) -> bool:
+        """Whether ``lora_target_modules`` names it, where vLLM has that setting."""
+        is_experts = isinstance(self.model.get_submodule(module_name), ExpertsLayer)
+        return not is_experts and super()._match_target_modules(module_name)
 
     def use_slots(self, make_layer: Callable[[BaseLayerWithLoRA], SlotLayer]) -> None:
         """From now on adapters are written by what ``make_layer`` makes of each layer."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_reload import other_weights, reload_weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -170,6 +170,22 @@ def test_experts(options: dict[str, Any], tiny_model: Callable[[str], TinyModel]
         check(llm, model, adapters)
         with pytest.raises(ValueError, match=r"'adapter-3' is for .*experts.*, which this model has no adapters in"):
             llm.llm_engine.add_lora(experts.request)
+        check(llm, model, adapters)
+
+
+TARGETS = {"lora_target_modules": ["experts", "q_proj", "k_proj", "v_proj", "o_proj"]}
+
+
+@pytest.mark.skipif(
+    "lora_target_modules" not in EngineArgs.__dataclass_fields__, reason="this vLLM has no such setting"
+)
+def test_experts_that_are_asked_for(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """They have no adapters all the same, and the layers beside them do."""
+    model = tiny_model("qwen3-moe")
+    adapters = [make_adapter(model.path, tmp_path, number, rank=4) for number in (1, 2)]
+    with engine(model.path, **LORA, **EAGER, **TARGETS) as llm:
+        names = [name for name, each in runner_of(llm).model.named_modules() if "WithLoRA" in type(each).__name__]
+        assert names and not any(name.endswith("experts") for name in names)
         check(llm, model, adapters)
 
 
