@@ -54,9 +54,9 @@ class _Requests(NamedTuple):
     host_query_start_loc: np.ndarray
     """[R + 1]"""
     host_seq_lens: np.ndarray
-    """[R] bounds"""
+    """[R] upper bounds; those of chunks are exact."""
     is_exact: bool
-    """Whether the bounds are the lengths; those of chunks always are."""
+    """Whether those of decode rows are exact, too."""
     num_tokens: int
     max_query_len: int
     max_seq_len: int
@@ -258,7 +258,7 @@ class BuilderCaches(CacheKind):
         host_loc = np.concatenate(([0], query_len.cumsum()))
         loc = torch.arange(num_rows + 1, dtype=torch.int32, device=call.positions.device) * query
         seq_lens = rows.positions[:, 0] + query
-        if rows.is_token is not None:  # Padding has nothing in the cache.
+        if rows.is_token is not None:  # Padding, or a row at the end of what the draft knows: nobody looks at it.
             seq_lens = seq_lens.masked_fill(~rows.is_token.any(1), query)
         if has_chunks:
             step_loc = call.arrays["query_start_loc"]

@@ -16,8 +16,8 @@ class BatchOrder(NamedTuple):
     decode_len: int = 1
     """A request with at most so many new tokens has a decode row, and comes before those with more."""
     fresh_last: bool = False
-    """Whether requests that have nothing in the cache come last, however many tokens they have, and before those that
-    go on with more tokens than ``decode_len`` those with fewer: the order that vLLM's backends expect
+    """Whether the order is: decode rows; requests that go on with at most ``decode_len`` tokens; those that go on with
+    more; requests that have nothing in the cache, however many tokens they have. vLLM's backends expect it
     (``reorder_batch_to_split_decodes_and_prefills`` in vllm/v1/attention/backends/utils.py)."""
     row_len: int = 1
     """Tokens that every decode row takes up, whether it has as many or not. More than one where drafts are verified:

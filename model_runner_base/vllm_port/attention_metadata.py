@@ -25,9 +25,9 @@ class StepBounds(NamedTuple):
     query_start_loc: torch.Tensor
     """[R + 1] int32"""
     seq_lens: torch.Tensor
-    """[R] int32; of requests that arrive exact."""
+    """[R] int32, upper bounds; those of chunks are exact."""
     is_exact: bool
-    """Whether all of ``seq_lens`` are, also where drafts are verified."""
+    """Whether those of decode rows are exact, too."""
     max_query_len: int
     max_seq_len: int
 

@@ -278,7 +278,7 @@ class PlanningBuilder(KernelBuilder):
         is_extended = (query_len > self.reorder_batch_threshold).int()
         regions = torch.where(on_host - query_len > 0, is_extended, 2)[query_len > 0]
         assert regions.diff().ge(0).all(), "decodes, extended requests, fresh prompts: that is the order"
-        split_decodes_and_prefills(common, self.reorder_batch_threshold)  # Raises where decodes do not come first.
+        split_decodes_and_prefills(common, self.reorder_batch_threshold)  # vLLM 0.16 raises unless decodes come first.
         return _copy(self._buffer[: common.num_reqs], common.seq_lens)
 
 

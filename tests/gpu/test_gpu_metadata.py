@@ -395,6 +395,7 @@ def check_places(
         assert common.seq_lens.tolist() == seq_lens
         if hasattr(common, "seq_lens_cpu_upper_bound"):
             assert common.seq_lens_cpu_upper_bound.ge(common.seq_lens).all()
+            assert common.seq_lens_cpu_upper_bound.max() <= common.max_seq_len
             assert common.seq_lens_cpu_upper_bound.tolist()[num_decodes:] == seq_lens[num_decodes:]
         assert common.max_query_len >= max(map(len, places), default=0)
         blocks_read = -(-np.array(seq_lens, dtype=int) // block_size)
