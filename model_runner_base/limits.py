@@ -110,6 +110,7 @@ def check_config(vllm_config: VllmConfig) -> None:
             setting(model, "return_sampling_mask", False)
         ),
         "traces are not replayed yet: leave out enable_trace_replay": setting(model, "enable_trace_replay", False),
+        "noise of 64 bits is not drawn yet: leave out use_fp64_gumbel": setting(model, "use_fp64_gumbel", False),
         "sampling in shards of a batch is not supported yet: leave out enable_batch_sharded_sampling": (
             setting(parallel, "enable_batch_sharded_sampling", False)
         ),

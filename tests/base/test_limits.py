@@ -124,6 +124,7 @@ def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
         ("cache_config.prefix_match_unit", 16, "leave out prefix_match_unit"),
         ("model_config.return_sampling_mask", True, "leave out return_sampling_mask"),
         ("model_config.enable_trace_replay", True, "leave out enable_trace_replay"),
+        ("model_config.use_fp64_gumbel", True, "leave out use_fp64_gumbel"),
         ("parallel_config.enable_batch_sharded_sampling", True, "leave out enable_batch_sharded_sampling"),
         ("parallel_config.enable_elastic_ep", True, "leave out enable_elastic_ep and enable_fault_tolerance"),
         ("parallel_config.enable_fault_tolerance", True, "leave out enable_elastic_ep and enable_fault_tolerance"),
