@@ -53,8 +53,8 @@ MULTIMODAL_ARCHITECTURES = (
 """Those whose images are held against another implementation; of others it is not known what they need."""
 ENCODER_DECODER_ARCHITECTURES = ("WhisperForConditionalGeneration",)
 """Those whose encoder outputs have one length, and whose cross-attention layers project them by a ``kv_proj``."""
-WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
-"""Those of whose videos vLLM's M-RoPE counts the frames, but not the text between them."""
+WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", *multimodal.VIDEOS_UNTRIED)
+"""The first two: vLLM's M-RoPE counts the frames of their videos, but not the text between them."""
 
 
 def check_config(vllm_config: VllmConfig) -> None:

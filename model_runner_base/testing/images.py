@@ -1,5 +1,6 @@
 """Tiny models that see, with processors of their own, and pictures for them; HF transformers says what is right."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from model_runner_base.limits import WITHOUT_VIDEO
 from model_runner_base.testing.further_images import FURTHER_FAMILIES
 from model_runner_base.testing.processed import (
     TEXT,
@@ -43,6 +45,12 @@ class SeeingModel:
         video = torch.from_numpy(frames).permute(0, 3, 1, 2)
         told = {"do_sample_frames": False, "video_metadata": [video_facts(frames)]} if self.tells_times else {}
         return continued(self.path, count, text=[text], videos=[video], **told)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What an engine is asked for where it refuses the model's videos."""
+        architectures = json.loads((self.path / "config.json").read_text()).get("architectures") or ()
+        return {"limit_mm_per_prompt": {"video": 0}} if {*architectures} & {*WITHOUT_VIDEO} else {}
 
     @property
     def tells_times(self) -> bool:

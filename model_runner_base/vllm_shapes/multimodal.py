@@ -10,7 +10,22 @@ _IS_OF_FIRST = hasattr(utils, "group_mm_kwargs_by_modality")
 
 group_by_modality: Any = getattr(utils, "group_mm_kwargs_by_modality" if _IS_OF_FIRST else "group_and_batch_mm_kwargs")
 
-TRIED_LATER = ("LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+TRIED_LATER = (
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+)
+VIDEOS_UNTRIED = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+"""Those whose videos were not held against another implementation on such a release, or have other tokens there."""
 
 
 def tried(architectures: Sequence[str]) -> Sequence[str]:

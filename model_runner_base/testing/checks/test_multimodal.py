@@ -31,8 +31,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def llm(engine: Callable[..., LLM], model: SeeingModel) -> LLM:
-    memory = {"kv_cache_memory_bytes": 288 * TOKEN_BYTES}
-    return engine(model.path, skip_tokenizer_init=False, max_num_batched_tokens=24, max_logprobs=-1, **memory)
+    options = model.limits | {"kv_cache_memory_bytes": 288 * TOKEN_BYTES}
+    return engine(model.path, skip_tokenizer_init=False, max_num_batched_tokens=24, max_logprobs=-1, **options)
 
 
 @pytest.fixture
