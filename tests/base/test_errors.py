@@ -67,16 +67,6 @@ def test_bad_settings_are_refused(
         start(tiny_model("llama").path, **options)
 
 
-def test_drafts_are_refused_where_the_scheduler_speaks_to_a_second_runner(
-    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scheduler reads the variable whatever the runner is; what it then says is served without drafts alone."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    with pytest.raises(Exception, match=r"speculative decoding is not supported .* set VLLM_USE_V2_MODEL_RUNNER=0"):
-        start(tiny_model("llama").path, speculative_config=drafts)
-
-
 @pytest.fixture
 def broken(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> Path:
     """A copy of a good checkpoint, to be broken."""
