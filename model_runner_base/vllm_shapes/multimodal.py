@@ -10,27 +10,22 @@ _IS_OF_FIRST = hasattr(utils, "group_mm_kwargs_by_modality")
 
 group_by_modality: Any = getattr(utils, "group_mm_kwargs_by_modality" if _IS_OF_FIRST else "group_and_batch_mm_kwargs")
 
-TRIED_LATER = (
-    "LlavaForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
-    "Idefics3ForConditionalGeneration",
-    "Glm4vForConditionalGeneration",
-    "Glm4vMoeForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
+UNTRIED_LATER = (
+    "Gemma3ForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
+    "HunYuanVLForConditionalGeneration",
+    "WhisperForConditionalGeneration",
 )
+"""Those that are refused on such a release: docs/vllm_versions.md says why."""
 VIDEOS_UNTRIED = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 """Those whose videos were not held against another implementation on such a release, or have other tokens there."""
 
 
 def tried(architectures: Sequence[str]) -> Sequence[str]:
     """Those of the architectures whose images were held against another implementation on such a release."""
-    return architectures if _IS_OF_FIRST else TRIED_LATER
+    return [each for each in architectures if _IS_OF_FIRST or each not in UNTRIED_LATER]
 
 
 def largest_items(budget: Any, model_config: ModelConfig) -> list[tuple[str, Any]]:
