@@ -25,7 +25,12 @@ class MissingRequirementError(RuntimeError):
 def neuron_device_visible() -> bool:
     """Whether steps run on Neuron: its driver shows a device, torch has a device of it or the runtime package of
     torch_xla is a real one, and ``PJRT_DEVICE``, which torch_xla goes by, names no other."""
-    return _neuron_wanted() and _driver_shows_device() and (torch_device_type() == "neuron" or neuron_package_is_real())
+    return neuron_device_present() and (torch_device_type() == "neuron" or neuron_package_is_real())
+
+
+def neuron_device_present() -> bool:
+    """Whether Neuron's driver shows a device, and ``PJRT_DEVICE``, which torch_xla goes by, names no other."""
+    return _neuron_wanted() and _driver_shows_device()
 
 
 def has_torch_xla() -> bool:
@@ -43,7 +48,7 @@ def torch_device() -> torch.device:
 
     Raises MissingRequirementError if Neuron devices are visible and torch has none.
     """
-    if not (_neuron_wanted() and _driver_shows_device()):
+    if not neuron_device_present():
         return torch.device("cpu")
     if torch_device_type() != "neuron":
         raise MissingRequirementError(
@@ -83,7 +88,7 @@ def check_torch_xla() -> None:
             "PJRT_DEVICE=NEURON, but the Neuron driver shows no device (/dev/neuron*): install the driver, or set "
             "PJRT_DEVICE=CPU"
         )
-    if _neuron_wanted() and _driver_shows_device() and not neuron_package_is_real():
+    if neuron_device_present() and not neuron_package_is_real():
         raise MissingRequirementError(
             "Neuron devices are visible, but the installed Neuron packages are placeholders or missing: install "
             "torch-neuronx from the index that the AWS Neuron documentation names, or set PJRT_DEVICE=CPU"

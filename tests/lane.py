@@ -37,6 +37,7 @@ NEWEST = [
     "gpu/test_gpu_policy.py",
     "gpu/test_gpu_runner.py",
     "neuron/test_dynamo.py",
+    "project/test_plugins.py",
     "project/test_server.py",
     "project/test_structure.py",
     "project/test_vllm_names.py",

@@ -20,8 +20,8 @@ EXAMPLE = ROOT / "examples" / "plain_device.py"
 PROMPT = [5, 17, 300, 42, 9]
 NEW_TOKENS = 12
 
-INSTALLED = WITH_PLAIN_PLATFORM | {"VLLM_PLUGINS": "plain"}
-"""vLLM would else ask every installed platform whether its device is there."""
+INSTALLED = {"PYTHONPATH": WITH_PLAIN_PLATFORM["PYTHONPATH"]}
+"""Nothing tells vLLM which of the installed platforms to take."""
 
 BY_HAND = """
 import vllm.platforms
@@ -36,7 +36,7 @@ from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128, **eval(sys.argv[4]))
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
 (output,) = llm.generate([{"prompt_token_ids": eval(sys.argv[3])}], params, use_tqdm=False)
-foreign = sorted({name.split(".")[0] for name in sys.modules} & {"neuron_runner", "torch_xla"})
+foreign = sorted({"neuron_runner.platform", "neuron_runner.worker", "torch_xla"} & set(sys.modules))
 print("RESULT", type(vllm.platforms.current_platform).__name__, foreign, list(output.outputs[0].token_ids), flush=True)
 """
 
