@@ -13,19 +13,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
 from model_runner_base.vllm_shapes import multimodal
 from model_runner_base.vllm_shapes.config import returns_routed_experts, setting, uses_second_runner
-from model_runner_base.vllm_shapes.errors import RequestError
 
-NEWER_PARAMS = (
-    "logprob_token_ids",
-    "prompt_logprob_start",
-    "prompt_logprob_token_ids",
-    "thinking_token_budget",
-    "trace_decode_token_ids",
-)
-"""Fields of ``SamplingParams`` that newer releases of vLLM have."""
+NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
+"""Fields of ``SamplingParams`` of newer releases of vLLM that are refused."""
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 BESIDE_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
 """Heads know an image by the target's hidden states; a draft model would have to see it, and ``mtp`` was not tried."""
@@ -256,18 +250,7 @@ def _has_recurrent_layers(model: ModelConfig) -> bool:
 def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:
     """Raises RequestError, a ValueError that the API server answers with status 400.
 
-    Refused are pooling requests, and token ids that no embedding has (vLLM checks those only where it has a tokenizer).
+    Refused are pooling requests, parameters out of their ranges (``request_ranges.py``) and ids of no token.
     """
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise RequestError(f"Token id {bad} is out of vocabulary: use ids below {vocab_size}")
-    if not isinstance(params, SamplingParams):
-        raise RequestError("this runner generates text: pooling requests are not supported")
-    for name in NEWER_PARAMS:
-        if getattr(params, name, None) is not None:
-            raise RequestError(f"{name} is not supported yet: leave it out")
-    for token in params.allowed_token_ids or ():
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"allowed_token_ids contains {token}, which is out of vocabulary: use ids below {vocab_size}"
-            )
+    check_prompt(token_ids, vocab_size)
+    check_params(params, vocab_size)
