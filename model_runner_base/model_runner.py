@@ -38,6 +38,7 @@ from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.loader import change_config, reload_checkpoint
 from model_runner_base.multimodal.choice import choose_encoder, supported_tasks
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
+from model_runner_base.requests.failures import RequestErrors
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.start.behind import SizesBehind
 from model_runner_base.start.warm_up import warm_up
@@ -53,6 +54,7 @@ from model_runner_base.vllm_port.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
     DraftTokenIds,
+    FailedOutput,
     ModelRunnerOutput,
     StepOutput,
 )
@@ -95,6 +97,9 @@ class ModelRunnerBase:
         """Tokens of a request that tables and graphs are made for; None before they are."""
         self.tokenwise_graph_batch_sizes: list[int] = []
         """Token counts that steps are padded to; empty when eager."""
+        self.errors = RequestErrors()
+        self.is_all_failed = False
+        """Whether ``execute_model`` left out every request of its step, so that nothing is pending."""
         self.pending: SampleInputs | None = None
         """What ``execute_model`` left for ``sample_tokens``."""
 
@@ -221,10 +226,14 @@ class ModelRunnerBase:
 
         Tensors would come from the stage before in a pipeline, which limits.py refuses.
         """
-        schedule, parts = read_schedule(scheduler_output), self.parts
-        self._update_states(schedule)
+        schedule, parts, self.is_all_failed = read_schedule(scheduler_output), self.parts, False
         if not schedule.total_num_tokens:
+            self._update_states(schedule)
             return EMPTY_MODEL_RUNNER_OUTPUT
+        schedule = self._update_states(schedule)
+        self.is_all_failed = not schedule.total_num_tokens
+        if self.is_all_failed:
+            return None
         self._execute_encoder(schedule)
         batch, step = self._prepare_inputs(schedule)
         parts.inputs.prepare(batch)
@@ -239,10 +248,12 @@ class ModelRunnerBase:
         """Launches the sampler on what ``execute_model`` left; the device records the tokens by row."""
         pending, self.pending = self.pending, None
         if pending is None:
-            return None  # execute_model failed; the engine raises its exception
+            # Where nothing failed of itself execute_model did; the engine raises its exception.
+            return FailedOutput([], {}, errors=self.errors.take()) if self.is_all_failed else None
         parts, batch = self.parts, pending.batch
         plan = self._prepare_sampling(batch)
         sampled = parts.head.sample(plan, pending, read_grammar(grammar_output))
+        sampled.errors = self.errors.take()
         launched = self._make_output(batch, sampled)
         with override_forward_context(parts.forward_context):
             parts.drafter.draft(pending, sampled, plan.mode)
@@ -256,22 +267,39 @@ class ModelRunnerBase:
         """What was drafted last; None if nothing drafts."""
         return self.parts.drafter.take(self.parts.requests.rows)
 
-    def _update_states(self, schedule: Schedule) -> None:
-        """Brings rows and block tables up to the scheduler's: finished, preempted, arriving, continued requests."""
+    def _update_states(self, schedule: Schedule) -> Schedule:
+        """Brings rows and block tables up to the scheduler's: finished, preempted, arriving, continued requests.
+
+        Returns the step less the requests that failed.
+        """
         requests, head = self.parts.requests, self.parts.head
         for req_id in schedule.finished:
             requests.forget(req_id)
             head.forget(req_id)
         for req_id in schedule.preempted:
             requests.release(req_id)
+        if self.errors:
+            self.errors.forget(schedule.finished)
+            schedule = schedule.without(self.errors)
         if schedule.arrivals:
             requests.make_room([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
             for arrival in schedule.arrivals:
-                self._admit(arrival)
+                with self.errors.of(arrival.req_id):
+                    self._admit(arrival)
+            schedule = self._leave_out_failed(schedule)
         if any(schedule.new_blocks):
             self._append_blocks(schedule)
         if schedule.freed_items:  # Before others are encoded: they may have been promised the room.
             self.encoder.give_up(schedule.freed_items)
+        return schedule
+
+    def _leave_out_failed(self, schedule: Schedule) -> Schedule:
+        """The step less the requests that failed in it, whose rows are given back."""
+        failed = [req_id for req_id in schedule.num_tokens if req_id in self.errors] if self.errors else ()
+        for req_id in failed:
+            self.parts.requests.forget(req_id)
+            self.parts.head.forget(req_id)
+        return schedule.without(self.errors) if failed else schedule
 
     def _admit(self, arrival: Arrival) -> None:
         """Gives a new or resumed request its row; whoever keeps something by row learns of it."""

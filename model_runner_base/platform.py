@@ -170,22 +170,20 @@ class PagedPlatform(Platform):
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.limits import check_config
+        from model_runner_base.scheduling.support import has_steps_of_rows
         from model_runner_base.vllm_port.item_data import keep_item_data
         from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
-        from model_runner_base.vllm_port.scheduler import has_steps_of_rows
+        from model_runner_base.vllm_port.request_errors import hold_requests
         from model_runner_base.vllm_port.whole_sounds import keep_sounds_whole
 
         check_config(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
         scheduler = vllm_config.scheduler_config
-        if has_steps_of_rows():
-            scheduler.scheduler_cls = scheduler.scheduler_cls or cls.scheduler_cls
-        elif scheduler.scheduler_cls == cls.scheduler_cls:
-            raise UnsupportedConfigError(f"{cls.scheduler_cls} does not know this vLLM: leave out scheduler_cls")
+        scheduler.scheduler_cls = scheduler.scheduler_cls or cls.scheduler_cls
         if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
             # Tokens of an image see each other, so they are in one step. vLLM's own schedulers may cut it.
-            if scheduler.scheduler_cls != cls.scheduler_cls:
+            if scheduler.scheduler_cls != cls.scheduler_cls or not has_steps_of_rows():
                 raise UnsupportedConfigError(
                     "tokens of an image see each other in this model, and another scheduler may cut it: leave out "
                     "scheduler_cls"
@@ -236,6 +234,7 @@ class PagedPlatform(Platform):
         cls.check_if_supports_dtype(model.dtype)
         keep_sounds_whole(model.architecture)
         keep_item_data()
+        hold_requests()
 
     @classmethod
     def _kv_cache_gib(cls) -> float:

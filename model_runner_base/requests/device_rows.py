@@ -11,6 +11,9 @@ import torch
 
 from model_runner_base.device_ops import DeviceOps
 
+NO_TOKEN = -2
+"""A sampled token that no rule allows. Its request ends with an error. (-1 is what counts for nothing.)"""
+
 
 class DeviceRows:
     """Tensors with a row for each request row, and one more, the last, for padding.
@@ -52,12 +55,12 @@ def commit(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Tens
         rows: the tensors of ``DeviceRows``.
         slots: [2, S] or, where drafts are verified, [3, S] int32 (``ModelCall.sample_slots``): the row of each token
             (the padding row where nothing is to be recorded), its position, the draft for that position or -1.
-        tokens: [S] int32.
+        tokens: [S] int32. Of NO_TOKEN the row keeps token 0, so that a step that is launched already can run.
     """
     if slots.shape[0] == 3:
         return _verify(rows, slots, tokens)
     last, computed = rows
-    last.index_put_((slots[0], torch.zeros_like(slots[0])), tokens)
+    last.index_put_((slots[0], torch.zeros_like(slots[0])), tokens.clamp(min=0))
     computed.index_put_((slots[0],), slots[1])
     return tokens
 
@@ -83,10 +86,11 @@ def _verify(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Ten
     begins = torch.where(is_first, row, padding_row)
     nothing = torch.full((1, num_tokens), -1, dtype=torch.int32, device=row.device).expand(row.shape[0], -1)
     recent.index_put_((begins,), torch.cat((nothing, last[begins, :1]), dim=1))
-    recent.index_put_((torch.where(counts, row, padding_row), place), tokens)
+    known = tokens.clamp(min=0)
+    recent.index_put_((torch.where(counts, row, padding_row), place), known)
     # Where it is now; drafts come later.
     ends = torch.where(counts & ~is_right, row, padding_row)
-    last.index_put_((ends,), torch.cat((tokens.unsqueeze(1), nothing[:, 1:]), dim=1))
+    last.index_put_((ends,), torch.cat((known.unsqueeze(1), nothing[:, 1:]), dim=1))
     computed.index_put_((ends,), position)
     return torch.where(counts, tokens, -1)
 

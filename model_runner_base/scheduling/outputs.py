@@ -9,8 +9,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from model_runner_base.scheduling.batch import Batch
 
 _FIELDS = EngineCoreOutput.__struct_fields__
-_BETWEEN = len(_FIELDS[: _FIELDS.index("num_cached_tokens")]) - 2
-"""Fields after the id and the tokens; none of them is set for a plain token."""
+_BETWEEN = (_FIELDS.index("num_cached_tokens") if "num_cached_tokens" in _FIELDS else len(_FIELDS)) - 2
+"""Fields after the id and the tokens; none of them is set for a plain token. Releases without the last have no rows."""
 
 Merged = dict[int, EngineCoreOutputs]
 

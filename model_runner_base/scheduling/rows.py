@@ -76,7 +76,8 @@ class DecodeRows(Columns):
         blocks = self._manager.req_to_blocks.get(req_id, ())
         if len(blocks) != -(-computed // self.block_size):
             return False
-        return len(params.stop_token_ids or ()) < MAX_STOPS
+        stops = params.stop_token_ids or ()
+        return len(stops) < MAX_STOPS and all(-NEVER < token < NEVER for token in stops)
 
     def _fill_loose(self, scheduled_before: Set[str]) -> None:
         dropped = []
@@ -108,7 +109,7 @@ class DecodeRows(Columns):
         size, params = self.block_size, request.sampling_params
         assert params is not None
         computed, known = request.num_computed_tokens, request.num_tokens
-        length = request.num_prompt_tokens + request.max_tokens
+        length = min(request.num_prompt_tokens + request.max_tokens, NEVER)  # Who asks for more than int64 holds.
         last, cap = min(length - 1, self._max_model_len - 1), min(length, self._max_model_len)
         next_full = (known // size + 1) * size
         next_block = len(self._manager.req_to_blocks[request.request_id]) * size

@@ -22,7 +22,8 @@ from model_runner_base.scheduling.outputs import merge, plain_outputs
 from model_runner_base.scheduling.row_request import RowRequest
 from model_runner_base.scheduling.rows import Batch, DecodeRows, Due
 from model_runner_base.scheduling.sessions import SessionTurns
-from model_runner_base.scheduling.support import why_not
+from model_runner_base.scheduling.support import has_steps_of_rows, why_not
+from model_runner_base.scheduling.turns import TurnParams
 from model_runner_base.scheduling.whole_items import WholeItems
 
 logger = init_logger(__name__)
@@ -261,7 +262,18 @@ class AsyncRowScheduler(RowScheduling, AsyncScheduler):
     """vLLM's ``AsyncScheduler`` with rows."""
 
 
-def make_scheduler(*args: Any, **kwargs: Any) -> RowScheduling:
-    """The one of the two that the configuration asks for: what ``scheduler_cls`` names."""
+class TurnScheduler(TurnParams, Scheduler):
+    """vLLM's ``Scheduler`` of a release whose steps rows do not know."""
+
+
+class AsyncTurnScheduler(TurnParams, AsyncScheduler):
+    """vLLM's ``AsyncScheduler`` of such a release."""
+
+
+def make_scheduler(*args: Any, **kwargs: Any) -> TurnParams:
+    """The scheduler that the configuration asks for: what ``scheduler_cls`` names."""
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    return (AsyncRowScheduler if config.scheduler_config.async_scheduling else RowScheduler)(*args, **kwargs)
+    sync, asynchronous = (
+        (RowScheduler, AsyncRowScheduler) if has_steps_of_rows() else (TurnScheduler, AsyncTurnScheduler)
+    )
+    return (asynchronous if config.scheduler_config.async_scheduling else sync)(*args, **kwargs)

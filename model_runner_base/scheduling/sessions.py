@@ -9,51 +9,104 @@ from copy import copy
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, StreamingUpdate
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+
+from model_runner_base.scheduling.turns import TurnParams
 
 
-class SessionTurns(Scheduler):
+class SessionTurns(TurnParams):
     """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._late: dict[str, int] = {}
-        """Steps in flight, by session, that were scheduled for a turn which has ended since."""
+        """Outputs in flight, by request, that nothing waits for: of a turn that has ended since, or of a request that a
+        reset of the prefix cache has begin anew."""
+        self._late_prompt_logprobs: dict[str, Any] = {}
+        """What came with a late output and is not computed again."""
         self._unqueued: list[Request] = []
         """Sessions whose turn ended while they were preempted."""
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Outputs of a turn that has ended are nobody's, as those of a request that was aborted."""
-        late = self._late.keys() & scheduler_output.num_scheduled_tokens.keys() if self._late else ()
-        if late:
-            counts = scheduler_output.num_scheduled_tokens
-            scheduler_output = copy(scheduler_output)
-            scheduler_output.num_scheduled_tokens = {name: counts[name] for name in counts if name not in late}
-            for req_id in late:
-                self._late[req_id] -= 1
-            self._late = {req_id: count for req_id, count in self._late.items() if count}
+        """Late outputs are dropped, as those of a request that was aborted."""
+        if self._late:
+            scheduler_output = self._without_late(scheduler_output, model_runner_output)
+        if self._late_prompt_logprobs:
+            self._hand_over_prompt_logprobs(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._unqueued:
             # vLLM takes whoever stopped out of the queue, though a session has just been put there again.
             for session in self._unqueued:
-                self.waiting.add_request(session)
+                if session.request_id in self.requests:
+                    self.waiting.add_request(session)
             self._unqueued = []
         return outputs
+
+    def _without_late(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
+        """The step less the requests whose outputs are late.
+
+        A chunk of a prompt yields nothing, so it does not count.
+        """
+        counts = scheduler_output.num_scheduled_tokens
+        late = self._late.keys() & counts.keys()
+        if not late:
+            return scheduler_output
+        for req_id in late:
+            if output.sampled_token_ids and output.sampled_token_ids[output.req_id_to_index[req_id]]:
+                self._late[req_id] -= 1
+                if req_id in output.prompt_logprobs_dict:
+                    self._late_prompt_logprobs[req_id] = output.prompt_logprobs_dict[req_id]
+        self._late = {req_id: count for req_id, count in self._late.items() if count and req_id in self.requests}
+        scheduler_output = copy(scheduler_output)
+        scheduler_output.num_scheduled_tokens = {name: counts[name] for name in counts if name not in late}
+        return scheduler_output
+
+    def _hand_over_prompt_logprobs(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """A request that began anew gets them with its first token."""
+        for req_id in self._late_prompt_logprobs.keys() & scheduler_output.num_scheduled_tokens.keys():
+            if output.sampled_token_ids and output.sampled_token_ids[output.req_id_to_index[req_id]]:
+                output.prompt_logprobs_dict[req_id] = self._late_prompt_logprobs.pop(req_id)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
+        finished = super().finish_requests(request_ids, finished_status)
+        for kept in (self._late, self._late_prompt_logprobs):
+            for req_id in kept.keys() - self.requests.keys():
+                del kept[req_id]
+        return finished
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Running requests that are to begin anew lose the tokens in flight, each as many as it has: vLLM 0.16 drops
+        one of each under asynchronous scheduling, also of a request whose prompt is not finished."""
+        in_flight = {}
+        if reset_running_requests:
+            for request in self.running:
+                if count := self._num_in_flight(request.num_output_placeholders):
+                    in_flight[request.request_id] = count
+        was_reset = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        if reset_running_requests:
+            for request in self.waiting:
+                request.discard_latest_async_tokens = False
+            for req_id, count in in_flight.items():
+                self._late[req_id] = self._late.get(req_id, 0) + count
+        return was_reset
+
+    def _num_in_flight(self, num_placeholders: int) -> int:
+        """Steps in flight that yield tokens of a request with so many placeholders."""
+        # With drafts several stand for a step, but then no more than one is in flight.
+        return min(num_placeholders, 1) if self.num_spec_tokens else num_placeholders
 
     def _update_request_with_output(self, request: Request, new_token_ids: list[int]) -> tuple[list[int], bool]:
         num_accepted = len(new_token_ids)
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids)
         if stopped and request.resumable:
             # Placeholders stand for accepted tokens behind the stop, which are thrown away, and for steps in flight.
-            num_in_flight = request.num_output_placeholders - (num_accepted - len(new_token_ids))
-            if num_in_flight > 0:
-                # With drafts several stand for a step, but then no more than one is in flight.
-                self._late[request.request_id] = 1 if self.num_spec_tokens else num_in_flight
+            num_places = request.num_output_placeholders - (num_accepted - len(new_token_ids))
+            if num_places > 0:
+                self._late[request.request_id] = self._num_in_flight(num_places)
         return new_token_ids, stopped
 
     def _handle_stopped_request(self, request: Request) -> bool:

@@ -3,6 +3,7 @@
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
@@ -56,3 +57,28 @@ def _has_own_hooks(scheduler_cls: type, mixin: type) -> bool:
     return any(name in vars(cls) for cls in others for name in HOOKS) or any(
         name in vars(cls) for cls in order[:at] for name in private
     )
+
+
+FILLED = {
+    "scheduled_new_reqs",
+    "scheduled_cached_reqs",
+    "num_scheduled_tokens",
+    "total_num_scheduled_tokens",
+    "scheduled_spec_decode_tokens",
+    "scheduled_encoder_inputs",
+    "num_common_prefix_blocks",
+    "finished_req_ids",
+    "free_encoder_mm_hashes",
+    "preempted_req_ids",
+    "has_structured_output_requests",
+    "pending_structured_output_tokens",
+    "num_invalid_spec_tokens",
+    "kv_connector_metadata",
+    "ec_connector_metadata",
+}
+"""The fields of a step that our scheduler fills, or knows to be empty."""
+
+
+def has_steps_of_rows() -> bool:
+    """Whether a step has these fields alone. With others come states of a request that our rows do not know."""
+    return set(SchedulerOutput.__dataclass_fields__) == FILLED

@@ -9,7 +9,8 @@ Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 
+from model_runner_base.requests.failures import RequestErrors
 from model_runner_base.requests.states import RequestInfo
 
 
@@ -74,6 +76,22 @@ class Schedule:
     """Items to encode before the step, by request: indices among its ``items``."""
     freed_items: Sequence[str] = ()
     """Identifiers of items whose encoder outputs are given up, before others are encoded."""
+
+    def without(self, errors: RequestErrors) -> "Schedule":
+        """The step less the requests that failed."""
+        continued = [req_id not in errors for req_id in self.continued]
+        num_tokens = errors.without(self.num_tokens)
+        return replace(
+            self,
+            arrivals=[arrival for arrival in self.arrivals if arrival.req_id not in errors],
+            continued=list(compress(self.continued, continued)),
+            new_blocks=list(compress(self.new_blocks, continued)),
+            num_computed=list(compress(self.num_computed, continued)),
+            num_tokens=num_tokens,
+            total_num_tokens=sum(num_tokens.values()),
+            drafts=errors.without(self.drafts),
+            encoder_inputs=errors.without(self.encoder_inputs),
+        )
 
 
 class Grammar(NamedTuple):

@@ -1,5 +1,7 @@
 """A step's results as vLLM's ``ModelRunnerOutput``."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -11,9 +13,25 @@ from vllm.v1.outputs import (
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.requests.device_rows import NO_TOKEN
 from model_runner_base.step.batch import InputBatch
 
-__all__ = ["EMPTY_MODEL_RUNNER_OUTPUT", "AsyncModelRunnerOutput", "DraftTokenIds", "ModelRunnerOutput", "StepOutput"]
+__all__ = [
+    "EMPTY_MODEL_RUNNER_OUTPUT",
+    "AsyncModelRunnerOutput",
+    "DraftTokenIds",
+    "FailedOutput",
+    "ModelRunnerOutput",
+    "StepOutput",
+]
+
+
+@dataclass
+class FailedOutput(ModelRunnerOutput):
+    """An output of a step in which some requests failed; the scheduler ends those (``scheduling/failures.py``)."""
+
+    errors: dict[str, str | None] = field(default_factory=dict)
+    """By request: why; None where no rule left it a token."""
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -40,14 +58,16 @@ class StepOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
-        tokens = self._tokens()[:num_reqs, None].tolist() if self._row_len == 1 else self._yielded(self._tokens())
+        values = self._tokens()
+        tokens = values[:num_reqs, None].tolist() if self._row_len == 1 else self._yielded(values)
         for index in self._unsampled:
             tokens[index] = []
-        output = ModelRunnerOutput(
-            req_ids=self._req_ids,
-            req_id_to_index=self._req_id_to_index,
-            sampled_token_ids=tokens,
-        )
+        errors = sampled.errors
+        if values.min() == NO_TOKEN:
+            errors = errors | self._without_token(tokens)
+        output = ModelRunnerOutput(self._req_ids, self._req_id_to_index, tokens)
+        if errors:
+            output = FailedOutput(self._req_ids, self._req_id_to_index, tokens, errors=errors)
         if self._logprobs is not None:
             output.logprobs = self._logprobs() if self._row_len == 1 else self._of_yielded(self._logprobs(), tokens)
         for chunk in sampled.prompt_chunks:
@@ -59,6 +79,13 @@ class StepOutput(AsyncModelRunnerOutput):
             output.num_nans_in_logits = dict(zip(self._req_ids, counts, strict=True))
         return output
 
+    def _without_token(self, tokens: list[list[int]]) -> dict[str, str | None]:
+        """Requests that no rule left a token, whose tokens of this step are taken out."""
+        failed = [index for index, each in enumerate(tokens) if NO_TOKEN in each]
+        for index in failed:
+            tokens[index] = []
+        return dict.fromkeys(self._req_ids[index] for index in failed)
+
     # ---- Where drafts are verified: several tokens a request, as many as were right and one more ----
 
     def _yielded(self, tokens: np.ndarray) -> list[list[int]]:
@@ -66,8 +93,8 @@ class StepOutput(AsyncModelRunnerOutput):
         num_decode_tokens = self._num_decodes * self._row_len
         decodes = tokens[:num_decode_tokens].reshape(-1, self._row_len)
         yielded = decodes.tolist()
-        (partly,) = (decodes[:, -1] < 0).nonzero()
-        for row, count in zip(partly.tolist(), (decodes[partly] >= 0).sum(axis=1).tolist(), strict=True):
+        (partly,) = (decodes[:, -1] == -1).nonzero()
+        for row, count in zip(partly.tolist(), (decodes[partly] != -1).sum(axis=1).tolist(), strict=True):
             del yielded[row][count:]
         chunks = tokens[num_decode_tokens : num_decode_tokens + len(self._req_ids) - self._num_decodes, None]
         return yielded + chunks.tolist()

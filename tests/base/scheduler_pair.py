@@ -121,7 +121,7 @@ class GrammarManager:
 
 
 class SyncTurns(SessionTurns, Scheduler):
-    """vLLM's own, but for sessions, of which some turns break it."""
+    """vLLM's own, but for sessions, forced resets and finished grammars, of which some break it."""
 
 
 class AsyncTurns(SessionTurns, AsyncScheduler):
@@ -192,16 +192,13 @@ class Pair:
         self.setting, self.habits = setting, habits
         self.random = random.Random(seed)
         stock: type[Scheduler] = AsyncScheduler if setting.is_async else Scheduler
-        if habits.sessions:
+        if habits.sessions or habits.forced_resets or habits.structured:
             stock = AsyncTurns if setting.is_async else SyncTurns
         self.both: list[Any] = [
             make(stock, setting),
             make(ours or (EagerAsyncRows if setting.is_async else EagerRows), setting),
         ]
         self.depth = setting.depth if setting.is_async else 1
-        if habits.forced_resets:
-            # vLLM discards one output of each request then, and fails where two are in flight.
-            self.depth = min(self.depth, 2)
         self.in_flight: deque[tuple[list[SchedulerOutput], dict[str, list[int]]]] = deque()
         self.num_requests = 0
         self.sessions: list[str] = []

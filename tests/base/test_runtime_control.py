@@ -33,9 +33,7 @@ def test_prefix_cache_is_reset_under_running_requests(is_async: bool, tiny_model
         while core.has_unfinished_requests():
             for output in core.step():
                 tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-            # vLLM's asynchronous scheduler then drops the newest token: each running request must have one in flight.
-            ready = all(request.num_output_placeholders or not is_async for request in scheduler.running)
-            if resets < 12 and scheduler.running and ready and rng.random() < 0.2:
+            if resets < 12 and scheduler.running and rng.random() < 0.2:
                 resets += 1
                 assert llm.reset_prefix_cache(reset_running_requests=True)
         assert resets == 12

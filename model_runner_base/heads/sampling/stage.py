@@ -5,7 +5,8 @@ stage runs on the device is wrapped by the graph policy and warmed up for every 
 compiles nothing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ class SampleInputs:
     """[T, hidden]"""
     kept: tuple[torch.Tensor, ...] = ()
     """What drafting needs beside."""
+    grammar_masks: Mapping[int, np.ndarray] = field(default_factory=dict)
+    """What a grammar allows, by row of logits: bitmasks as ``token_masks.py`` has them."""
 
 
 class LogitsStage:

@@ -15,6 +15,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.heads.sampling.token_masks import allows_only
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.packing import pad_into
 
@@ -61,11 +62,19 @@ class TokenEdits(LogitsStage):
         edits: list[tuple[int, int, float]] = []
         for index, info, outputs in self._contexts(inputs, asking, infos):
             # A stop token that no logit belongs to needs no forbidding.
-            known = ((token, value) for token, value in _edits(info, outputs) if 0 <= token < self._vocab_size)
+            forbids_stops = outputs.num_tokens < info.sampling_params.min_tokens and not self._is_finished(
+                info, inputs.grammar_masks.get(index)
+            )
+            known = (edit for edit in _edits(info, outputs, forbids_stops) if 0 <= edit[0] < self._vocab_size)
             edits.extend((index, token, value) for token, value in known)
         for start in range(0, len(edits), PIECE):
             logits = self._add_all(logits, edits[start : start + PIECE])
         return logits
+
+    def _is_finished(self, info: RequestInfo, grammar_mask: np.ndarray | None) -> bool:
+        """Whether a grammar leaves nothing but to stop: then it goes before ``min_tokens``."""
+        stops = info.sampling_params.all_stop_token_ids
+        return grammar_mask is not None and allows_only(grammar_mask, stops, self._vocab_size)
 
     def _contexts(
         self, inputs: SampleInputs, asking: np.ndarray, infos: list[RequestInfo]
@@ -103,14 +112,14 @@ class _Outputs(NamedTuple):
     """All of them, where a rule looks back on them."""
 
 
-def _edits(info: RequestInfo, outputs: _Outputs) -> Iterator[tuple[int, float]]:
+def _edits(info: RequestInfo, outputs: _Outputs, forbids_stops: bool) -> Iterator[tuple[int, float]]:
     """What is to be added to which token's logit, for a request's token after ``outputs``."""
     params, count = info.sampling_params, outputs.num_tokens
-    for word in params.bad_words_token_ids or ():
+    for word in filter(None, params.bad_words_token_ids or ()):
         prefix = len(word) - 1
         if prefix <= count and outputs.tokens[count - prefix : count] == word[:-1]:
             yield word[-1], FORBIDDEN
-    if count < params.min_tokens:
+    if forbids_stops:
         for token in params.all_stop_token_ids:
             yield token, FORBIDDEN
     yield from (params.logit_bias or {}).items()

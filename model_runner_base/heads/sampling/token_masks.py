@@ -3,6 +3,8 @@
 Masks have xgrammar's format, which vLLM's scheduler sends: int32 words, token t at bit t % 32 of word t // 32.
 """
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
@@ -69,12 +71,20 @@ class TokenMasks:
             is_kept = np.ones(slots.shape[1], np.int32)
             is_kept[every.rows[free] - 1] = 0
             slots = self._drop_drafts(slots, self._device_ops.to_device(is_kept))
-        return self.apply(logits, dict(zip(every.rows.tolist(), bitmask, strict=True))), slots
+        inputs.grammar_masks = dict(zip(every.rows.tolist(), bitmask, strict=True))
+        return self.apply(logits, inputs.grammar_masks), slots
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
         self.apply(logits, {})
         if sample_slots.shape[0] > 2:
             self._drop_drafts(sample_slots, self._device_ops.to_device(np.ones(sample_slots.shape[1], np.int32)))
+
+
+def allows_only(mask: np.ndarray, token_ids: Collection[int], vocab_size: int) -> bool:
+    """Whether a bitmask allows no token of the vocabulary but these."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
+    bits[[token for token in token_ids if 0 <= token < vocab_size]] = 0
+    return not bits.any()
 
 
 class AllowedTokens(LogitsStage):

@@ -13,6 +13,7 @@ import torch
 from model_runner_base.graph_policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.heads.sampling.likeliest import likeliest
 from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.requests.device_rows import NO_TOKEN
 
 _LOW_BITS = 12
 
@@ -50,8 +51,12 @@ class Vocabulary:
         return likeliest(values, min(count, values.shape[-1]), max_width)[0]
 
     def argmax(self, values: torch.Tensor) -> torch.Tensor:
-        """The token of the largest number of each row, the first where several are, [S] int32."""
-        return values.argmax(dim=-1).to(torch.int32)
+        """The token of the largest number of each row, the first where several are, [S] int32.
+
+        NO_TOKEN where all are -inf, or one is NaN.
+        """
+        tokens = values.argmax(dim=-1, keepdim=True)
+        return _unless_forbidden(tokens, values.gather(-1, tokens))
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,19 @@ class CutVocabulary(Vocabulary):
 
     def argmax(self, values: torch.Tensor) -> torch.Tensor:
         # Tokens travel in two halves: each is exact in float32, in vocabularies of any size.
-        tokens = super().argmax(values) + self.start
+        tokens = values.argmax(dim=-1).to(torch.int32) + self.start
         halves = tokens >> _LOW_BITS, tokens & ((1 << _LOW_BITS) - 1)
         best = torch.stack((values.amax(dim=-1), *(half.to(torch.float32) for half in halves)), dim=-1)
         every = self.all_gather(best).view(-1, self.num_ranks, 3)
         winner = every[..., 0].argmax(dim=-1, keepdim=True)
+        value = every[..., 0].gather(-1, winner)
         high, low = (every[..., part].gather(-1, winner).squeeze(-1).to(torch.int32) for part in (1, 2))
-        return high * (1 << _LOW_BITS) + low
+        return _unless_forbidden((high * (1 << _LOW_BITS) + low).unsqueeze(-1), value)
+
+
+def _unless_forbidden(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[S] int32 the tokens [S, 1], of whose ``values`` [S, 1] none may be -inf or NaN."""
+    return torch.where(values > float("-inf"), tokens, NO_TOKEN).squeeze(-1).to(torch.int32)
 
 
 WHOLE = Vocabulary()

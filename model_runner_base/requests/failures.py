@@ -1,0 +1,56 @@
+"""Requests that failed while a step was prepared, and are left out of steps until the scheduler ends them.
+
+What fails before anything of the request is on the device costs that request alone: its row is given back, and the
+device's state is whole. An error in a graph, in the sampler or in a custom logits processor belongs to the whole batch:
+rows have moved on, and it is raised. So is a want of memory, which need not be the same on all ranks.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")
+
+T = TypeVar("T")
+
+
+class RequestErrors:
+    """The failed requests that steps may still name."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+        self._untold: dict[str, str | None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._reasons)
+
+    @contextmanager
+    def of(self, req_id: str) -> Iterator[None]:
+        """An error within is the request's own."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            logger.exception("Request %s cannot be run.", req_id)
+            self._reasons[req_id] = self._untold[req_id] = f"{type(error).__name__}: {error}"
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._reasons
+
+    def forget(self, req_ids: Collection[str]) -> None:
+        """The scheduler has ended these requests."""
+        for req_id in self._reasons.keys() & set(req_ids):
+            del self._reasons[req_id]
+
+    def without(self, by_request: Mapping[str, T]) -> dict[str, T]:
+        """What belongs to other requests."""
+        return {req_id: value for req_id, value in by_request.items() if req_id not in self._reasons}
+
+    def take(self) -> dict[str, str | None]:
+        """What the scheduler was not told yet."""
+        untold, self._untold = self._untold, {}
+        return untold

@@ -1,0 +1,101 @@
+"""Turns of streaming-input sessions: each has parameters of its own, and a session that grows too long ends.
+
+vLLM keeps for a whole session what ``Request.__init__`` copies from the parameters of its first turn: the grammar, the
+cache to be read or not, in some releases ``max_tokens``. It begins a turn whose input is there already before the
+turn's predecessor is accounted for, whose last token would then advance the new turn's grammar.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+from vllm.v1.structured_output.request import StructuredOutputRequest
+
+from model_runner_base.scheduling.failures import RequestFailures, why_too_long
+
+_STATUSES = RequestStatus.__members__
+WAITING_FOR_GRAMMAR = _STATUSES.get("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR") or _STATUSES["WAITING_FOR_FSM"]
+"""A request's grammar is compiled; by the names of newer and of older releases."""
+
+
+@dataclass
+class Turn(StreamingUpdate):
+    """Input of a session, with all that a request of its own would have."""
+
+    structured_output_request: StructuredOutputRequest | None = None
+    skip_reading_prefix_cache: bool = False
+
+
+class TurnParams(RequestFailures):
+    """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._next_turns: list[tuple[Request, Turn]] = []
+        """Sessions whose turn has just ended, and whose next input was there already."""
+
+    def add_request(self, request: Request) -> None:
+        session = self.requests.get(request.request_id)
+        if session is None or not request.resumable or session.streaming_queue is None:
+            super().add_request(request)
+            return
+        self._watch_grammar(request)
+        turn = _turn_of(request)
+        if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self._update_request_as_session(session, turn)
+        else:
+            session.streaming_queue.append(turn)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._next_turns:
+            turns, self._next_turns = self._next_turns, []
+            for session, turn in turns:
+                if self.requests.get(session.request_id) is session:
+                    self._update_request_as_session(session, turn)
+        return outputs
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        queue = request.streaming_queue
+        if not request.resumable or not queue or queue[0] is None:
+            return super()._handle_stopped_request(request)
+        turn = queue.popleft()
+        assert isinstance(turn, Turn)
+        request.streaming_queue = deque()
+        super()._handle_stopped_request(request)
+        request.streaming_queue = queue
+        self._next_turns.append((request, turn))
+        return False
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        assert isinstance(update, Turn)
+        # All outputs but the last stay.
+        reason = why_too_long(session.num_tokens - 1 + len(update.prompt_token_ids or ()), self.max_model_len)
+        if reason is not None:
+            self._fail(session, f"this session is too long: {reason}")
+            return
+        super()._update_request_as_session(session, update)
+        session.max_tokens = update.max_tokens
+        session.stop_reason = None
+        session.structured_output_request = update.structured_output_request
+        session.skip_reading_prefix_cache = update.skip_reading_prefix_cache
+        if session.structured_output_request is not None:
+            session.status = WAITING_FOR_GRAMMAR
+
+
+def _turn_of(request: Request) -> Turn:
+    return Turn(
+        mm_features=request.mm_features,
+        prompt_token_ids=request.prompt_token_ids,
+        max_tokens=request.max_tokens,
+        arrival_time=request.arrival_time,
+        sampling_params=request.sampling_params,
+        structured_output_request=request.structured_output_request,
+        skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+    )

@@ -1,0 +1,76 @@
+"""Errors of single requests in vLLM's front end: checks before a request is queued, and errors that an engine reports.
+
+vLLM asks its platform about a prompt and its parameters alone. What else a request brings, and what the engine's sizes
+say to it, is checked on the request that goes to the engine.
+"""
+
+from functools import wraps
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
+
+from model_runner_base.request_ranges import check_rest
+from model_runner_base.request_rules import check_fits, check_rules
+from model_runner_base.vllm_shapes.errors import RequestError
+
+
+def hold_requests() -> None:
+    """To be called in the process of the front end, any number of times."""
+    for cls, name, wrapper in (
+        (InputProcessor, "process_inputs", _checked),
+        (OutputProcessor, "process_outputs", _raising),
+    ):
+        method = getattr(cls, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(cls, name, wrapper(method))
+
+
+def _checked(process_inputs: Any) -> Any:
+    @wraps(process_inputs)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises RequestError for a request that no engine could serve as it is."""
+        request = process_inputs(self, *args, **kwargs)
+        config = self.vllm_config
+        vocab_size = config.model_config.get_vocab_size()
+        check_rest(request, vocab_size)
+        embeds = request.prompt_embeds
+        num_tokens = len(request.prompt_token_ids or ()) if embeds is None else len(embeds)
+        check_fits(num_tokens, config)
+        if isinstance(request.sampling_params, SamplingParams):
+            check_rules(request.sampling_params, vocab_size)
+        return request
+
+    return checked
+
+
+def _raising(process_outputs: Any) -> Any:
+    @wraps(process_outputs)
+    def raising(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> OutputProcessorOutput:
+        """Errors of requests that somebody waits for are raised there; ``LLM`` answers with an output that says so."""
+        failed = [
+            output
+            for output in engine_core_outputs
+            if output.finish_reason is FinishReason.ERROR and output.stop_reason
+        ]
+        aborted: list[str] = []
+        for output in failed:
+            aborted += _end(self, output)
+        processed = process_outputs(self, engine_core_outputs, *args, **kwargs)
+        processed.reqs_to_abort.extend(aborted)
+        return processed
+
+    return raising
+
+
+def _end(processor: OutputProcessor, output: Any) -> list[str]:
+    """Raises an output's error to whoever reads its queue; returns what the engine still runs for the same reader."""
+    state = processor.request_states.get(output.request_id)
+    if state is None or state.queue is None:
+        return []
+    state.queue.put(RequestError(str(output.stop_reason)))
+    reader = output.request_id if state.parent_req is None else state.parent_req.request_id
+    others = processor.abort_requests((reader,), internal=True)
+    return [req_id for req_id in others if req_id != output.request_id]
