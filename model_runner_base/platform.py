@@ -173,6 +173,7 @@ class PagedPlatform(Platform):
         from model_runner_base.scheduling.support import has_steps_of_rows
         from model_runner_base.vllm_port.item_data import keep_item_data
         from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
+        from model_runner_base.vllm_port.refusals import refuse_in_words
         from model_runner_base.vllm_port.request_errors import hold_requests
         from model_runner_base.vllm_port.whole_sounds import keep_sounds_whole
 
@@ -234,6 +235,7 @@ class PagedPlatform(Platform):
         cls.check_if_supports_dtype(model.dtype)
         keep_sounds_whole(model.architecture)
         keep_item_data()
+        refuse_in_words()
         hold_requests()
 
     @classmethod

@@ -42,6 +42,7 @@ NEWEST = [
     "neuron/test_dynamo.py",
     "project/test_plugins.py",
     "project/test_server.py",
+    "project/test_sleep.py",
     "project/test_structure.py",
     "project/test_vllm_names.py",
 ]

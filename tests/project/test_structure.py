@@ -153,6 +153,8 @@ def test_imports_point_one_way() -> None:
     kit = {"PIL", "hypothesis", "pytest", "regex", "rich", "scipy", "tokenizers"}
     for path in (ROOT / "model_runner_base").rglob("*.py"):
         allowed = base | kit if "testing" in path.parts else base
+        if path.name == "refusals.py":  # An error of the server's, which vLLM makes of it.
+            allowed = allowed | {"fastapi"}
         if path.name == "suffix.py":  # Where vLLM's own suffix decoding has it from.
             allowed = allowed | {"arctic_inference"}
         for node in ast.walk(ast.parse(path.read_text())):
