@@ -48,6 +48,7 @@ class PagedPlatform(Platform):
     # Requests are checked here, where no model config is at hand: the newest engine's sizes stand for all.
     _vocab_size: int
     _hidden_size: int
+    _item_width: int | None
 
     def __init__(self) -> None:
         """vLLM makes one platform a process; an engine's process, too, knows so what not to warn of."""
@@ -170,10 +171,12 @@ class PagedPlatform(Platform):
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.limits import check_config
+        from model_runner_base.multimodal.item_checks import check_fields, check_shares, item_width
         from model_runner_base.scheduling.support import has_steps_of_rows
         from model_runner_base.vllm_port.item_data import keep_item_data
         from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
         from model_runner_base.vllm_port.refusals import refuse_in_words
+        from model_runner_base.vllm_port.refused_items import forget_refused_items
         from model_runner_base.vllm_port.request_errors import hold_requests
         from model_runner_base.vllm_port.whole_sounds import keep_sounds_whole
 
@@ -231,12 +234,14 @@ class PagedPlatform(Platform):
             cache.kv_cache_memory_bytes = int(cls._kv_cache_gib() * GIB)
         cls._vocab_size = model.get_vocab_size()
         cls._hidden_size = model.get_inputs_embeds_size()
+        cls._item_width = item_width(model)
         assert isinstance(model.dtype, torch.dtype)
         cls.check_if_supports_dtype(model.dtype)
         keep_sounds_whole(model.architecture)
         keep_item_data()
         refuse_in_words()
         hold_requests()
+        forget_refused_items(check_fields, check_shares)
 
     @classmethod
     def _kv_cache_gib(cls) -> float:
@@ -266,6 +271,10 @@ class PagedPlatform(Platform):
         check_request(params, decoded.get("prompt_token_ids") or [], cls._vocab_size)
         if "encoder" in processed_inputs and not decoded.get("mm_placeholders"):
             raise RequestError("this model has nothing to hear: give a sound in the multi_modal_data of encoder_prompt")
+        if items := decoded.get("mm_kwargs"):
+            from model_runner_base.multimodal.item_checks import check_items
+
+            check_items(items, decoded["mm_placeholders"], cls._item_width)
         if processed_inputs.get("is_token_ids") is not None:
             raise RequestError("a prompt of tokens and embeddings is not supported yet: give all of it as embeddings")
         embeds = processed_inputs.get("prompt_embeds")

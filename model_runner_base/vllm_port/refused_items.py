@@ -1,0 +1,133 @@
+"""Images, videos and sounds of requests that are refused.
+
+Embeddings are checked where vLLM parses them: it divides their rows by a grid, makes a prompt of as many tokens as the
+grid says, and drops what is left. And the front end's cache forgets the items of a refused request: it notes an item
+when it is processed, and sends the engine, which never had it, no more than its hash from then on.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from vllm.multimodal.cache import BaseMultiModalProcessorCache
+from vllm.multimodal.parse import DictEmbeddingItems, MultiModalDataParser
+from vllm.multimodal.processing import BaseMultiModalProcessor
+from vllm.v1.engine.input_processor import InputProcessor
+
+from model_runner_base.vllm_shapes.errors import RequestError
+
+_processed = threading.local()
+"""``items``: a list for each call under way in this thread, of the caches and hashes of what it has processed."""
+MARK = "_forgets_refused_items"
+
+
+def forget_refused_items(
+    check_fields: Callable[[Any, str], None], check_shares: Callable[[Any, str, Any], None]
+) -> None:
+    """Patches vLLM's front end. To be called in its process, any number of times.
+
+    Args:
+        check_fields: raises for the data and the modality of embeddings that must not be divided.
+        check_shares: raises for the data, the modality and vLLM's fields of embeddings that are divided wrongly.
+    """
+    if hasattr(InputProcessor, MARK):
+        return
+    setattr(InputProcessor, MARK, True)
+    for cls, name, wrapper in (
+        (InputProcessor, "process_inputs", _forgetting_request),
+        (InputProcessor, "_validate_mm_uuids", _reading),  # Some releases look at the items before they parse them.
+        (MultiModalDataParser, "parse_mm_data", _reading),
+        (BaseMultiModalProcessor, "apply", _reading),
+        *((cache, "get_and_update_item", _noting) for cache in BaseMultiModalProcessorCache.__subclasses__()),
+    ):
+        if hasattr(cls, name):
+            setattr(cls, name, wrapper(getattr(cls, name)))
+
+    parse = DictEmbeddingItems.__init__
+
+    @wraps(parse)
+    def checked(self: Any, data: Any, modality: str, *args: Any, **kwargs: Any) -> None:
+        check_fields(data, modality)
+        parse(self, data, modality, *args, **kwargs)
+        check_shares(data, modality, self.fields_config)
+
+    DictEmbeddingItems.__init__ = checked  # type: ignore[method-assign]
+
+
+def forget_items(input_processor: Any, prompt: Any) -> None:
+    """Forgets the items of a request that was processed; the front end sends them whole when they come again.
+
+    An engine that has one keeps its own.
+    """
+    owner = input_processor if hasattr(input_processor, "mm_processor_cache") else input_processor.renderer
+    _drop((owner.mm_processor_cache, each) for each in _hashes_of(prompt))
+
+
+def _hashes_of(prompt: Any) -> list[str]:
+    if not isinstance(prompt, dict):
+        return [item.mm_hash or item.identifier for item in getattr(prompt, "mm_features", None) or ()]
+    parts = [prompt, *(part for part in prompt.values() if isinstance(part, dict))]
+    return [each for part in parts for hashes in part.get("mm_hashes", {}).values() for each in hashes]
+
+
+def _drop(items: Iterable[tuple[Any, str]]) -> None:
+    for cache, each in items:
+        # A cache in shared memory keeps the items themselves, and the engine has them from there.
+        if hasattr(cache, "_cache"):
+            cache._cache.pop(each, None)
+
+
+@contextmanager
+def _forgetting() -> Iterator[None]:
+    """Forgets what is processed within if an error ends it."""
+    stack = _processed.__dict__.setdefault("items", [])
+    items: list[tuple[Any, str]] = []
+    stack.append(items)
+    try:
+        yield
+    except Exception:
+        _drop(items)
+        raise
+    finally:
+        stack.pop()
+
+
+def _noting(get_and_update_item: Any) -> Any:
+    @wraps(get_and_update_item)
+    def noting(self: Any, mm_item: Any, mm_hash: str) -> Any:
+        for items in _processed.__dict__.get("items", ()):
+            items.append((self, mm_hash))
+        return get_and_update_item(self, mm_item, mm_hash)
+
+    return noting
+
+
+def _forgetting_request(process_inputs: Any) -> Any:
+    @wraps(process_inputs)
+    def forgetting(self: Any, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with _forgetting():
+                return process_inputs(self, request_id, prompt, *args, **kwargs)
+        except Exception:
+            forget_items(self, prompt)
+            raise
+
+    return forgetting
+
+
+def _reading(method: Any) -> Any:
+    """Raises RequestError, which a server answers with status 400, for what the model's processor cannot read."""
+
+    @wraps(method)
+    def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with _forgetting():
+                return method(self, *args, **kwargs)
+        except (ValueError, MemoryError):
+            raise
+        except Exception as error:
+            raise RequestError(f"these images, videos or sounds cannot be read: {error!r}") from error
+
+    return reading
