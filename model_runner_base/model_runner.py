@@ -311,6 +311,8 @@ class ModelRunnerBase:
             assert params is not None
             seed = parts.head.draw_seed() if params.seed is None else params.seed
             info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter, arrival.items)
+            if arrival.adapter is not None:
+                self.adapters.expect(arrival.adapter)
             if known is None:  # Else a session goes on; its first prompt has been introduced.
                 parts.head.introduce(req_id, info)
         row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)

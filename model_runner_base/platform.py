@@ -173,6 +173,7 @@ class PagedPlatform(Platform):
         from model_runner_base.limits import check_config
         from model_runner_base.multimodal.item_checks import check_fields, check_shares, item_width
         from model_runner_base.scheduling.support import has_steps_of_rows
+        from model_runner_base.vllm_port.adapter_requests import load_adapters_first
         from model_runner_base.vllm_port.item_data import keep_item_data
         from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
         from model_runner_base.vllm_port.refusals import refuse_in_words
@@ -241,6 +242,7 @@ class PagedPlatform(Platform):
         keep_item_data()
         refuse_in_words()
         hold_requests()
+        load_adapters_first()
         forget_refused_items(check_fields, check_shares)
 
     @classmethod

@@ -128,6 +128,16 @@ class Biases(Rule):
 
 
 @dataclass(frozen=True)
+class Adapter(Rule):
+    """A ``LoRARequest``; adapters/ checks its files."""
+
+    def check(self, name: str, value: Any, vocab_size: int) -> None:
+        Integer(1, INT64_MAX).check("lora_int_id", value.lora_int_id, vocab_size)
+        Text(least=1).check("lora_name", value.lora_name, vocab_size)
+        Text(least=1).check("lora_path", value.lora_path, vocab_size)
+
+
+@dataclass(frozen=True)
 class Named(Rule):
     """A mapping with names that UTF-8 can encode."""
 
@@ -235,7 +245,7 @@ REQUEST: dict[str, Rule] = {
     "pooling_params": ByVllm("refused when the request arrives"),
     "eos_token_id": ByVllm("the tokenizer's"),
     "arrival_time": Number(-math.inf, math.inf),
-    "lora_request": ByVllm("checked by adapters/"),
+    "lora_request": Adapter(),
     "cache_salt": Text(),
     "data_parallel_rank": COUNT,
     "client_index": COUNT,

@@ -34,6 +34,9 @@ class Adapters:
 
     # ---- The runner's own ----
 
+    def expect(self, request: LoRARequest) -> None:
+        """Loads what an arriving request names; raises ValueError where it cannot serve."""
+
     def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
         """What a step's graph is given: these inputs, and what tells the adapters of its tokens."""
         return inputs

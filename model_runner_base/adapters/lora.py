@@ -61,6 +61,10 @@ class LoRAAdapters(Adapters):
     def list(self) -> set[int]:
         return self._manager.list_adapters()
 
+    def expect(self, request: LoRARequest) -> None:
+        if request.lora_int_id not in self.list():
+            self._manager.ready([request])
+
     def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
         return AdapterInputs(inputs, requests, self)
 
