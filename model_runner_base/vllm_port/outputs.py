@@ -65,7 +65,11 @@ class StepOutput(AsyncModelRunnerOutput):
         errors = sampled.errors
         if values.min() == NO_TOKEN:
             errors = errors | self._without_token(tokens)
-        output = ModelRunnerOutput(self._req_ids, self._req_id_to_index, tokens)
+        output = ModelRunnerOutput(
+            req_ids=self._req_ids,
+            req_id_to_index=self._req_id_to_index,
+            sampled_token_ids=tokens,
+        )
         if errors:
             output = FailedOutput(self._req_ids, self._req_id_to_index, tokens, errors=errors)
         if self._logprobs is not None:
@@ -83,7 +87,7 @@ class StepOutput(AsyncModelRunnerOutput):
         """Requests that no rule left a token, whose tokens of this step are taken out."""
         failed = [index for index, each in enumerate(tokens) if NO_TOKEN in each]
         for index in failed:
-            tokens[index] = []
+            tokens[index].clear()
         return dict.fromkeys(self._req_ids[index] for index in failed)
 
     # ---- Where drafts are verified: several tokens a request, as many as were right and one more ----

@@ -61,20 +61,12 @@ class TokenEdits(LogitsStage):
             self._history.catch_up()
         edits: list[tuple[int, int, float]] = []
         for index, info, outputs in self._contexts(inputs, asking, infos):
+            found = _edits(info, outputs, inputs.grammar_masks.get(index), self._vocab_size)
             # A stop token that no logit belongs to needs no forbidding.
-            forbids_stops = outputs.num_tokens < info.sampling_params.min_tokens and not self._is_finished(
-                info, inputs.grammar_masks.get(index)
-            )
-            known = (edit for edit in _edits(info, outputs, forbids_stops) if 0 <= edit[0] < self._vocab_size)
-            edits.extend((index, token, value) for token, value in known)
+            edits.extend((index, token, value) for token, value in found if 0 <= token < self._vocab_size)
         for start in range(0, len(edits), PIECE):
             logits = self._add_all(logits, edits[start : start + PIECE])
         return logits
-
-    def _is_finished(self, info: RequestInfo, grammar_mask: np.ndarray | None) -> bool:
-        """Whether a grammar leaves nothing but to stop: then it goes before ``min_tokens``."""
-        stops = info.sampling_params.all_stop_token_ids
-        return grammar_mask is not None and allows_only(grammar_mask, stops, self._vocab_size)
 
     def _contexts(
         self, inputs: SampleInputs, asking: np.ndarray, infos: list[RequestInfo]
@@ -112,14 +104,21 @@ class _Outputs(NamedTuple):
     """All of them, where a rule looks back on them."""
 
 
-def _edits(info: RequestInfo, outputs: _Outputs, forbids_stops: bool) -> Iterator[tuple[int, float]]:
-    """What is to be added to which token's logit, for a request's token after ``outputs``."""
+def _edits(
+    info: RequestInfo, outputs: _Outputs, grammar_mask: np.ndarray | None, vocab_size: int
+) -> Iterator[tuple[int, float]]:
+    """What is to be added to which token's logit, for a request's token after ``outputs``.
+
+    A grammar that leaves nothing but to stop goes before ``min_tokens``.
+    """
     params, count = info.sampling_params, outputs.num_tokens
     for word in filter(None, params.bad_words_token_ids or ()):
         prefix = len(word) - 1
         if prefix <= count and outputs.tokens[count - prefix : count] == word[:-1]:
             yield word[-1], FORBIDDEN
-    if forbids_stops:
-        for token in params.all_stop_token_ids:
-            yield token, FORBIDDEN
+    if count < params.min_tokens:
+        stops = params.all_stop_token_ids
+        if grammar_mask is None or not allows_only(grammar_mask, stops, vocab_size):
+            for token in stops:
+                yield token, FORBIDDEN
     yield from (params.logit_bias or {}).items()
