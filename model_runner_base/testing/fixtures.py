@@ -18,6 +18,7 @@ SHARING = [
     "distributions",
     "logprobs",
     "soak",
+    "hostile_requests",
     "structured_outputs",
 ]
 """Groups whose checks share the engine of ``text_engine()``: they run one after the other, before all others.

@@ -326,4 +326,18 @@ MUTATIONS = [
         "group.cross_len, NEVER",
         "transcription and test_answers",
     ),
+    Mutation(
+        "a row that no rule leaves a token has token 0",
+        "heads/sampling/vocabulary.py",
+        'values > float("-inf"), tokens, NO_TOKEN',
+        'values > float("-inf"), tokens, 0',
+        "test_hostile_requests",
+    ),
+    Mutation(
+        "a request that fails is left in the front end's queue",
+        "scheduling/failures.py",
+        "        self._errors.append((request.client_index, output))",
+        "        pass",
+        "test_hostile_requests",
+    ),
 ]
