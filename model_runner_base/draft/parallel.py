@@ -106,7 +106,7 @@ class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
         of_masks = self.combine(self.parts.model.mask_hidden)
         states = torch.where(is_mask.unsqueeze(-1), of_masks, of_rows).flatten(0, 1)
         if call.size.kind == StepKind.MIXED:
-            token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], step.yielded)))
+            token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], step.yielded).clamp(min=0)))
             states = torch.cat((states, hidden[num_rows * num_places :]))
         after, _ = self.run(token_ids, positions, states)
         return self.states_behind(after, tokens.shape, step.num_yielded)

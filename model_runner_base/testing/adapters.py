@@ -108,7 +108,7 @@ def _merge(model: Path, adapter: Path) -> TinyModel:
             hf.get_submodule(name).weight += scale * tensors[key.replace("lora_A", "lora_B")] @ a
         elif kind == "embedding_A":
             hf.get_submodule(name).weight += scale * (tensors[key.replace("embedding_A", "embedding_B")] @ a).T
-    path = adapter.parent / f"{adapter.name}-merged"
+    path = adapter.parent / f"{adapter.name}-in-{model.name}"
     shutil.copytree(model, path)  # For the processor of a model that sees.
     hf.save_pretrained(path)
     return TinyModel(path)
