@@ -107,13 +107,16 @@ class RequestFailures(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        """A finished grammar leaves nothing but to stop; the request then ends, whatever ``min_tokens`` says."""
+        """Two rules go before ``min_tokens``: a finished grammar, which leaves nothing but to stop, and the length.
+
+        vLLM 0.16 never ends a request that has the longest length before ``min_tokens``, and computes no more of it.
+        """
         params = request.sampling_params
-        if params is None or not params.min_tokens or not request.use_structured_output:
+        if params is None or not params.min_tokens:
             return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        if params.all_stop_token_ids.isdisjoint(new_token_ids):
-            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        asked, params.min_tokens = params.min_tokens, 0
+        asked, most = params.min_tokens, self.max_model_len - request.num_prompt_tokens
+        is_stop = request.use_structured_output and not params.all_stop_token_ids.isdisjoint(new_token_ids)
+        params.min_tokens = 0 if is_stop else min(asked, most)
         try:
             return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         finally:

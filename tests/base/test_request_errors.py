@@ -104,6 +104,15 @@ def test_a_prompt_that_never_fits(llm: LLM, model: TinyModel, length: int) -> No
     assert generate(llm, [PROMPTS[0]]) == expected(model, [PROMPTS[0]])
 
 
+@pytest.mark.parametrize("min_tokens", [1, 2, 3, 20])
+def test_the_longest_length_goes_before_min_tokens(llm: LLM, model: TinyModel, min_tokens: int) -> None:
+    """Two tokens are left."""
+    (prompt,) = random_prompts(71, [LONGEST - 2])
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=min_tokens, ignore_eos=True)
+    output = check_beside(llm, model, params, prompt)
+    assert output.finish_reason == "length" and list(output.token_ids) == model.greedy(prompt, 2)
+
+
 @pytest.mark.openxla
 def test_what_the_front_end_lets_through_ends_in_the_engine(
     llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch
