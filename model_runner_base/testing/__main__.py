@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     # No settings of the project that happens to lie around, and no files left in it.
     surroundings = ["-c", os.devnull, "--rootdir", str(CHECKS), "-p", "no:cacheprovider"]
     # Chosen files come among the options; without any, all checks run.
-    is_chosen = any(Path(option.split("::")[0]).exists() for option in options)
+    is_chosen = any(os.path.exists(option.split("::")[0]) for option in options)
     files = [] if is_chosen else [str(CHECKS)]
     defaults = ["-p", PLUGIN, "-q", "--show-capture=no", "--tb=short"]
     return pytest.main([*surroundings, *defaults, "--worker", known.worker, *options, *files])
