@@ -4,7 +4,6 @@ A device subclasses ``PagedPlatform``, says what it is called and which worker s
 vLLM's config package imports the platform, so nothing here may import that package, or a room that does, at its top.
 """
 
-import logging
 import math
 import os
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from model_runner_base.front_end import SCHEDULER, quiet_scheduler_warning, stand_before
 from model_runner_base.vllm_shapes.config import forgo_kv_scales, offloads_weights, set_default_block_size
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from model_runner_base.request_checks import RequestChecks
 
 GIB = 1 << 30
 
@@ -33,8 +35,8 @@ class PagedPlatform(Platform):
 
     worker_cls: str
     """Qualified name of the worker, which vLLM imports in the worker's process."""
-    scheduler_cls = "model_runner_base.scheduling.make_scheduler"
-    """Qualified name of what makes the scheduler where the user names none and vLLM's is known. Called as a class."""
+    scheduler_cls: str = SCHEDULER
+    """Qualified name of what makes the scheduler where the user names none."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     """What a model may run in; ``dtype="auto"`` chooses from ``supported_dtypes``, which are these by default."""
     default_block_size = 32
@@ -45,22 +47,14 @@ class PagedPlatform(Platform):
     num_local_workers = 1
     """On this host; a worker knows, and says so when it starts."""
 
-    # Requests are checked here, where no model config is at hand: the newest engine's sizes stand for all.
-    _vocab_size: int
-    _hidden_size: int
-    _item_width: int | None
+    stands_before_requests = True
+    """Whether this class prepares front ends and checks requests; else ``front_end.register`` sees to it."""
+    _checks: "RequestChecks"
+    """No model config is at hand where requests are checked: the newest engine's sizes stand for all."""
 
     def __init__(self) -> None:
         """vLLM makes one platform a process; an engine's process, too, knows so what not to warn of."""
-        logging.getLogger("vllm.config.scheduler").addFilter(self._is_of_users_choice)
-
-    @classmethod
-    def _is_of_users_choice(cls, record: logging.LogRecord) -> bool:
-        """False for vLLM's warning that its interface of schedulers may change, where the scheduler is the platform's.
-
-        It is a warning to people who named a class of their own.
-        """
-        return record.args != (cls.scheduler_cls,)
+        quiet_scheduler_warning()
 
     @classmethod
     def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:
@@ -170,22 +164,14 @@ class PagedPlatform(Platform):
 
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
-        from model_runner_base.limits import check_config
-        from model_runner_base.multimodal.item_checks import check_fields, check_shares, item_width
         from model_runner_base.scheduling.support import has_steps_of_rows
-        from model_runner_base.vllm_port.adapter_requests import load_adapters_first
-        from model_runner_base.vllm_port.item_data import keep_item_data
         from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
-        from model_runner_base.vllm_port.refusals import refuse_in_words
-        from model_runner_base.vllm_port.refused_items import forget_refused_items
-        from model_runner_base.vllm_port.request_errors import hold_requests
-        from model_runner_base.vllm_port.whole_sounds import keep_sounds_whole
 
-        check_config(vllm_config)
+        if cls.stands_before_requests and (checks := stand_before(vllm_config, cls.scheduler_cls)):
+            cls._checks = checks
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
         scheduler = vllm_config.scheduler_config
-        scheduler.scheduler_cls = scheduler.scheduler_cls or cls.scheduler_cls
         if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
             # Tokens of an image see each other, so they are in one step. vLLM's own schedulers may cut it.
             if scheduler.scheduler_cls != cls.scheduler_cls or not has_steps_of_rows():
@@ -233,17 +219,8 @@ class PagedPlatform(Platform):
                 )
         if not cache.kv_cache_memory_bytes and cls.shares_host_memory(vllm_config):
             cache.kv_cache_memory_bytes = int(cls._kv_cache_gib() * GIB)
-        cls._vocab_size = model.get_vocab_size()
-        cls._hidden_size = model.get_inputs_embeds_size()
-        cls._item_width = item_width(model)
         assert isinstance(model.dtype, torch.dtype)
         cls.check_if_supports_dtype(model.dtype)
-        keep_sounds_whole(model.architecture)
-        keep_item_data()
-        refuse_in_words()
-        hold_requests()
-        load_adapters_first()
-        forget_refused_items(check_fields, check_shares)
 
     @classmethod
     def _kv_cache_gib(cls) -> float:
@@ -266,21 +243,4 @@ class PagedPlatform(Platform):
         cls, processed_inputs: Any, params: "SamplingParams | PoolingParams", prompt: Any = None
     ) -> None:
         """vLLM passes these two by position, or all three by name. Raises ValueError for what would come out wrong."""
-        from model_runner_base.limits import check_request
-        from model_runner_base.vllm_shapes.errors import RequestError
-
-        decoded = processed_inputs.get("decoder", processed_inputs)
-        check_request(params, decoded.get("prompt_token_ids") or [], cls._vocab_size)
-        if "encoder" in processed_inputs and not decoded.get("mm_placeholders"):
-            raise RequestError("this model has nothing to hear: give a sound in the multi_modal_data of encoder_prompt")
-        if items := decoded.get("mm_kwargs"):
-            from model_runner_base.multimodal.item_checks import check_items
-
-            check_items(items, decoded["mm_placeholders"], cls._item_width)
-        if processed_inputs.get("is_token_ids") is not None:
-            raise RequestError("a prompt of tokens and embeddings is not supported yet: give all of it as embeddings")
-        embeds = processed_inputs.get("prompt_embeds")
-        if embeds is not None:
-            from model_runner_base.inputs.embeddings import check_embeds
-
-            check_embeds(embeds, cls._hidden_size, getattr(params, "prompt_logprobs", None) is not None)
+        cls._checks.check(processed_inputs, params)

@@ -23,9 +23,10 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
+from model_runner_base.scheduling import RequestFailures, make_scheduler
 from model_runner_base.start.memory import DeviceMemoryProfiler
 from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec
-from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, DraftTokenIds, FailedOutput, ModelRunnerOutput
 from model_runner_base.vllm_port.schedule import GrammarOutput, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")
@@ -69,9 +70,23 @@ class ModelRunnerWorker(WorkerBase):
                 current_platform.dist_backend,
             )
             ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._look_at_scheduler()
         set_random_seed(self.model_config.seed)
         self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
         self.measure_at_start()
+
+    def _look_at_scheduler(self) -> None:
+        """Warns of one that the user named and that cannot end a failed request alone."""
+        cls = self.scheduler_config.get_scheduler_cls()
+        ends_requests = cls is make_scheduler or (isinstance(cls, type) and issubclass(cls, RequestFailures))
+        FailedOutput.unread_by = None if ends_requests else f"{cls.__module__}.{cls.__qualname__}"
+        if not ends_requests:
+            logger.warning(
+                "%s does not end requests that fail alone: one of them will end the engine. Inherit from "
+                "model_runner_base.scheduling.RequestFailures before it, or leave out scheduler_cls; where "
+                "VLLM_PLUGINS is set, add model_runner_base to it.",
+                FailedOutput.unread_by,
+            )
 
     def _count_local_workers(self) -> int:
         """To be called before ``make_device``, which may take one of the devices that are named."""

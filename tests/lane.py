@@ -42,6 +42,7 @@ NEWEST = [
     "gpu/test_gpu_policy.py",
     "gpu/test_gpu_runner.py",
     "neuron/test_dynamo.py",
+    "project/test_foreign_platform.py",
     "project/test_hostile_server.py",
     "project/test_plugins.py",
     "project/test_server.py",

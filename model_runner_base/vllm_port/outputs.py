@@ -1,6 +1,7 @@
 """A step's results as vLLM's ``ModelRunnerOutput``."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from vllm.v1.outputs import (
@@ -28,10 +29,19 @@ __all__ = [
 
 @dataclass
 class FailedOutput(ModelRunnerOutput):
-    """An output of a step in which some requests failed; the scheduler ends those (``scheduling/failures.py``)."""
+    """An output of a step in which some requests failed; the scheduler ends those (``scheduling/failures.py``).
+
+    Raises RuntimeError where the scheduler would not: it would wait for their tokens for ever.
+    """
 
     errors: dict[str, str | None] = field(default_factory=dict)
     """By request: why; None where no rule left it a token."""
+    unread_by: ClassVar[str | None] = None
+    """Name of a scheduler that does not read ``errors``, if the newest engine has one."""
+
+    def __post_init__(self) -> None:
+        if self.unread_by is not None:
+            raise RuntimeError(f"{self.unread_by} cannot end single requests, and these failed: {self.errors}")
 
 
 class StepOutput(AsyncModelRunnerOutput):

@@ -16,6 +16,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, greedy, runner_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.tokenizer import EOS, add_tokenizer
+from model_runner_base.vllm_port.outputs import FailedOutput
 
 PROMPTS = random_prompts(70, [5, 30, 12])
 LONGEST = 129 if HAS_OPENXLA else 128
@@ -121,6 +122,13 @@ def test_what_the_front_end_lets_through_ends_in_the_engine(
     monkeypatch.setattr("model_runner_base.vllm_port.request_errors.check_fits", lambda *_: None)
     output = check_beside(llm, model, greedy(20), random_prompts(71, [200])[0])
     assert output.finish_reason == "error" and "do not fit the 129 tokens" in output.stop_reason
+
+
+def test_a_scheduler_that_reads_no_errors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever."""
+    monkeypatch.setattr(FailedOutput, "unread_by", "acme.Scheduler")
+    with pytest.raises(RuntimeError, match=r"acme\.Scheduler cannot end single requests.*'request-1'"):
+        FailedOutput([], {}, errors={"request-1": None})
 
 
 def test_rules_that_meet_at_run_time(llm: LLM, model: TinyModel) -> None:

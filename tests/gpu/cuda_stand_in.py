@@ -18,12 +18,13 @@ from weakref import WeakSet
 
 import psutil
 import torch
+from vllm.platforms.interface import Platform
 
 from model_runner_base.platform import PagedPlatform
 
 
 class KernelPlatform(PagedPlatform):
-    """Stands in for vLLM's CUDA platform, so vLLM's graph settings stay as they are."""
+    """Stands in for vLLM's CUDA platform: vLLM's graph settings stay as they are, and nothing here checks requests."""
 
     device_name = "cpu"
     device_type = "cpu"
@@ -31,6 +32,8 @@ class KernelPlatform(PagedPlatform):
     dtypes = (torch.float32, torch.float16)
     default_block_size = 16
     attention = "cuda_stand_in.KernelBackend"
+    stands_before_requests = False
+    validate_request = Platform.validate_request
 
     @classmethod
     def get_attn_backend_cls(

@@ -1,4 +1,4 @@
-"""The whole GPU runner on a CPU: its CUDA calls replaced (cuda_stand_in.py), all else real. Not run on a GPU here.
+"""The whole GPU runner on a CPU: its CUDA calls replaced (cuda_stand_in.py), all else real.
 
 Processes of their own, since each has one platform.
 """
@@ -128,7 +128,7 @@ def test_tokens_of_whole_graphs(
     ("platform", "chosen", "count"),
     [
         ("KernelPlatform", "preemption and window or interrupted or host_does_not_wait", 3),
-        ("KernelPlatform", "test_arrivals_and_aborts and eagle", 2),
+        ("KernelPlatform", "test_arrivals_and_aborts and eagle or hostile", 3),
         ("KernelPlatform", "multimodal and (qwen3 or llava) and (test_tokens or preemption or cached_prefix)", 6),
         ("PlanningPlatform", "multimodal and qwen3 and (test_tokens or several_requests or aborted)", 3),
         ("PlanningPlatform", "speculation and preempt and (often or lookup)", 3),

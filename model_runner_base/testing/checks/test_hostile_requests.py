@@ -1,13 +1,13 @@
 """Requests that no honest client sends, beside honest ones."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from vllm import LLM
+from vllm import LLM, RequestOutput
 
 from model_runner_base.testing import hostile
 from model_runner_base.testing.cases import random_prompts
@@ -32,11 +32,11 @@ class Round:
         self.outputs: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
 
-    def send(self, name: str, prompt: list[int], params: Any) -> None:
+    def send(self, name: str, prompt: Sequence[int], params: Any) -> None:
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
         self.sent[name] = params
 
-    def send_hostile(self, name: str, prompt: list[int], fields: dict[str, Any]) -> None:
+    def send_hostile(self, name: str, prompt: Sequence[int], fields: dict[str, Any]) -> None:
         """It is queued, or refused by whatever error before anything is."""
         num_before = self._engine.get_num_unfinished_requests()
         try:
@@ -56,6 +56,7 @@ class Round:
             if step in resets:
                 self._llm.reset_prefix_cache(reset_running_requests=True)
             for output in self._engine.step():
+                assert isinstance(output, RequestOutput)
                 self.outputs[output.request_id] = output.outputs[0]
             step += 1
 
@@ -97,11 +98,11 @@ def test_hostile_requests(text_engine: Callable[..., LLM], text_model: TinyModel
         done = Round(llm)
         for index, prompt in enumerate(HONEST):
             done.send(f"hostile-honest-{index}", list(prompt), greedy(COUNT))
-        for index, (prompt, fields) in enumerate(requests):
-            done.send_hostile(f"hostile-{index}", prompt, fields)
+        for index, (tokens, fields) in enumerate(requests):
+            done.send_hostile(f"hostile-{index}", tokens, fields)
         done.run({step: f"hostile-{index}" for step, index in aborts.items()}, resets)
-        for index, tokens in enumerate(expected):
-            assert list(done.outputs[f"hostile-honest-{index}"].token_ids) == tokens, f"honest tokens beside {requests}"
+        for index, right in enumerate(expected):
+            assert list(done.outputs[f"hostile-honest-{index}"].token_ids) == right, f"honest tokens beside {requests}"
         for name in done.sent:
             done.check(name)
         assert not llm.llm_engine.output_processor.request_states, "the front end keeps what is refused"

@@ -1,0 +1,41 @@
+"""What one engine serves of the requests that arrive: checked in its front end, before anything is queued."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import ModelConfig
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+
+from model_runner_base import limits
+from model_runner_base.inputs.embeddings import check_embeds
+from model_runner_base.multimodal.item_checks import check_items, item_width
+from model_runner_base.vllm_shapes.errors import RequestError
+
+
+@dataclass(frozen=True)
+class RequestChecks:
+    """Sizes of a model that requests are held to."""
+
+    vocab_size: int
+    hidden_size: int
+    item_width: int | None
+    """Of the embeddings of an image, a video or a sound; None where the model takes none."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "RequestChecks":
+        return cls(model.get_vocab_size(), model.get_inputs_embeds_size(), item_width(model))
+
+    def check(self, processed_inputs: Any, params: SamplingParams | PoolingParams) -> None:
+        """Raises ValueError for what would come out wrong; the arguments are those of ``Platform.validate_request``."""
+        decoded = processed_inputs.get("decoder", processed_inputs)
+        limits.check_request(params, decoded.get("prompt_token_ids") or [], self.vocab_size)
+        if "encoder" in processed_inputs and not decoded.get("mm_placeholders"):
+            raise RequestError("this model has nothing to hear: give a sound in the multi_modal_data of encoder_prompt")
+        if items := decoded.get("mm_kwargs"):
+            check_items(items, decoded["mm_placeholders"], self.item_width)
+        if processed_inputs.get("is_token_ids") is not None:
+            raise RequestError("a prompt of tokens and embeddings is not supported yet: give all of it as embeddings")
+        embeds = processed_inputs.get("prompt_embeds")
+        if embeds is not None:
+            check_embeds(embeds, self.hidden_size, getattr(params, "prompt_logprobs", None) is not None)
