@@ -4,8 +4,6 @@ A vLLM built with VLLM_TARGET_DEVICE=empty has no ``vllm._C``, without which its
 ``stand_in`` puts an empty module there and defines the operators that are named or called on the way of a plain Llama
 with native operators and Triton attention. No kernel is replaced: norms, rotations and activations run as vLLM's own
 native torch code (``custom_ops=["none"]``), the cache is written and read by vLLM's own Triton kernels.
-
-Not run on a GPU yet.
 """
 
 import sys

@@ -106,6 +106,10 @@ class Engine:
         from vllm import LLM
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
+        from model_runner_base import front_end
+
+        front_end.register()  # Where this distribution is not installed, vLLM finds no entry point of it.
+
         if self.is_kernel_free:
             gpu_kernels.register_model()
             compilation = options.get("compilation_config", {}) | gpu_kernels.COMPILATION
