@@ -21,6 +21,7 @@ NEWEST = [
     "kit/test_conformance.py",
     "kit/test_plain_device.py",
     "base/test_engine_contracts.py",
+    "base/test_hostile_engine.py",
     "base/test_image_families.py",
     "base/test_limits.py",
     "base/test_lora.py",

@@ -50,6 +50,40 @@ class TurnParams(RequestFailures):
         else:
             session.streaming_queue.append(turn)
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Blocks of sessions that wait for input serve others, where nothing else could be scheduled."""
+        step = super().schedule(*args, **kwargs)
+        if not step.total_num_scheduled_tokens and self._is_short_of_blocks() and self._give_up_idle_blocks():
+            told = step.finished_req_ids
+            step = super().schedule(*args, **kwargs)
+            step.finished_req_ids |= told
+        return step
+
+    def _is_short_of_blocks(self) -> bool:
+        """Whether a request waits for nothing but blocks, and none runs that would give up its own."""
+        return not self.running and any(
+            request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in self.waiting
+        )
+
+    def _give_up_idle_blocks(self) -> bool:
+        """Frees what waiting sessions have computed, as if they were preempted; False if there is none."""
+        idle = [
+            request
+            for request in self.requests.values()
+            if request.resumable and request.status != RequestStatus.RUNNING and request.num_computed_tokens
+        ]
+        for session in idle:
+            self.kv_cache_manager.free(session)
+            self.encoder_cache_manager.free(session)
+            session.num_computed_tokens = 0
+        return bool(idle)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        """Sessions that wait for input begin anew, too: vLLM raises an error where they have blocks."""
+        if reset_running_requests:
+            self._give_up_idle_blocks()
+        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
