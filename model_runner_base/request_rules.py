@@ -9,7 +9,12 @@ from model_runner_base.vllm_shapes.errors import RequestError
 
 
 def check_rules(params: SamplingParams, vocab_size: int) -> None:
-    """Raises RequestError where rules that hold from the first token on forbid all that is allowed."""
+    """Raises RequestError where fields contradict each other, or forbid from the first token on all that is allowed."""
+    if params.prompt_logprobs is not None and params.skip_reading_prefix_cache is False:
+        raise RequestError(
+            "prompt_logprobs need every token of the prompt computed, and with skip_reading_prefix_cache=False the "
+            "prefix cache may have some: leave it out"
+        )
     words = params.bad_words_token_ids or ()
     forbidden = {
         "bad_words": {word[0] for word in words if len(word) == 1},

@@ -74,6 +74,7 @@ def check_beside(llm: LLM, model: TinyModel, params: SamplingParams, prompt: tup
         {"repetition_penalty": float("inf")},
         {"repetition_penalty": 1e-38},
         {"max_tokens": 2**63},
+        {"prompt_logprobs": 1, "skip_reading_prefix_cache": False},
     ],
     ids=repr,
 )
