@@ -253,7 +253,8 @@ class ModelRunnerBase:
         parts, batch = self.parts, pending.batch
         plan = self._prepare_sampling(batch)
         sampled = parts.head.sample(plan, pending, read_grammar(grammar_output))
-        sampled.errors = self.errors.take()
+        if self.errors:
+            sampled.errors = self.errors.take()
         launched = self._make_output(batch, sampled)
         with override_forward_context(parts.forward_context):
             parts.drafter.draft(pending, sampled, plan.mode)
