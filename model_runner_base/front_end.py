@@ -1,37 +1,40 @@
 """What stands between clients and an engine of ours, on any platform: checks, errors of single requests, the scheduler.
 
-``PagedPlatform`` asks for it itself. On a platform that knows nothing of this library, such as vLLM's own of CUDA, the
+``PagedPlatform`` asks for it itself. On a platform that knows nothing of this library, such as one of vLLM's own, the
 entry point of ``vllm.general_plugins`` does, which vLLM calls in each of its processes, for engines whose worker is a
 ``ModelRunnerWorker``. vLLM's config package imports platforms, so nothing of vLLM's is imported here at the top.
 """
 
 import logging
+from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
 
     from model_runner_base.request_checks import RequestChecks
 
 SCHEDULER = "model_runner_base.scheduling.make_scheduler"
 """Qualified name of what makes the scheduler where the user names none. Called as a class."""
 
-_checks: "RequestChecks | None" = None
-"""Those of the newest engine in this process, on a platform that has none of its own; None if it is not one of ours."""
+_workers: list[Any] = []
+"""``worker_cls`` of this library's engines in this process."""
+arriving: ContextVar["RequestChecks | None"] = ContextVar("arriving", default=None)
+"""Of the engine whose front end reads a request now; None if it is not one of ours."""
 
 
-def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> "RequestChecks | None":
-    """Prepares this process for an engine's requests, any number of times.
+def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> None:
+    """Prepares this process for an engine's requests, any number of times; ``worker_cls`` is known by now.
 
-    Raises UnsupportedConfigError for what is not supported, and sets ``scheduler_cls`` where the user has named none.
-
-    Returns:
-        What ``Platform.validate_request`` is to ask; None where the config has no model.
+    Raises UnsupportedConfigError for what is not supported, and sets ``scheduler_cls`` where the user has named none. A
+    platform that is no ``PagedPlatform`` and chooses a worker of this library calls it in ``check_and_update_config``,
+    and ``check_arriving`` in ``validate_request``.
     """
     from model_runner_base.limits import check_config
     from model_runner_base.multimodal.item_checks import check_fields, check_shares
-    from model_runner_base.request_checks import RequestChecks
     from model_runner_base.vllm_port.adapter_requests import load_adapters_first
     from model_runner_base.vllm_port.item_data import keep_item_data
     from model_runner_base.vllm_port.refusals import refuse_in_words
@@ -42,16 +45,28 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> "
     check_config(vllm_config)
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = scheduler.scheduler_cls or scheduler_cls
+    if vllm_config.parallel_config.worker_cls not in _workers:
+        _workers.append(vllm_config.parallel_config.worker_cls)
     model = vllm_config.model_config
     if model is None:
-        return None
+        return
     keep_sounds_whole(model.architecture)
     keep_item_data()
     refuse_in_words()
     hold_requests()
     load_adapters_first()
     forget_refused_items(check_fields, check_shares)
-    return RequestChecks.of(model)
+
+
+def is_ours(vllm_config: "VllmConfig") -> bool:
+    """Whether ``stand_before`` has prepared this process for such an engine."""
+    return vllm_config.parallel_config.worker_cls in _workers
+
+
+def check_arriving(processed_inputs: Any, params: "SamplingParams | PoolingParams") -> None:
+    """To be called by ``Platform.validate_request``; raises ValueError for what would come out wrong."""
+    if (checks := arriving.get()) is not None:
+        checks.check(processed_inputs, params)
 
 
 def register() -> None:
@@ -78,35 +93,42 @@ def _names_another_scheduler(record: logging.LogRecord) -> bool:
 
 def _extend(platform: Any) -> None:
     """Has a platform's hooks prepare the engines of ours, and check their requests."""
-    check_and_update_config, validate_request = platform.check_and_update_config, platform.validate_request
-    if hasattr(check_and_update_config, "__wrapped__"):
-        return
+    from model_runner_base.vllm_port.patches import wrap_once
 
-    @wraps(check_and_update_config)
-    def preparing(cls: Any, vllm_config: "VllmConfig") -> None:
-        global _checks
-        check_and_update_config(vllm_config)
-        _checks = stand_before(vllm_config) if _has_our_worker(vllm_config) else None
+    def preparing(check_and_update_config: Any) -> classmethod:
+        @wraps(check_and_update_config)
+        def prepare(cls: Any, vllm_config: "VllmConfig") -> None:
+            named = vllm_config.parallel_config.worker_cls
+            check_and_update_config(vllm_config)
+            if _is_our_worker(named):
+                stand_before(vllm_config)
 
-    @wraps(validate_request)
-    def checking(cls: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(("processed_inputs", "params"), args, strict=False)) | kwargs
-        if _checks is not None:
-            _checks.check(given["processed_inputs"], given["params"])
-        validate_request(*args, **kwargs)
+        return classmethod(prepare)
 
-    platform.check_and_update_config = classmethod(preparing)
-    platform.validate_request = classmethod(checking)
+    def checking(validate_request: Any) -> classmethod:
+        @wraps(validate_request)
+        def check(cls: Any, *args: Any, **kwargs: Any) -> None:
+            given = dict(zip(("processed_inputs", "params"), args, strict=False)) | kwargs
+            check_arriving(given["processed_inputs"], given["params"])
+            validate_request(*args, **kwargs)
+
+        return classmethod(check)
+
+    wrap_once(platform, "check_and_update_config", preparing)
+    wrap_once(platform, "validate_request", checking)
 
 
-def _has_our_worker(vllm_config: "VllmConfig") -> bool:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
+def _is_our_worker(worker_cls: Any) -> bool:
+    """Whether the user has named a worker of this library; what a platform chooses by itself is not imported here."""
+    if isinstance(worker_cls, str):
+        if worker_cls == "auto" or worker_cls.startswith("vllm."):
+            return False
+        from vllm.utils.import_utils import resolve_obj_by_qualname
 
+        try:
+            worker_cls = resolve_obj_by_qualname(worker_cls)
+        except ImportError:
+            return False  # vLLM raises it where the worker is made.
     from model_runner_base.worker import ModelRunnerWorker
 
-    name = vllm_config.parallel_config.worker_cls
-    if not isinstance(name, str):
-        return issubclass(name, ModelRunnerWorker)
-    if name == "auto" or name.startswith("vllm."):
-        return False
-    return issubclass(resolve_obj_by_qualname(name), ModelRunnerWorker)
+    return issubclass(worker_cls, ModelRunnerWorker)

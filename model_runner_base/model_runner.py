@@ -97,7 +97,7 @@ class ModelRunnerBase:
         """Tokens of a request that tables and graphs are made for; None before they are."""
         self.tokenwise_graph_batch_sizes: list[int] = []
         """Token counts that steps are padded to; empty when eager."""
-        self.errors = RequestErrors()
+        self.errors = RequestErrors(vllm_config.parallel_config.world_size)
         self.is_all_failed = False
         """Whether ``execute_model`` left out every request of its step, so that nothing is pending."""
         self.pending: SampleInputs | None = None
@@ -312,10 +312,10 @@ class ModelRunnerBase:
             assert params is not None
             seed = parts.head.draw_seed() if params.seed is None else params.seed
             info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter, arrival.items)
-            if arrival.adapter is not None:
-                self.adapters.expect(arrival.adapter)
             if known is None:  # Else a session goes on; its first prompt has been introduced.
                 parts.head.introduce(req_id, info)
+        if info.adapter is not None:
+            self.adapters.expect(info.adapter)
         row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
         parts.head.admit(row, info, arrival.token_ids)
         parts.drafter.admit(row, info, arrival.token_ids)

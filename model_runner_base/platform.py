@@ -1,7 +1,7 @@
 """The platform half that every out-of-tree device shares: how vLLM is configured for paged attention in plain torch.
 
 A device subclasses ``PagedPlatform``, says what it is called and which worker serves it, and overrides what differs.
-vLLM's config package imports the platform, so nothing here may import that package, or a room that does, at its top.
+vLLM's config package imports the platform, so nothing here may import that package, or a folder that does, at its top.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from model_runner_base.front_end import SCHEDULER, quiet_scheduler_warning, stand_before
+from model_runner_base.front_end import SCHEDULER, check_arriving, quiet_scheduler_warning, stand_before
 from model_runner_base.vllm_shapes.config import forgo_kv_scales, offloads_weights, set_default_block_size
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from model_runner_base.request_checks import RequestChecks
 
 GIB = 1 << 30
 
@@ -49,8 +47,6 @@ class PagedPlatform(Platform):
 
     stands_before_requests = True
     """Whether this class prepares front ends and checks requests; else ``front_end.register`` sees to it."""
-    _checks: "RequestChecks"
-    """No model config is at hand where requests are checked: the newest engine's sizes stand for all."""
 
     def __init__(self) -> None:
         """vLLM makes one platform a process; an engine's process, too, knows so what not to warn of."""
@@ -167,10 +163,10 @@ class PagedPlatform(Platform):
         from model_runner_base.scheduling.support import has_steps_of_rows
         from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
 
-        if cls.stands_before_requests and (checks := stand_before(vllm_config, cls.scheduler_cls)):
-            cls._checks = checks
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
+        if cls.stands_before_requests:
+            stand_before(vllm_config, cls.scheduler_cls)
         scheduler = vllm_config.scheduler_config
         if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
             # Tokens of an image see each other, so they are in one step. vLLM's own schedulers may cut it.
@@ -243,4 +239,4 @@ class PagedPlatform(Platform):
         cls, processed_inputs: Any, params: "SamplingParams | PoolingParams", prompt: Any = None
     ) -> None:
         """vLLM passes these two by position, or all three by name. Raises ValueError for what would come out wrong."""
-        cls._checks.check(processed_inputs, params)
+        check_arriving(processed_inputs, params)

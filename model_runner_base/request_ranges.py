@@ -13,6 +13,7 @@ from typing import Any
 import vllm.envs
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from model_runner_base.vllm_shapes.errors import RequestError
 
@@ -139,13 +140,17 @@ class Adapter(Rule):
 
 @dataclass(frozen=True)
 class Named(Rule):
-    """A mapping with names that UTF-8 can encode."""
+    """A mapping with names that UTF-8 can encode, and values that can be sent to an engine in another process."""
 
     def check(self, name: str, value: Any, vocab_size: int) -> None:
         if not isinstance(value, Mapping):
             raise RequestError(f"{name} must be a mapping, got {_shown(value)}")
         for key in value:
             Text().check(f"a name in {name}", key, vocab_size)
+        try:
+            MsgpackEncoder().encode(value)
+        except Exception as error:
+            raise RequestError(f"{name} cannot be sent to the engine: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,7 @@ SAMPLING: dict[str, Rule] = {
     "output_text_buffer_length": ByVllm("made of the stop strings"),
     "_all_stop_token_ids": ByVllm("made of stop_token_ids"),
     "_eos_token_id": ByVllm("the tokenizer's"),
-    "structured_outputs": ByVllm("its grammars are compiled before the request is queued"),
+    "structured_outputs": ByVllm("its grammars are checked by vLLM, and compiled while the request is queued"),
     "output_kind": ByVllm("an enumeration"),
     "logit_bias": Biases(),
     "allowed_token_ids": Tokens(least=1),

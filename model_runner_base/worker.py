@@ -23,7 +23,6 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
-from model_runner_base.scheduling import RequestFailures, make_scheduler
 from model_runner_base.start.memory import DeviceMemoryProfiler
 from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec
 from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, DraftTokenIds, FailedOutput, ModelRunnerOutput
@@ -78,7 +77,7 @@ class ModelRunnerWorker(WorkerBase):
     def _look_at_scheduler(self) -> None:
         """Warns of one that the user named and that cannot end a failed request alone."""
         cls = self.scheduler_config.get_scheduler_cls()
-        ends_requests = cls is make_scheduler or (isinstance(cls, type) and issubclass(cls, RequestFailures))
+        ends_requests = getattr(cls, "reads_errors", False)
         FailedOutput.unread_by = None if ends_requests else f"{cls.__module__}.{cls.__qualname__}"
         if not ends_requests:
             logger.warning(

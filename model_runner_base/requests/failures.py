@@ -2,7 +2,7 @@
 
 What fails before anything of the request is on the device costs that request alone: its row is given back, and the
 device's state is whole. An error in a graph, in the sampler or in a custom logits processor belongs to the whole batch:
-rows have moved on, and it is raised. So is a want of memory, which need not be the same on all ranks.
+rows have moved on, and it is raised. So is what need not be the same on all ranks: a want of memory, a missing file.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -20,35 +20,37 @@ T = TypeVar("T")
 class RequestErrors:
     """The failed requests that steps may still name."""
 
-    def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}
+    def __init__(self, num_ranks: int = 1) -> None:
+        # Files may be missing on one rank's host alone; the others would run the request.
+        self._of_the_host = (torch.OutOfMemoryError, OSError) if num_ranks > 1 else (torch.OutOfMemoryError,)
+        self._failed: set[str] = set()
         self._untold: dict[str, str | None] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._reasons)
+        return bool(self._failed)
 
     @contextmanager
     def of(self, req_id: str) -> Iterator[None]:
         """An error within is the request's own."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except self._of_the_host:
             raise
         except Exception as error:
             logger.exception("Request %s cannot be run.", req_id)
-            self._reasons[req_id] = self._untold[req_id] = f"{type(error).__name__}: {error}"
+            self._failed.add(req_id)
+            self._untold[req_id] = f"{type(error).__name__}: {error}"
 
     def __contains__(self, req_id: str) -> bool:
-        return req_id in self._reasons
+        return req_id in self._failed
 
     def forget(self, req_ids: Collection[str]) -> None:
         """The scheduler has ended these requests."""
-        for req_id in self._reasons.keys() & set(req_ids):
-            del self._reasons[req_id]
+        self._failed.difference_update(req_ids)
 
     def without(self, by_request: Mapping[str, T]) -> dict[str, T]:
         """What belongs to other requests."""
-        return {req_id: value for req_id, value in by_request.items() if req_id not in self._reasons}
+        return {req_id: value for req_id, value in by_request.items() if req_id not in self._failed}
 
     def take(self) -> dict[str, str | None]:
         """What the scheduler was not told yet."""

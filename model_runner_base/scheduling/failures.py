@@ -4,11 +4,11 @@ The front end gets an output with finish reason ``error`` and the message as its
 (``vllm_port/request_errors.py`` raises it to the caller).
 """
 
-from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -20,17 +20,23 @@ from model_runner_base.scheduling.capacity import longest_request
 logger = init_logger(__name__)
 
 MAX_ENDED = 4_096
-"""Sessions that ended with an error and may still be sent input, which was under way."""
+"""Sessions that have ended and may still be sent input, which was under way."""
 
 
 class RequestFailures(Scheduler):
     """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
 
+    reads_errors = True
+    """Tells a worker that ``errors`` of its outputs are read."""
+    schedules_all = True
+    """Whether ``schedule`` sees all requests, rather than those that a subclass leaves to it."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._errors: list[tuple[int, EngineCoreOutput]] = []
         """Outputs that the next step hands to the front ends, by client."""
-        self._ended_sessions: deque[str] = deque(maxlen=MAX_ENDED)
+        self._ended_sessions: dict[str, None] = {}
+        """The latest of them, in order."""
         self._failed_grammars: list[tuple[str, BaseException]] = []
         """By request, as the threads that compile them found out."""
         longest = longest_request(self, self.kv_cache_config, self.kv_cache_manager.block_pool.num_gpu_blocks)
@@ -46,7 +52,8 @@ class RequestFailures(Scheduler):
     # ---- When a request arrives ----
 
     def add_request(self, request: Request) -> None:
-        if self._ended_sessions and request.request_id in self._ended_sessions:
+        if request.request_id in self._ended_sessions:
+            self._report(request, "this session has ended")
             return
         self._watch_grammar(request)
         reason = None if request.request_id in self.requests else self._why_unservable(request)
@@ -78,6 +85,18 @@ class RequestFailures(Scheduler):
         structured._grammar = compiled
         compiling.add_done_callback(hand_over)
 
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
+        """Sessions are remembered: input that was under way would begin new ones, which wait for ever."""
+        if request_ids is None:
+            request_ids = list(self.requests)
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        sessions = [req_id for req_id in ids if (request := self.requests.get(req_id)) and request.resumable]
+        finished = super().finish_requests(ids, finished_status)
+        self._ended_sessions |= dict.fromkeys(sessions)
+        while len(self._ended_sessions) > MAX_ENDED:
+            del self._ended_sessions[next(iter(self._ended_sessions))]
+        return finished
+
     # ---- When a step is scheduled ----
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -85,7 +104,13 @@ class RequestFailures(Scheduler):
             req_id, error = self._failed_grammars.pop()
             if (request := self.requests.get(req_id)) is not None:
                 self._fail(request, f"the grammar of structured_outputs does not compile: {error}")
-        return super().schedule(*args, **kwargs)
+        step = super().schedule(*args, **kwargs)
+        if not step.total_num_scheduled_tokens and not self.running and self.schedules_all:
+            self._when_nothing_runs()
+        return step
+
+    def _when_nothing_runs(self) -> None:
+        """A step has nothing to do, and requests may wait."""
 
     # ---- When a step's output arrives ----
 
@@ -93,9 +118,8 @@ class RequestFailures(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """``errors`` of the runner's output end the requests that they name."""
-        for req_id, reason in getattr(model_runner_output, "errors", {}).items():
-            request = self.requests.get(req_id)
-            if request is not None:
+        for req_id, reason in errors_of(model_runner_output).items():
+            if (request := self.requests.get(req_id)) is not None:
                 self._fail(request, reason or why_no_token(request))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._errors:
@@ -125,16 +149,32 @@ class RequestFailures(Scheduler):
     def _fail(self, request: Request, reason: str) -> None:
         """Ends a request that was queued or runs."""
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+        self._forget_items(request)
         self._report(request, reason)
+
+    def _forget_items(self, request: Request) -> None:
+        """What it was to have encoded may not have been: it is encoded again for the next that needs it."""
+        manager = self.encoder_cache_manager
+        for item in request.mm_features if isinstance(manager, EncoderCacheManager) else ():
+            if (size := manager.freeable.pop(item.identifier, None)) is not None:
+                del manager.cached[item.identifier]
+                manager.num_free_slots += size
+                manager.freed.append(item.identifier)
 
     def _report(self, request: Request, reason: str) -> None:
         logger.error("Request %s ended with an error: %s", request.request_id, reason)
-        if request.resumable:
-            self._ended_sessions.append(request.request_id)
         output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
         self._errors.append((request.client_index, output))
         # So that there is a next step, though nothing may be scheduled any more.
         self.finished_req_ids.add(request.request_id)
+
+
+NO_ERRORS: dict[str, str | None] = {}
+
+
+def errors_of(output: ModelRunnerOutput) -> dict[str, str | None]:
+    """Requests that failed in a step, as a runner of this library tells; None stands for "no token is allowed"."""
+    return getattr(output, "errors", NO_ERRORS)
 
 
 def why_no_token(request: Request) -> str:

@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from model_runner_base.scheduling.failures import errors_of
 from model_runner_base.scheduling.outputs import merge, plain_outputs
 from model_runner_base.scheduling.row_request import RowRequest
 from model_runner_base.scheduling.rows import Batch, DecodeRows, Due
@@ -132,9 +133,11 @@ class RowScheduling(SessionTurns, WholeItems):
         self.prev_step_scheduled_req_ids = {request.request_id for request in self.running} & before
         self.max_num_scheduled_tokens -= num_active
         self.max_num_running_reqs -= num_rows
+        self.schedules_all = False
         try:
             return super().schedule()
         finally:
+            self.schedules_all = True
             self.max_num_scheduled_tokens, self.max_num_running_reqs = limits
             self.running = running[:num_rows] + self.running
 
@@ -188,7 +191,7 @@ class RowScheduling(SessionTurns, WholeItems):
         set_apart = [place for place, req_id in enumerate(batch.req_ids) if req_id in told] if told else ()
         apart = self._rows.receive(batch, token_ids, set_apart)
         self._let_go(self._rows, step.others)
-        if apart or step.others or self.finished_req_ids_dict:
+        if apart or step.others or self.finished_req_ids_dict or self._errors:
             rest = copy(scheduler_output)
             rest.num_scheduled_tokens = {batch.req_ids[place]: 1 for place in apart} | step.others
             theirs = super().update_from_output(rest, model_runner_output)
@@ -237,7 +240,13 @@ def _plain_tokens(
 ) -> tuple[range | list[int], list[list[int]], list[int]] | None:
     """Where the batch's requests are in an output, their tokens as they lie there, and flat; None if there is more."""
     sampled = output.sampled_token_ids
-    if not sampled or output.num_nans_in_logits or output.pooler_output or output.kv_connector_output is not None:
+    if (
+        not sampled
+        or errors_of(output)
+        or output.num_nans_in_logits
+        or output.pooler_output
+        or output.kv_connector_output is not None
+    ):
         return None
     count = len(batch.req_ids)
     places: range | list[int] = range(count)
@@ -246,7 +255,9 @@ def _plain_tokens(
     elif output.req_ids[:count] == batch.req_ids:
         token_lists = sampled[:count]
     else:
-        places = [output.req_id_to_index[req_id] for req_id in batch.req_ids]
+        places = [output.req_id_to_index.get(req_id, -1) for req_id in batch.req_ids]
+        if min(places) < 0:
+            return None  # A request that failed in the step before.
         token_lists = [sampled[place] for place in places]
     try:
         return places, token_lists, [token_id for (token_id,) in token_lists]
@@ -277,3 +288,6 @@ def make_scheduler(*args: Any, **kwargs: Any) -> TurnParams:
         (RowScheduler, AsyncRowScheduler) if has_steps_of_rows() else (TurnScheduler, AsyncTurnScheduler)
     )
     return (asynchronous if config.scheduler_config.async_scheduling else sync)(*args, **kwargs)
+
+
+make_scheduler.reads_errors = True  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ class SessionTurns(TurnParams):
             self._hand_over_prompt_logprobs(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._unqueued:
-            # vLLM takes whoever stopped out of the queue, though a session has just been put there again.
+            # vLLM takes what stopped out of the queue, though a session has just been put there again.
             for session in self._unqueued:
                 if session.request_id in self.requests:
                     self.waiting.add_request(session)
@@ -56,7 +56,7 @@ class SessionTurns(TurnParams):
         if not late:
             return scheduler_output
         for req_id in late:
-            if output.sampled_token_ids and output.sampled_token_ids[output.req_id_to_index[req_id]]:
+            if _yields(output, req_id):
                 self._late[req_id] -= 1
                 if req_id in output.prompt_logprobs_dict:
                     self._late_prompt_logprobs[req_id] = output.prompt_logprobs_dict[req_id]
@@ -68,7 +68,7 @@ class SessionTurns(TurnParams):
     def _hand_over_prompt_logprobs(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """A request that began anew gets them with its first token."""
         for req_id in self._late_prompt_logprobs.keys() & scheduler_output.num_scheduled_tokens.keys():
-            if output.sampled_token_ids and output.sampled_token_ids[output.req_id_to_index[req_id]]:
+            if _yields(output, req_id):
                 output.prompt_logprobs_dict[req_id] = self._late_prompt_logprobs.pop(req_id)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
@@ -134,3 +134,9 @@ class SessionTurns(TurnParams):
         del session.block_hashes[num_kept // self.block_size :]
         super()._update_request_as_session(session, update)
         session.num_computed_tokens = min(num_computed, num_kept)
+
+
+def _yields(output: ModelRunnerOutput, req_id: str) -> bool:
+    """Whether a step has a token of a request; it has none of one that failed."""
+    place = output.req_id_to_index.get(req_id)
+    return place is not None and bool(output.sampled_token_ids) and bool(output.sampled_token_ids[place])

@@ -6,10 +6,11 @@ turn's predecessor is accounted for, whose last token would then advance the new
 """
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -20,6 +21,8 @@ from model_runner_base.scheduling.failures import RequestFailures, why_too_long
 _STATUSES = RequestStatus.__members__
 WAITING_FOR_GRAMMAR = _STATUSES.get("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR") or _STATUSES["WAITING_FOR_FSM"]
 """A request's grammar is compiled; by the names of newer and of older releases."""
+READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+"""A request waits for nothing but its turn and blocks."""
 
 
 @dataclass
@@ -37,6 +40,8 @@ class TurnParams(RequestFailures):
         super().__init__(*args, **kwargs)
         self._next_turns: list[tuple[Request, Turn]] = []
         """Sessions whose turn has just ended, and whose next input was there already."""
+        self._compiling: set[str] = set()
+        """Sessions whose turn waits for its grammar, and some that did."""
 
     def add_request(self, request: Request) -> None:
         session = self.requests.get(request.request_id)
@@ -50,33 +55,47 @@ class TurnParams(RequestFailures):
         else:
             session.streaming_queue.append(turn)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Blocks of sessions that wait for input serve others, where nothing else could be scheduled."""
-        step = super().schedule(*args, **kwargs)
-        if not step.total_num_scheduled_tokens and self._is_short_of_blocks() and self._give_up_idle_blocks():
-            told = step.finished_req_ids
-            step = super().schedule(*args, **kwargs)
-            step.finished_req_ids |= told
-        return step
+    @property
+    def max_num_active_reqs(self) -> int:
+        """Requests that may run, of which newer releases subtract the sessions that wait for input.
 
-    def _is_short_of_blocks(self) -> bool:
-        """Whether a request waits for nothing but blocks, and none runs that would give up its own."""
-        return not self.running and any(
-            request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in self.waiting
-        )
+        Here those hold up none: their rows are given to others (``RequestStates.make_room``).
+        """
+        return self._num_seats + self.num_waiting_for_streaming_input
 
-    def _give_up_idle_blocks(self) -> bool:
-        """Frees what waiting sessions have computed, as if they were preempted; False if there is none."""
-        idle = [
-            request
-            for request in self.requests.values()
-            if request.resumable and request.status != RequestStatus.RUNNING and request.num_computed_tokens
-        ]
-        for session in idle:
-            self.kv_cache_manager.free(session)
-            self.encoder_cache_manager.free(session)
-            session.num_computed_tokens = 0
-        return bool(idle)
+    @max_num_active_reqs.setter
+    def max_num_active_reqs(self, value: int) -> None:
+        self._num_seats = value
+
+    def _when_nothing_runs(self) -> None:
+        """Blocks of sessions that wait for input are for requests that wait for blocks, from the next step on."""
+        queues = self.waiting, getattr(self, "kv_holding_waiting", ())  # The second is of newer releases.
+        if any(request.status in READY for queue in queues for request in queue):
+            self._give_up_idle_blocks()
+
+    def _give_up_idle_blocks(self) -> None:
+        """Frees what sessions that do not run have computed, as if they were preempted."""
+        for session in self.requests.values():
+            if session.resumable and session.status != RequestStatus.RUNNING and session.num_computed_tokens:
+                self.kv_cache_manager.free(session)
+                self.encoder_cache_manager.free(session)
+                session.num_computed_tokens = 0
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """A turn whose grammar is still compiled is in no step; a step of its predecessor may be under way."""
+        if self._compiling:
+            self._compiling = {
+                req_id
+                for req_id in self._compiling
+                if (session := self.requests.get(req_id)) and session.status == WAITING_FOR_GRAMMAR
+            }
+            counts = scheduler_output.num_scheduled_tokens
+            if not self._compiling.isdisjoint(counts):
+                scheduler_output = copy(scheduler_output)
+                scheduler_output.num_scheduled_tokens = {
+                    req_id: count for req_id, count in counts.items() if req_id not in self._compiling
+                }
+        return super().get_grammar_bitmask(scheduler_output)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         """Sessions that wait for input begin anew, too: vLLM raises an error where they have blocks."""
@@ -121,6 +140,7 @@ class TurnParams(RequestFailures):
         session.skip_reading_prefix_cache = update.skip_reading_prefix_cache
         if session.structured_output_request is not None:
             session.status = WAITING_FOR_GRAMMAR
+            self._compiling.add(session.request_id)
 
 
 def _turn_of(request: Request) -> Turn:

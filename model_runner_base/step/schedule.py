@@ -1,4 +1,4 @@
-"""What the scheduler asks of one step, in the house's own words.
+"""What the scheduler asks of one step, in words of this library.
 
 Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with a prompt of 5 tokens:
 
@@ -55,7 +55,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step as the scheduler wants it. The lists are the scheduler's own: nobody changes them."""
+    """One step as the scheduler wants it. The lists are the scheduler's own, and do not change."""
 
     finished: Collection[str]
     preempted: Collection[str]

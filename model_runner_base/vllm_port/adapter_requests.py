@@ -11,6 +11,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from model_runner_base.front_end import is_ours
+from model_runner_base.vllm_port.patches import wrap_once
 from model_runner_base.vllm_shapes.errors import RequestError
 
 KNOWN = "_adapters_that_were_loaded"
@@ -19,9 +21,8 @@ KNOWN = "_adapters_that_were_loaded"
 
 def load_adapters_first() -> None:
     """Patches vLLM's two front ends. To be called in their process, any number of times."""
-    for cls, wrapper in ((LLMEngine, _loading), (AsyncLLM, _loading_async)):
-        if not hasattr(cls.add_request, "__wrapped__"):
-            cls.add_request = wrapper(cls.add_request)  # type: ignore[method-assign]
+    wrap_once(LLMEngine, "add_request", _loading)
+    wrap_once(AsyncLLM, "add_request", _loading_async)
 
 
 def _loading(add_request: Any) -> Any:
@@ -61,7 +62,7 @@ def _loading_async(add_request: Any) -> Any:
 def _unknown(front_end: Any, prompt: Any, options: dict[str, Any]) -> LoRARequest | None:
     """The adapter that a request names, unless this front end has had it loaded before."""
     request = options.get("lora_request") or getattr(prompt, "lora_request", None)
-    if request is None or front_end.vllm_config.lora_config is None:
+    if request is None or front_end.vllm_config.lora_config is None or not is_ours(front_end.vllm_config):
         return None
     return None if _key(request) in front_end.__dict__.get(KNOWN, ()) else request
 

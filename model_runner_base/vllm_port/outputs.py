@@ -48,7 +48,7 @@ class StepOutput(AsyncModelRunnerOutput):
     """A step's results, still on the device; reading them waits for the step."""
 
     def __init__(self, batch: InputBatch, sampled: SampledStep, device_ops: DeviceOps) -> None:
-        # A batch serves all repeats of a step: its lists are shared by their outputs, and nobody changes them.
+        # A batch serves all repeats of a step: its lists are shared by their outputs, and do not change.
         self._req_ids = batch.req_ids
         self._req_id_to_index = batch.req_id_to_index
         self._unsampled = batch.unsampled
@@ -56,8 +56,8 @@ class StepOutput(AsyncModelRunnerOutput):
         self._sampled = sampled
         self._tokens = device_ops.begin_to_host(sampled.tokens)
         logprobs, num_nans = sampled.logprobs, sampled.num_nans
-        num_logits = batch.num_decode_tokens + batch.num_reqs - batch.num_decodes
-        self._logprobs = None if logprobs is None else logprobs.begin_to_host(num_logits, device_ops)
+        self._num_logits = batch.num_decode_tokens + batch.num_reqs - batch.num_decodes
+        self._logprobs = None if logprobs is None else logprobs.begin_to_host(self._num_logits, device_ops)
         self._num_nans = None if num_nans is None else device_ops.begin_to_host(num_nans)
         if logprobs is not None or num_nans is not None:
             self._logits_start = batch.logits_start(np.arange(batch.num_reqs))
@@ -68,7 +68,7 @@ class StepOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
-        values = self._tokens()
+        values = self._tokens()[: self._num_logits]
         tokens = values[:num_reqs, None].tolist() if self._row_len == 1 else self._yielded(values)
         for index in self._unsampled:
             tokens[index] = []

@@ -14,6 +14,8 @@ from vllm import platforms
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from model_runner_base.vllm_port.patches import wrap_once
+
 
 class RefusedCallError(HTTPException, ValueError):
     """A call that this device does not follow: status 400 from a server, a ValueError from ``LLM``."""
@@ -28,16 +30,10 @@ class RefusedCallError(HTTPException, ValueError):
 def refuse_in_words() -> None:
     """Patches vLLM's two front ends. To be called in their process, any number of times."""
     for name in ("sleep", "release_kv_cache_memory"):
-        _wrap(AsyncLLM, name, _unless_the_device_sleeps)
-        _wrap(LLMEngine, name, _unless_the_device_sleeps)
+        wrap_once(AsyncLLM, name, _unless_the_device_sleeps)
+        wrap_once(LLMEngine, name, _unless_the_device_sleeps)
     for name in ("collective_rpc", "compute_weight_checksums"):
-        _wrap(AsyncLLM, name, _naming_missing_methods)
-
-
-def _wrap(cls: type, name: str, wrapper: Any) -> None:
-    method = getattr(cls, name, None)  # Earlier releases have fewer of them.
-    if method is not None and not hasattr(method, "__wrapped__"):
-        setattr(cls, name, wrapper(method))
+        wrap_once(AsyncLLM, name, _naming_missing_methods)
 
 
 def _unless_the_device_sleeps(method: Any) -> Any:

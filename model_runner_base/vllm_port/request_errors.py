@@ -12,28 +12,37 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
+from model_runner_base.front_end import arriving, is_ours
+from model_runner_base.request_checks import RequestChecks
 from model_runner_base.request_ranges import check_rest
 from model_runner_base.request_rules import check_fits, check_rules
+from model_runner_base.vllm_port.patches import wrap_once
 from model_runner_base.vllm_shapes.errors import RequestError
+
+CHECKS = "_request_checks"
+"""Attribute of an ``InputProcessor``: those of its engine."""
 
 
 def hold_requests() -> None:
     """To be called in the process of the front end, any number of times."""
-    for cls, name, wrapper in (
-        (InputProcessor, "process_inputs", _checked),
-        (OutputProcessor, "process_outputs", _raising),
-    ):
-        method = getattr(cls, name)
-        if not hasattr(method, "__wrapped__"):
-            setattr(cls, name, wrapper(method))
+    wrap_once(InputProcessor, "process_inputs", _checked)
+    wrap_once(OutputProcessor, "process_outputs", _raising)
 
 
 def _checked(process_inputs: Any) -> Any:
     @wraps(process_inputs)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Raises RequestError for a request that no engine could serve as it is."""
-        request = process_inputs(self, *args, **kwargs)
+        """Raises RequestError for a request that the engine could not serve as it is."""
         config = self.vllm_config
+        if not is_ours(config):
+            return process_inputs(self, *args, **kwargs)
+        if CHECKS not in self.__dict__:
+            setattr(self, CHECKS, RequestChecks.of(config.model_config))
+        token = arriving.set(getattr(self, CHECKS))
+        try:
+            request = process_inputs(self, *args, **kwargs)
+        finally:
+            arriving.reset(token)
         vocab_size = config.model_config.get_vocab_size()
         check_rest(request, vocab_size)
         embeds = request.prompt_embeds
@@ -66,7 +75,7 @@ def _raising(process_outputs: Any) -> Any:
 
 
 def _end(processor: OutputProcessor, output: Any) -> list[str]:
-    """Raises an output's error to whoever reads its queue; returns what the engine still runs for the same reader."""
+    """Raises an output's error to the reader of its queue; returns what the engine still runs for the same reader."""
     state = processor.request_states.get(output.request_id)
     if state is None or state.queue is None:
         return []

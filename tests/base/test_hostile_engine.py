@@ -207,8 +207,8 @@ def play(llm: LLM, drawn: dict[str, Any], good: TinyAdapter, other: TinyAdapter)
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["blocks", "reset"])
 def test_sessions_that_wait_for_input_hold_up_none(llm: LLM, model: TinyModel, is_reset: bool) -> None:
-    """They have all blocks but one; what they have computed is computed again when they go on."""
-    prompts, client = random_prompts(96, [90, 91, 92]), Client(llm)
+    """They have as many rows as there are, and all blocks; when they go on they compute again what they gave up."""
+    prompts, client = random_prompts(96, [90, 91, 92, 3, 4]), Client(llm)
     for index, prompt in enumerate(prompts):
         client.send(f"session {index}", prompt)
         client.run({f"session {index}": 1})

@@ -24,6 +24,9 @@ LONGEST = 129 if HAS_OPENXLA else 128
 ``max_model_len`` to what the cache has when they start."""
 
 
+DIGITS = StructuredOutputsParams(regex="[0-9]{3}")
+
+
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
     return add_tokenizer(tiny_model("llama"))
@@ -32,6 +35,7 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 @pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
 def llm(request: pytest.FixtureRequest, model: TinyModel) -> Iterator[LLM]:
     options = {"async_scheduling": request.param, "skip_tokenizer_init": False, "num_gpu_blocks_override": 5}
+    options |= {"disable_log_stats": True}  # With statistics requests are in no rows of the scheduler at once.
     with engine(
         model.path, max_model_len=256 if HAS_OPENXLA else LONGEST, max_num_seqs=5, enforce_eager=True, **options
     ) as llm:
@@ -167,8 +171,13 @@ def test_data_that_a_step_fails_on(llm: LLM, model: TinyModel, monkeypatch: pyte
             raise IndexError("nothing at 13")
 
     monkeypatch.setattr(pipeline, "admit", fails)
-    output = check_beside(llm, model, greedy(9, seed=13))
-    assert output.finish_reason == "error" and "IndexError: nothing at 13" in output.stop_reason
+    for grammar in (None, StructuredOutputsParams(choice=["7"])):
+        params = greedy(9, seed=13)
+        params.structured_outputs = grammar
+        if grammar is not None:
+            add(llm, "digits", (7, 8), SamplingParams(temperature=0, max_tokens=9, structured_outputs=DIGITS))
+        output = check_beside(llm, model, params)
+        assert output.finish_reason == "error" and "IndexError: nothing at 13" in output.stop_reason
     add(llm, "bad", (5, 6), greedy(9, seed=13))
     assert run(llm)["bad"].finish_reason == "error", "a step of nothing else"
     assert generate(llm, list(PROMPTS)) == expected(model, list(PROMPTS))

@@ -81,6 +81,8 @@ BAD: list[tuple[str, Any]] = [
     ("bad_words", [" "]),
     ("bad_words", [""]),
     ("extra_args", [1]),
+    ("extra_args", {"a": 2**64}),
+    ("extra_args", {"a": ["\ud800"]}),
     ("n", 0),
     ("n", 10**9),
     ("logprobs", -2),

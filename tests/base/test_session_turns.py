@@ -150,6 +150,32 @@ def test_each_turn_has_its_own_grammar(llm: LLM, model: TinyModel, is_queued: bo
     client.close("session")
 
 
+def test_a_grammar_that_takes_long_holds_up_its_turn_alone(
+    llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind the last turn's end may still ask for a bitmask, which another request needs."""
+    create, decode = StructuredOutputManager._create_grammar, llm.get_tokenizer().decode
+
+    def slow(self: Any, request: Any) -> Any:
+        if request.sampling_params.structured_outputs.regex == "yes":
+            time.sleep(0.3)
+        return create(self, request)
+
+    monkeypatch.setattr(StructuredOutputManager, "_create_grammar", slow)
+    chunks, client = random_prompts(86, [9, 6, 7]), Client(llm)
+    digits, yes = StructuredOutputsParams(regex="[0-9]{3}"), StructuredOutputsParams(regex="yes")
+    other = StructuredOutputsParams(regex="[0-9]{40}")
+    client.send("other", chunks[2], is_session=False, structured_outputs=other, max_tokens=20)
+    client.send("session", chunks[0], structured_outputs=digits, ignore_eos=False, max_tokens=9)
+    client.send("session", chunks[1], structured_outputs=yes, ignore_eos=False, max_tokens=9)
+    client.run({"session": 2, "other": 1})
+    first, second, _ = client.turns["session"]
+    assert first[-1] == EOS and decode(first[:-1]).isdigit()
+    assert decode(second, skip_special_tokens=True) == "yes"
+    assert decode(client.turns["other"][0]).isdigit()
+    client.close("session")
+
+
 def test_a_stop_reason_ends_with_its_turn(llm: LLM, model: TinyModel) -> None:
     (chunk,), client = random_prompts(84, [9]), Client(llm)
     stop = model.greedy(chunk, 3)[2]

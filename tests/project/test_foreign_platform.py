@@ -27,7 +27,7 @@ choose_platform("examples.plain_device.ForeignPlatform")
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-llm = LLM(sys.argv[1], max_model_len=64, max_num_seqs=3)
+llm = LLM(sys.argv[1], worker_cls="examples.plain_device.PlainWorker", max_model_len=64, max_num_seqs=3)
 engine = llm.llm_engine
 
 def send(name, prompt, **params):

@@ -4,6 +4,7 @@ Masks have xgrammar's format, which vLLM's scheduler sends: int32 words, token t
 """
 
 from collections.abc import Collection
+from itertools import compress
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
 from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.schedule import Grammar
 
 ALL = -1
@@ -63,6 +65,8 @@ class TokenMasks:
         if grammar is None:
             return logits, slots
         index_of = batch.req_id_to_index
+        if not all(map(index_of.__contains__, grammar.req_ids)):
+            grammar = _of_batch(grammar, batch)
         every = batch.logits_rows(np.array([index_of[req_id] for req_id in grammar.req_ids], np.int64))
         bitmask = grammar.at(every.place, batch.row_len)
         (behind,) = every.place.nonzero()
@@ -78,6 +82,18 @@ class TokenMasks:
         self.apply(logits, {})
         if sample_slots.shape[0] > 2:
             self._drop_drafts(sample_slots, self._device_ops.to_device(np.ones(sample_slots.shape[1], np.int32)))
+
+
+def _of_batch(grammar: Grammar, batch: InputBatch) -> Grammar:
+    """Less the rows of requests that are not in the batch: they failed, and the scheduler may not know it yet."""
+    index_of, num_rows = batch.req_id_to_index, len(grammar.bitmask)
+    is_known = np.array([req_id in index_of for req_id in grammar.req_ids])
+    known = list(compress(grammar.req_ids, is_known))
+    counts = np.full(len(is_known), batch.row_len)
+    if num_rows != counts.sum():  # As many rows as each has tokens to sample.
+        counts[is_known] = batch.num_logits(np.array([index_of[req_id] for req_id in known], np.int64))
+        counts[~is_known] = (num_rows - counts[is_known].sum()) // (~is_known).sum()
+    return Grammar(known, grammar.bitmask[np.repeat(is_known, counts)])
 
 
 def allows_only(mask: np.ndarray, token_ids: Collection[int], vocab_size: int) -> bool:

@@ -1,0 +1,16 @@
+"""Methods of vLLM's that are wrapped once in a process."""
+
+from collections.abc import Callable
+from typing import Any
+
+MARK = "_wrapped_by_model_runner_base"
+
+
+def wrap_once(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Puts ``wrapper(method)`` in a method's place, unless that was done before or the release has no such method."""
+    method = getattr(cls, name, None)
+    if method is None or hasattr(method, MARK):
+        return
+    wrapped = wrapper(method)
+    setattr(wrapped, MARK, True)
+    setattr(cls, name, wrapped)
