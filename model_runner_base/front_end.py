@@ -6,24 +6,18 @@ entry point of ``vllm.general_plugins`` does, which vLLM calls in each of its pr
 """
 
 import logging
-from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from model_runner_base.our_engines import WORKERS, check_arriving, is_ours
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.pooling_params import PoolingParams
-    from vllm.sampling_params import SamplingParams
-
-    from model_runner_base.request_checks import RequestChecks
 
 SCHEDULER = "model_runner_base.scheduling.make_scheduler"
 """Qualified name of what makes the scheduler where the user names none. Called as a class."""
-
-_workers: list[Any] = []
-"""``worker_cls`` of this library's engines in this process."""
-arriving: ContextVar["RequestChecks | None"] = ContextVar("arriving", default=None)
-"""Of the engine whose front end reads a request now; None if it is not one of ours."""
+WORKER_MODULE = "model_runner_base.worker"
+"""Where the class is that all workers of this library inherit from. It is not imported here: it knows the platform."""
 
 
 def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> None:
@@ -31,10 +25,11 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
 
     Raises UnsupportedConfigError for what is not supported, and sets ``scheduler_cls`` where the user has named none. A
     platform that is no ``PagedPlatform`` and chooses a worker of this library calls it in ``check_and_update_config``,
-    and ``check_arriving`` in ``validate_request``.
+    and ``our_engines.check_arriving`` in ``validate_request``.
     """
     from model_runner_base.limits import check_config
     from model_runner_base.multimodal.item_checks import check_fields, check_shares
+    from model_runner_base.request_checks import RequestChecks
     from model_runner_base.vllm_port.adapter_requests import load_adapters_first
     from model_runner_base.vllm_port.item_data import keep_item_data
     from model_runner_base.vllm_port.refusals import refuse_in_words
@@ -45,28 +40,17 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     check_config(vllm_config)
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = scheduler.scheduler_cls or scheduler_cls
-    if vllm_config.parallel_config.worker_cls not in _workers:
-        _workers.append(vllm_config.parallel_config.worker_cls)
+    if not is_ours(vllm_config):
+        WORKERS.append(vllm_config.parallel_config.worker_cls)
     model = vllm_config.model_config
     if model is None:
         return
     keep_sounds_whole(model.architecture)
     keep_item_data()
     refuse_in_words()
-    hold_requests()
+    hold_requests(RequestChecks.of)
     load_adapters_first()
     forget_refused_items(check_fields, check_shares)
-
-
-def is_ours(vllm_config: "VllmConfig") -> bool:
-    """Whether ``stand_before`` has prepared this process for such an engine."""
-    return vllm_config.parallel_config.worker_cls in _workers
-
-
-def check_arriving(processed_inputs: Any, params: "SamplingParams | PoolingParams") -> None:
-    """To be called by ``Platform.validate_request``; raises ValueError for what would come out wrong."""
-    if (checks := arriving.get()) is not None:
-        checks.check(processed_inputs, params)
 
 
 def register() -> None:
@@ -129,6 +113,4 @@ def _is_our_worker(worker_cls: Any) -> bool:
             worker_cls = resolve_obj_by_qualname(worker_cls)
         except ImportError:
             return False  # vLLM raises it where the worker is made.
-    from model_runner_base.worker import ModelRunnerWorker
-
-    return issubclass(worker_cls, ModelRunnerWorker)
+    return any(base.__module__ == WORKER_MODULE for base in worker_cls.__mro__)

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from model_runner_base.front_end import is_ours
+from model_runner_base.our_engines import is_ours
 from model_runner_base.vllm_port.patches import wrap_once
 from model_runner_base.vllm_shapes.errors import RequestError
 

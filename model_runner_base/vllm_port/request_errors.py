@@ -4,16 +4,17 @@ vLLM asks its platform about a prompt and its parameters alone. What else a requ
 say to it, is checked on the request that goes to the engine.
 """
 
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
+from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
-from model_runner_base.front_end import arriving, is_ours
-from model_runner_base.request_checks import RequestChecks
+from model_runner_base.our_engines import Checks, arriving, is_ours
 from model_runner_base.request_ranges import check_rest
 from model_runner_base.request_rules import check_fits, check_rules
 from model_runner_base.vllm_port.patches import wrap_once
@@ -23,13 +24,13 @@ CHECKS = "_request_checks"
 """Attribute of an ``InputProcessor``: those of its engine."""
 
 
-def hold_requests() -> None:
-    """To be called in the process of the front end, any number of times."""
-    wrap_once(InputProcessor, "process_inputs", _checked)
+def hold_requests(make_checks: Callable[[ModelConfig], Checks]) -> None:
+    """To be called in the process of the front end, any number of times; ``make_checks``: those of a model."""
+    wrap_once(InputProcessor, "process_inputs", partial(_checked, make_checks))
     wrap_once(OutputProcessor, "process_outputs", _raising)
 
 
-def _checked(process_inputs: Any) -> Any:
+def _checked(make_checks: Callable[[ModelConfig], Checks], process_inputs: Any) -> Any:
     @wraps(process_inputs)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises RequestError for a request that the engine could not serve as it is."""
@@ -37,7 +38,7 @@ def _checked(process_inputs: Any) -> Any:
         if not is_ours(config):
             return process_inputs(self, *args, **kwargs)
         if CHECKS not in self.__dict__:
-            setattr(self, CHECKS, RequestChecks.of(config.model_config))
+            setattr(self, CHECKS, make_checks(config.model_config))
         token = arriving.set(getattr(self, CHECKS))
         try:
             request = process_inputs(self, *args, **kwargs)
