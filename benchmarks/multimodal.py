@@ -121,7 +121,7 @@ class Server:
         """From pixels on the host to rows in the pool."""
         self.choose(side)
         encoder = self.runner.encoder
-        step: Any = SimpleNamespace(encoder_inputs={"a": range(len(items))})
+        step: Any = SimpleNamespace(encoder_inputs={"a": range(len(items))}, orphans=())
         encoder.run(step, {"a": SimpleNamespace(items=items)})
         encoder.give_up([item.identifier for item in items])
         self.runner.device_ops.synchronize()

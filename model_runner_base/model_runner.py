@@ -231,10 +231,10 @@ class ModelRunnerBase:
             self._update_states(schedule)
             return EMPTY_MODEL_RUNNER_OUTPUT
         schedule = self._update_states(schedule)
+        self._execute_encoder(schedule)
         self.is_all_failed = not schedule.total_num_tokens
         if self.is_all_failed:
             return None
-        self._execute_encoder(schedule)
         batch, step = self._prepare_inputs(schedule)
         parts.inputs.prepare(batch)
         with override_forward_context(parts.forward_context):
@@ -285,7 +285,8 @@ class ModelRunnerBase:
         if schedule.arrivals:
             requests.make_room([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
             for arrival in schedule.arrivals:
-                with self.errors.of(arrival.req_id):
+                known = requests.infos.get(arrival.req_id)
+                with self.errors.of(arrival.req_id, known.items if known else arrival.items):
                     self._admit(arrival)
             schedule = self._leave_out_failed(schedule)
         if any(schedule.new_blocks):
@@ -404,7 +405,7 @@ class ModelRunnerBase:
 
     def _execute_encoder(self, schedule: Schedule) -> None:
         """Runs the encoder on the items that the scheduler names."""
-        if schedule.encoder_inputs:
+        if schedule.encoder_inputs or schedule.orphans:
             with override_forward_context(self.parts.forward_context):
                 self.encoder.run(schedule, self.parts.requests.infos)
 

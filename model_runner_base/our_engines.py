@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 WORKERS: list[Any] = []
-"""``worker_cls`` of each."""
+"""``worker_cls`` of each engine of this library."""
 
 
 class Checks(Protocol):

@@ -5,12 +5,13 @@ device's state is whole. An error in a graph, in the sampler or in a custom logi
 rows have moved on, and it is raised. So is what need not be the same on all ranks: a want of memory, a missing file.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from vllm.logger import init_logger
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -23,22 +24,23 @@ class RequestErrors:
     def __init__(self, num_ranks: int = 1) -> None:
         # Files may be missing on one rank's host alone; the others would run the request.
         self._of_the_host = (torch.OutOfMemoryError, OSError) if num_ranks > 1 else (torch.OutOfMemoryError,)
-        self._failed: set[str] = set()
+        self._failed: dict[str, Sequence[MultiModalFeatureSpec]] = {}
+        """By request: the images and such of its prompt."""
         self._untold: dict[str, str | None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._failed)
 
     @contextmanager
-    def of(self, req_id: str) -> Iterator[None]:
-        """An error within is the request's own."""
+    def of(self, req_id: str, items: Sequence[MultiModalFeatureSpec]) -> Iterator[None]:
+        """An error within is that of a request, whose prompt has these images and such."""
         try:
             yield
         except self._of_the_host:
             raise
         except Exception as error:
             logger.exception("Request %s cannot be run.", req_id)
-            self._failed.add(req_id)
+            self._failed[req_id] = items
             self._untold[req_id] = f"{type(error).__name__}: {error}"
 
     def __contains__(self, req_id: str) -> bool:
@@ -46,11 +48,16 @@ class RequestErrors:
 
     def forget(self, req_ids: Collection[str]) -> None:
         """The scheduler has ended these requests."""
-        self._failed.difference_update(req_ids)
+        for req_id in self._failed.keys() & set(req_ids):
+            del self._failed[req_id]
 
     def without(self, by_request: Mapping[str, T]) -> dict[str, T]:
         """What belongs to other requests."""
         return {req_id: value for req_id, value in by_request.items() if req_id not in self._failed}
+
+    def items_of(self, by_request: Mapping[str, Sequence[int]]) -> list[MultiModalFeatureSpec]:
+        """Items of failed requests, of which ``by_request`` has indices."""
+        return [items[index] for req_id, items in self._failed.items() for index in by_request.get(req_id, ())]
 
     def take(self) -> dict[str, str | None]:
         """What the scheduler was not told yet."""

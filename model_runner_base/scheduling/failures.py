@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -59,7 +58,10 @@ class RequestFailures(Scheduler):
         reason = None if request.request_id in self.requests else self._why_unservable(request)
         if reason is None:
             super().add_request(request)
+            if not request.resumable:  # Nothing comes after a session's last input.
+                self._ended_sessions.pop(request.request_id, None)
         else:
+            self._note_end(request)
             self._report(request, reason)
 
     def _why_unservable(self, request: Request) -> str | None:
@@ -85,17 +87,17 @@ class RequestFailures(Scheduler):
         structured._grammar = compiled
         compiling.add_done_callback(hand_over)
 
-    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
-        """Sessions are remembered: input that was under way would begin new ones, which wait for ever."""
-        if request_ids is None:
-            request_ids = list(self.requests)
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        sessions = [req_id for req_id in ids if (request := self.requests.get(req_id)) and request.resumable]
-        finished = super().finish_requests(ids, finished_status)
-        self._ended_sessions |= dict.fromkeys(sessions)
-        while len(self._ended_sessions) > MAX_ENDED:
-            del self._ended_sessions[next(iter(self._ended_sessions))]
-        return finished
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
+            self._note_end(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _note_end(self, request: Request) -> None:
+        """Sessions that are aborted or fail are remembered: input that was under way would begin them anew."""
+        if request.resumable:
+            self._ended_sessions[request.request_id] = None
+            while len(self._ended_sessions) > MAX_ENDED:
+                del self._ended_sessions[next(iter(self._ended_sessions))]
 
     # ---- When a step is scheduled ----
 
@@ -149,17 +151,7 @@ class RequestFailures(Scheduler):
     def _fail(self, request: Request, reason: str) -> None:
         """Ends a request that was queued or runs."""
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
-        self._forget_items(request)
         self._report(request, reason)
-
-    def _forget_items(self, request: Request) -> None:
-        """What it was to have encoded may not have been: it is encoded again for the next that needs it."""
-        manager = self.encoder_cache_manager
-        for item in request.mm_features if isinstance(manager, EncoderCacheManager) else ():
-            if (size := manager.freeable.pop(item.identifier, None)) is not None:
-                del manager.cached[item.identifier]
-                manager.num_free_slots += size
-                manager.freed.append(item.identifier)
 
     def _report(self, request: Request, reason: str) -> None:
         logger.error("Request %s ended with an error: %s", request.request_id, reason)

@@ -59,9 +59,11 @@ class TurnParams(RequestFailures):
     def max_num_active_reqs(self) -> int:
         """Requests that may run, of which newer releases subtract the sessions that wait for input.
 
-        Here those hold up none: their rows are given to others (``RequestStates.make_room``).
+        With a runner of this library those hold up none: their rows are given to others (``RequestStates.make_room``).
+        vLLM's own has no others.
         """
-        return self._num_seats + self.num_waiting_for_streaming_input
+        is_vllms_own = str(self.vllm_config.parallel_config.worker_cls).startswith("vllm.")
+        return self._num_seats + (0 if is_vllms_own else self.num_waiting_for_streaming_input)
 
     @max_num_active_reqs.setter
     def max_num_active_reqs(self, value: int) -> None:
@@ -69,6 +71,8 @@ class TurnParams(RequestFailures):
 
     def _when_nothing_runs(self) -> None:
         """Blocks of sessions that wait for input are for requests that wait for blocks, from the next step on."""
+        if getattr(self, "pause_state", 0):  # Of newer releases, where requests may wait for the engine to go on.
+            return
         queues = self.waiting, getattr(self, "kv_holding_waiting", ())  # The second is of newer releases.
         if any(request.status in READY for queue in queues for request in queue):
             self._give_up_idle_blocks()

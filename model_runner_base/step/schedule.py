@@ -76,6 +76,8 @@ class Schedule:
     """Items to encode before the step, by request: indices among its ``items``."""
     freed_items: Sequence[str] = ()
     """Identifiers of items whose encoder outputs are given up, before others are encoded."""
+    orphans: Sequence[MultiModalFeatureSpec] = ()
+    """Items of failed requests that are encoded all the same: other requests count on those that they share."""
 
     def without(self, errors: RequestErrors) -> "Schedule":
         """The step less the requests that failed."""
@@ -91,6 +93,7 @@ class Schedule:
             total_num_tokens=sum(num_tokens.values()),
             drafts=errors.without(self.drafts),
             encoder_inputs=errors.without(self.encoder_inputs),
+            orphans=[*self.orphans, *errors.items_of(self.encoder_inputs)],
         )
 
 

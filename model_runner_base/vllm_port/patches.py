@@ -12,5 +12,5 @@ def wrap_once(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
     if method is None or hasattr(method, MARK):
         return
     wrapped = wrapper(method)
-    setattr(wrapped, MARK, True)
+    setattr(getattr(wrapped, "__func__", wrapped), MARK, True)
     setattr(cls, name, wrapped)

@@ -9,7 +9,7 @@ from lane import HAS_OPENXLA
 from transformers import AutoTokenizer
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, prompts, read
+from model_runner_base.testing.checks.test_multimodal import COUNT, as_input, ask, expected, prompts, read
 from model_runner_base.testing.engine import greedy, runner_of
 from model_runner_base.testing.images import FAMILIES, SeeingModel, make_seeing_model, picture, video_facts
 
@@ -62,6 +62,28 @@ def test_rows_given_up_in_a_step_of_no_tokens(make_model: Any) -> None:
         step.preempted_req_ids, step.free_encoder_mm_hashes = set(), [identifier]
         runner.execute_model(step)
         assert identifier not in runner.encoder._rows
+
+
+def test_what_a_request_that_fails_shares_with_others(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler has its image encoded once, for all three."""
+    model: SeeingModel = make_model("llava")
+    one, other, _ = prompts(model)[1:4]
+    asked = [one, one, (f"and {model.placeholder} again", one[1]), other]
+    with engine(model.path, **OPTIONS) as llm:
+        pipeline = runner_of(llm).parts.head.sampling
+        admit = pipeline.admit
+
+        def fails(row: int, info: Any, token_ids: list[int]) -> None:
+            admit(row, info, token_ids)
+            if info.sampling_params.seed == 13:
+                raise IndexError("nothing at 13")
+
+        monkeypatch.setattr(pipeline, "admit", fails)
+        params = [greedy(COUNT, seed=13), greedy(COUNT), greedy(COUNT), greedy(COUNT)]
+        bad, *good = llm.generate([as_input(prompt) for prompt in asked], params, use_tqdm=False)
+        assert bad.outputs[0].finish_reason == "error"
+        assert read(good) == expected(model, asked[1:])
+        assert read(ask(llm, asked)) == expected(model, asked)
 
 
 def test_weights_are_not_loaded_anew(make_model: Any) -> None:
