@@ -10,7 +10,8 @@ Where the host lacks xgrammar, leave the rows of structured output out.
 import json
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 # A worker of this library on vLLM's own CUDA platform.
 os.environ["VLLM_NEURON_RUNNER"] = "0"
@@ -21,18 +22,27 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 from benchmarks import gpu_kernels
 
+T = TypeVar("T")
 OPTIONS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+
+
+def run_here(fn: Callable[[], T]) -> T:
+    return fn()
+
+
+def takes_any_size(head_size: int) -> bool:
+    return True
 
 
 def without_kernels() -> dict[str, Any]:
     """Engine options of this process, in which models are looked at: another one would lack what stands in."""
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda look: look()
+    registry._run_in_subprocess = run_here
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     # The kit's heads have 16 numbers, fewer than vLLM chooses the backend for; its kernels take them.
-    TritonAttentionBackend.supports_head_size = classmethod(lambda cls, head_size: True)
+    TritonAttentionBackend.supports_head_size = takes_any_size  # type: ignore[method-assign]
     return gpu_kernels.ENGINE_OPTIONS | {"compilation_config": OPTIONS["compilation_config"] | gpu_kernels.COMPILATION}
 
 
