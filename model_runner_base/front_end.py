@@ -1,8 +1,9 @@
-"""What stands between clients and an engine of ours, on any platform: checks, errors of single requests, the scheduler.
+"""Checks and error handling between clients and an engine of this library, on any platform, and its scheduler.
 
-``PagedPlatform`` asks for it itself. On a platform that knows nothing of this library, such as one of vLLM's own, the
-entry point of ``vllm.general_plugins`` does, which vLLM calls in each of its processes, for engines whose worker is a
-``ModelRunnerWorker``. vLLM's config package imports platforms, so nothing of vLLM's is imported here at the top.
+``PagedPlatform`` calls ``stand_before`` itself. On a platform that knows nothing of this library, such as one of
+vLLM's own, the entry point of ``vllm.general_plugins`` does, for engines whose worker is a ``ModelRunnerWorker``; vLLM
+calls it in each of its processes. vLLM's config package imports platforms, so nothing of vLLM's is imported here at the
+top.
 """
 
 import logging
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SCHEDULER = "model_runner_base.scheduling.make_scheduler"
-"""Qualified name of what makes the scheduler where the user names none. Called as a class."""
+"""Qualified name of the scheduler where the user names none. Called as a class."""
 WORKER_MODULE = "model_runner_base.worker"
-"""Where the class is that all workers of this library inherit from. It is not imported here: it knows the platform."""
+"""Module of ``ModelRunnerWorker``, which is not imported here: it knows the platform."""
 
 
 def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> None:
@@ -76,7 +77,7 @@ def _names_another_scheduler(record: logging.LogRecord) -> bool:
 
 
 def _extend(platform: Any) -> None:
-    """Has a platform's hooks prepare the engines of ours, and check their requests."""
+    """Makes a platform's hooks prepare engines of this library, and check their requests."""
     from model_runner_base.vllm_port.patches import wrap_once
 
     def preparing(check_and_update_config: Any) -> classmethod:

@@ -1,4 +1,4 @@
-"""Which engines of this process are this library's, and whose front end reads a request now."""
+"""Register of this library's engines in a process, and the one whose front end reads a request now."""
 
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,14 +13,14 @@ WORKERS: list[Any] = []
 
 
 class Checks(Protocol):
-    """What one engine serves (``RequestChecks``)."""
+    """Interface of ``RequestChecks``: checks of the requests of one engine."""
 
     def check(self, processed_inputs: Any, params: "SamplingParams | PoolingParams") -> None:
         """Raises ValueError for what would come out wrong."""
 
 
 arriving: ContextVar[Checks | None] = ContextVar("arriving", default=None)
-"""Of the engine whose front end reads a request now; None if it is not one of ours."""
+"""Checks of the engine whose front end reads a request now; None if the engine is not this library's."""
 
 
 def is_ours(vllm_config: "VllmConfig") -> bool:
@@ -29,6 +29,6 @@ def is_ours(vllm_config: "VllmConfig") -> bool:
 
 
 def check_arriving(processed_inputs: Any, params: "SamplingParams | PoolingParams") -> None:
-    """To be called by ``Platform.validate_request``; raises ValueError for what would come out wrong."""
+    """Checks an arriving request, for ``Platform.validate_request``; raises ValueError if its output would be wrong."""
     if (checks := arriving.get()) is not None:
         checks.check(processed_inputs, params)

@@ -1,4 +1,4 @@
-"""What one engine serves of the requests that arrive: checked in its front end, before anything is queued."""
+"""Checks of an engine's requests, made in its front end before anything is queued."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ class RequestChecks:
     vocab_size: int
     hidden_size: int
     item_width: int | None
-    """Of the embeddings of an image, a video or a sound; None where the model takes none."""
+    """Width of the embeddings of an image, a video or a sound; None where the model takes none."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "RequestChecks":

@@ -75,7 +75,7 @@ class ModelRunnerWorker(WorkerBase):
         self.measure_at_start()
 
     def _look_at_scheduler(self) -> None:
-        """Warns of one that the user named and that cannot end a failed request alone."""
+        """Warns of a scheduler that cannot end a failed request alone."""
         cls = self.scheduler_config.get_scheduler_cls()
         ends_requests = getattr(cls, "reads_errors", False)
         FailedOutput.unread_by = None if ends_requests else f"{cls.__module__}.{cls.__qualname__}"

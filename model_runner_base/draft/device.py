@@ -151,6 +151,6 @@ class DeviceDrafter(Drafter):
         position = rows.position + place + 1
         tables = shared.floats, shared.ints
         token, _ = draw(mode, self.parts.sort_limits, logits.float(), rows.row, position, *tables)
-        token = token.clamp(min=0)  # Of logits that are no numbers, as padding may have, any token is as good a guess.
+        token = token.clamp(min=0)  # Padding may have NaN logits, which yield NO_TOKEN; any token serves there.
         shared.tokens.index_put_((rows.row, torch.zeros_like(rows.row) + place + 1), token)
         return token

@@ -25,7 +25,7 @@ class RequestErrors:
         # Files may be missing on one rank's host alone; the others would run the request.
         self._of_the_host = (torch.OutOfMemoryError, OSError) if num_ranks > 1 else (torch.OutOfMemoryError,)
         self._failed: dict[str, Sequence[MultiModalFeatureSpec]] = {}
-        """By request: the images and such of its prompt."""
+        """Images and other items of each failed request's prompt, by request."""
         self._untold: dict[str, str | None] = {}
 
     def __bool__(self) -> bool:
@@ -33,7 +33,7 @@ class RequestErrors:
 
     @contextmanager
     def of(self, req_id: str, items: Sequence[MultiModalFeatureSpec]) -> Iterator[None]:
-        """An error within is that of a request, whose prompt has these images and such."""
+        """Records an error within as the request's own; ``items`` are the images and such of its prompt."""
         try:
             yield
         except self._of_the_host:

@@ -35,7 +35,7 @@ class RequestFailures(Scheduler):
         self._errors: list[tuple[int, EngineCoreOutput]] = []
         """Outputs that the next step hands to the front ends, by client."""
         self._ended_sessions: dict[str, None] = {}
-        """The latest of them, in order."""
+        """Ids of the latest sessions that were aborted or failed, oldest first."""
         self._failed_grammars: list[tuple[str, BaseException]] = []
         """By request, as the threads that compile them found out."""
         longest = longest_request(self, self.kv_cache_config, self.kv_cache_manager.block_pool.num_gpu_blocks)
@@ -93,7 +93,7 @@ class RequestFailures(Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _note_end(self, request: Request) -> None:
-        """Sessions that are aborted or fail are remembered: input that was under way would begin them anew."""
+        """Remembers a session that was aborted or failed: input that was under way would begin it anew."""
         if request.resumable:
             self._ended_sessions[request.request_id] = None
             while len(self._ended_sessions) > MAX_ENDED:
@@ -112,7 +112,7 @@ class RequestFailures(Scheduler):
         return step
 
     def _when_nothing_runs(self) -> None:
-        """A step has nothing to do, and requests may wait."""
+        """Called after a step that has nothing to do, while requests may wait; does nothing here."""
 
     # ---- When a step's output arrives ----
 

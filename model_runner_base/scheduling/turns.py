@@ -70,7 +70,7 @@ class TurnParams(RequestFailures):
         self._num_seats = value
 
     def _when_nothing_runs(self) -> None:
-        """Blocks of sessions that wait for input are for requests that wait for blocks, from the next step on."""
+        """Gives blocks of sessions that wait for input to requests that wait for blocks, from the next step on."""
         if getattr(self, "pause_state", 0):  # Of newer releases, where requests may wait for the engine to go on.
             return
         queues = self.waiting, getattr(self, "kv_holding_waiting", ())  # The second is of newer releases.
@@ -86,7 +86,7 @@ class TurnParams(RequestFailures):
                 session.num_computed_tokens = 0
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """A turn whose grammar is still compiled is in no step; a step of its predecessor may be under way."""
+        """Leaves out turns whose grammar is still being compiled: the step that asks is one of the turn before."""
         if self._compiling:
             self._compiling = {
                 req_id
@@ -102,7 +102,7 @@ class TurnParams(RequestFailures):
         return super().get_grammar_bitmask(scheduler_output)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        """Sessions that wait for input begin anew, too: vLLM raises an error where they have blocks."""
+        """Resets the cache, and frees blocks of sessions that wait for input: with those vLLM raises an error."""
         if reset_running_requests:
             self._give_up_idle_blocks()
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)

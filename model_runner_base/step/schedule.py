@@ -1,4 +1,4 @@
-"""What the scheduler asks of one step, in words of this library.
+"""Step as the scheduler asks for it, in words of this library.
 
 Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with a prompt of 5 tokens:
 

@@ -21,11 +21,11 @@ from model_runner_base.vllm_port.patches import wrap_once
 from model_runner_base.vllm_shapes.errors import RequestError
 
 CHECKS = "_request_checks"
-"""Attribute of an ``InputProcessor``: those of its engine."""
+"""Attribute of an ``InputProcessor`` that holds the checks of its engine."""
 
 
 def hold_requests(make_checks: Callable[[ModelConfig], Checks]) -> None:
-    """To be called in the process of the front end, any number of times; ``make_checks``: those of a model."""
+    """Patches vLLM's front end, once in its process; ``make_checks`` makes the checks of a model."""
     wrap_once(InputProcessor, "process_inputs", partial(_checked, make_checks))
     wrap_once(OutputProcessor, "process_outputs", _raising)
 

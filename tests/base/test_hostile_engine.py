@@ -110,6 +110,7 @@ class Round:
         self.waiting: dict[str, list[Any]] = {"session": [] if is_queued else [SECOND]}
         """Turns that are sent once the last has ended."""
         self.gone: set[str] = set()
+        self.num_turns = {"session": 2}
 
     def send(self, name: str, prompt: Any, adapter: LoRARequest | None = None) -> bool:
         """Whether it was queued; refused by whatever error."""
@@ -162,12 +163,9 @@ class Round:
             len(turns[name]) > self.num_turns.get(name, 1) for name in names
         )
 
-    num_turns: dict[str, int]
-
 
 def play(llm: LLM, drawn: dict[str, Any], good: TinyAdapter, other: TinyAdapter) -> Round:
     at = Round(llm, drawn["is_queued"])
-    at.num_turns = {"session": 2}
     assert at.send("plain", {"prompt_token_ids": list(PLAIN)})
     assert at.send("adapted", {"prompt_token_ids": list(ADAPTED)}, good.request)
     at.client.send("session", FIRST, max_tokens=COUNT)

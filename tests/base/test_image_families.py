@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import engine
+from failing import SEED, fail_admission
 from lane import HAS_OPENXLA
 from transformers import AutoTokenizer
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -70,16 +71,8 @@ def test_what_a_request_that_fails_shares_with_others(make_model: Any, monkeypat
     one, other, _ = prompts(model)[1:4]
     asked = [one, one, (f"and {model.placeholder} again", one[1]), other]
     with engine(model.path, **OPTIONS) as llm:
-        pipeline = runner_of(llm).parts.head.sampling
-        admit = pipeline.admit
-
-        def fails(row: int, info: Any, token_ids: list[int]) -> None:
-            admit(row, info, token_ids)
-            if info.sampling_params.seed == 13:
-                raise IndexError("nothing at 13")
-
-        monkeypatch.setattr(pipeline, "admit", fails)
-        params = [greedy(COUNT, seed=13), greedy(COUNT), greedy(COUNT), greedy(COUNT)]
+        fail_admission(llm, monkeypatch)
+        params = [greedy(COUNT, seed=SEED), greedy(COUNT), greedy(COUNT), greedy(COUNT)]
         bad, *good = llm.generate([as_input(prompt) for prompt in asked], params, use_tqdm=False)
         assert bad.outputs[0].finish_reason == "error"
         assert read(good) == expected(model, asked[1:])

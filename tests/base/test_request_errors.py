@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import engine
+from failing import SEED, fail_admission
 from greedy import expected, generate
 from lane import HAS_OPENXLA
 from vllm import LLM, SamplingParams
@@ -162,23 +163,15 @@ def test_eos_ends_a_finished_grammar_before_min_tokens_do(llm: LLM, model: TinyM
 def test_data_that_a_step_fails_on(llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever raises while a request takes its row costs that request alone; under asynchronous scheduling steps are
     in flight that name it."""
-    pipeline = runner_of(llm).parts.head.sampling
-    admit = pipeline.admit
-
-    def fails(row: int, info: Any, token_ids: list[int]) -> None:
-        admit(row, info, token_ids)
-        if info.sampling_params.seed == 13:
-            raise IndexError("nothing at 13")
-
-    monkeypatch.setattr(pipeline, "admit", fails)
+    fail_admission(llm, monkeypatch)
     for grammar in (None, StructuredOutputsParams(choice=["7"])):
-        params = greedy(9, seed=13)
+        params = greedy(9, seed=SEED)
         params.structured_outputs = grammar
         if grammar is not None:
             add(llm, "digits", (7, 8), SamplingParams(temperature=0, max_tokens=9, structured_outputs=DIGITS))
         output = check_beside(llm, model, params)
-        assert output.finish_reason == "error" and "IndexError: nothing at 13" in output.stop_reason
-    add(llm, "bad", (5, 6), greedy(9, seed=13))
+        assert output.finish_reason == "error" and f"IndexError: nothing at {SEED}" in output.stop_reason
+    add(llm, "bad", (5, 6), greedy(9, seed=SEED))
     assert run(llm)["bad"].finish_reason == "error", "a step of nothing else"
     assert generate(llm, list(PROMPTS)) == expected(model, list(PROMPTS))
     assert not runner_of(llm).errors

@@ -95,8 +95,8 @@ def test_the_scheduler_stands_apart() -> None:
     for path in folder.glob("*.py"):
         of_ours = re.findall(r"^\s*from (model_runner_base\S*) import", path.read_text(), re.MULTILINE)
         assert all(module.startswith("model_runner_base.scheduling") for module in of_ours), path.name
-    rooms = [path for path in (ROOT / "model_runner_base").rglob("*.py") if path.parent != folder]
-    named_in = {path.name for path in rooms if "model_runner_base.scheduling" in path.read_text()}
+    others = [path for path in (ROOT / "model_runner_base").rglob("*.py") if path.parent != folder]
+    named_in = {path.name for path in others if "model_runner_base.scheduling" in path.read_text()}
     assert named_in == {"front_end.py", "platform.py", "worker.py"}
 
 

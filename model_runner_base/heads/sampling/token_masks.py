@@ -85,7 +85,7 @@ class TokenMasks:
 
 
 def _of_batch(grammar: Grammar, batch: InputBatch) -> Grammar:
-    """Less the rows of requests that are not in the batch: they failed, and the scheduler may not know it yet."""
+    """Drops the rows of requests that are not in the batch: they failed, and the scheduler may not know it yet."""
     index_of, num_rows = batch.req_id_to_index, len(grammar.bitmask)
     is_known = np.array([req_id in index_of for req_id in grammar.req_ids])
     known = list(compress(grammar.req_ids, is_known))

@@ -1,0 +1,24 @@
+"""A request that fails while a step is prepared."""
+
+from typing import Any
+
+import pytest
+from vllm import LLM
+
+from model_runner_base.testing.engine import runner_of
+
+SEED = 13
+"""Seed of the requests that fail."""
+
+
+def fail_admission(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the runner raise IndexError once a request with ``SEED`` has taken a row."""
+    pipeline = runner_of(llm).parts.head.sampling
+    admit = pipeline.admit
+
+    def fails(row: int, info: Any, token_ids: list[int]) -> None:
+        admit(row, info, token_ids)
+        if info.sampling_params.seed == SEED:
+            raise IndexError(f"nothing at {SEED}")
+
+    monkeypatch.setattr(pipeline, "admit", fails)
