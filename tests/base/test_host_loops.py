@@ -1,0 +1,72 @@
+"""Compiled loops that are kept on disk: which version of a file's code a process gets."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import pytest
+from numba.core.caching import IndexDataCacheFile
+
+LOOP = """from model_runner_base.host_loops import compiled
+
+
+@compiled
+def loop(n):
+    return n * {factor}
+"""
+
+
+def loop_of(path: Path) -> Callable[[int], int]:
+    """The loop of a file, as a process that imports it now has it."""
+    spec = importlib.util.spec_from_file_location("kept_loop", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.loop
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    return tmp_path / "loops.py"
+
+
+def test_a_process_that_starts_while_another_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba has written which code belongs to the new file, and not the code yet."""
+    path.write_text(LOOP.format(factor=2))
+    assert loop_of(path)(7) == 14
+    path.write_text(LOOP.format(factor=3))
+    with monkeypatch.context() as half_way:
+        half_way.setattr(IndexDataCacheFile, "_save_data", lambda *_: None)
+        assert loop_of(path)(7) == 21
+    assert loop_of(path)(7) == 21
+
+
+def test_code_of_another_numba(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another version of numba has written is not read, whether or not it could be."""
+    path.write_text(LOOP.format(factor=2))
+    with monkeypatch.context() as another:
+        another.setattr(numba, "__version__", "0.0.1")
+        assert loop_of(path)(7) == 14
+    for kept in path.parent.rglob("*.nbc"):
+        kept.write_bytes(b"cold")  # pickle reads it as nothing it knows.
+    with monkeypatch.context() as half_way:
+        half_way.setattr(IndexDataCacheFile, "_save_data", lambda *_: None)
+        assert loop_of(path)(7) == 14
+    assert loop_of(path)(7) == 14
+
+
+def test_a_file_that_stays_the_same_is_compiled_once(path: Path) -> None:
+    path.write_text(LOOP.format(factor=2))
+    assert loop_of(path)(7) == 14
+    again = loop_of(path)
+    assert again(7) == 14
+    assert sum(again.stats.cache_hits.values()) == 1  # type: ignore[attr-defined]
+
+
+def test_without_a_directory_to_write_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text(LOOP.format(factor=2))
+    path.with_name("file").write_text("")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(path.with_name("file")))
+    assert loop_of(path)(7) == 14
