@@ -25,7 +25,8 @@ from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import Packer, Section
+from model_runner_base.step.components import StepComponents
+from model_runner_base.step.packing import Packer
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 from neuron_runner.compilation import CompiledFunction
@@ -61,17 +62,14 @@ class Layer:
         kind = LineCaches if lines else PagedCaches
         self._caches = kind([AttentionGroup(["layer"], table, DECODE.keys, CHUNK.keys)], limits)
         self._requests = RequestStates(rows, max_length)
-        self._inputs = TokenInputs(self._requests)
         self._device_rows = DeviceRows(rows, device_ops)
-        self._packer = Packer(self._sections, device_ops)
+        self._components = StepComponents([TokenInputs(self._requests), self._caches])
+        self._packer = Packer(self._components.checked_sections, device_ops)
         self._impl = PagedAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
         cache = torch.randn((rows * blocks + 1) * parts, stored, 2 * KV_HEADS, HEAD_SIZE).to(device)
         torch_xla.sync()
         self._state = [cache]
         self._compiled = CompiledFunction(self._attend, self._state)
-
-    def _sections(self, size: StepSize) -> list[Section]:
-        return [*self._inputs.sections(size), *self._caches.sections(size)]
 
     def _attend(
         self,
@@ -82,7 +80,7 @@ class Layer:
         query: torch.Tensor,
         key_value: torch.Tensor,
     ) -> torch.Tensor:
-        call = ModelCall.unpack(size, packed, self._sections(size), tokens, computed)
+        call = ModelCall.unpack(size, packed, self._components.sections(size), tokens, computed)
         self._caches.bind(call)
         metadata = call.metadata["layer"]
         return self._impl.forward(None, query, key_value, key_value, self._state[0], metadata)  # type: ignore[arg-type]
@@ -97,8 +95,7 @@ class Layer:
         batch = BatchBuilder(self._requests, self._caches.order).build(step_of_all)
         (size,) = (size for size in self._caches.needs(batch) if size.kind == kind)
         step = self._packer.at(size)
-        self._inputs.fill(batch, size, step.views)
-        self._caches.fill(batch, size, step.views)
+        self._components.fill(batch, size, step.views)
         step.send()
         for name in reversed(names):  # Who comes next gets the same rows.
             self._requests.forget(name)

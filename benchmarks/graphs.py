@@ -23,8 +23,7 @@ def padded_step(runner: Any, size: StepSize) -> PackedStep:
     parts = runner.parts
     step = parts.packer.at(size)
     step.buffer[:] = 0
-    parts.inputs.fill_padding(size, step.views)
-    parts.caches.fill_padding(size, step.views)
+    parts.components.fill_padding(size, step.views)
     step.send()
     return step
 
@@ -32,7 +31,7 @@ def padded_step(runner: Any, size: StepSize) -> PackedStep:
 def arguments(runner: Any, step: PackedStep) -> list[Any]:
     """What the graph of a step is run with, behind its size."""
     parts = runner.parts
-    return [step.on_device, step.entries_on_device, *parts.rows.tensors, *parts.inputs.tensors]
+    return [step.on_device, step.entries_on_device, *parts.rows.tensors, *parts.components.tensors]
 
 
 def padded_graph(runner: Any, size: StepSize) -> Graph:
@@ -49,7 +48,7 @@ def recorded(runner: Any) -> Iterator[list[Graph]]:
 
     def record(size: StepSize, packed: torch.Tensor, entries: torch.Tensor, *others: torch.Tensor) -> Any:
         graphs.append(
-            Graph(size, lambda: _run(runner, size, packed, entries, *parts.rows.tensors, *parts.inputs.tensors))
+            Graph(size, lambda: _run(runner, size, packed, entries, *parts.rows.tensors, *parts.components.tensors))
         )
         return forward(size, packed, entries, *others)
 

@@ -236,9 +236,8 @@ class ModelRunnerBase:
         if self.is_all_failed:
             return None
         batch, step = self._prepare_inputs(schedule)
-        parts.inputs.prepare(batch)
         with override_forward_context(parts.forward_context):
-            parts.caches.prepare(batch, step, parts.rows)
+            parts.components.prepare(batch, step, parts.rows)
             logits, slots, hidden_states, *kept = self._launch(step)
             self.pending = SampleInputs(batch, step, logits, slots, hidden_states, tuple(kept))
         return None
@@ -319,8 +318,7 @@ class ModelRunnerBase:
             self.adapters.expect(info.adapter)
         row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
         parts.head.admit(row, info, arrival.token_ids)
-        parts.drafter.admit(row, info, arrival.token_ids)
-        parts.inputs.admit(row, info)
+        parts.components.admit(row, info, arrival.token_ids)
         for table, block_ids in zip(parts.block_tables, arrival.block_ids, strict=True):
             table.assign(row, block_ids)
 
@@ -349,11 +347,9 @@ class ModelRunnerBase:
         step = parts.packer.at(size)
         # Padding of decode rows lies between them and the chunks.
         batch.query_start[batch.num_decodes :] += parts.caches.chunk_start(size, num_tokens) - num_tokens
-        parts.inputs.fill(batch, size, step.views)
-        parts.caches.fill(batch, size, step.views)
-        parts.drafter.fill(batch, size, step.views)
+        parts.components.fill(batch, size, step.views)
         step.send()
-        parts.repeat.watch(batch, step, parts.inputs, parts.caches, parts.drafter)
+        parts.repeat.watch(batch, step, parts.components)
         return batch, step
 
     def _launch(self, step: PackedStep) -> list[torch.Tensor]:
@@ -361,7 +357,7 @@ class ModelRunnerBase:
         parts = self.parts
         tokens, computed, *_ = parts.rows.tensors
         sent = step.on_device, step.entries_on_device
-        *results, step.on_device = parts.forward(step.size, *sent, tokens, computed, *parts.inputs.tensors)
+        *results, step.on_device = parts.forward(step.size, *sent, tokens, computed, *parts.components.tensors)
         return results
 
     def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
@@ -384,21 +380,20 @@ class ModelRunnerBase:
             packed: [N] int32, the packed buffer.
             entries: [2, E] int32, places in it and what is to stand there.
             tokens, computed: those of ``DeviceRows``.
-            tensors: what the inputs read beside.
+            tensors: what components read beside.
         """
         parts = self.parts
         packed = packed.index_put((entries[0],), entries[1])
-        call = ModelCall.unpack(size, packed, parts.sections(size), tokens, computed)
-        parts.caches.bind(call)
-        parts.inputs.bind(call, self.model, tensors)
+        call = ModelCall.unpack(size, packed, parts.components.sections(size), tokens, computed)
+        parts.components.bind(call, tensors)
         context = get_forward_context()
         context.moe_layer_index = 0  # Counted up by vLLM's own expert layers, step by step.
         context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
-        output = self.model(intermediate_tensors=None, **call.kwargs)
+        output = self.model(**call.arguments)
         context.attn_metadata = None  # type: ignore[assignment]
         hidden_states, kept = parts.drafter.keep(output, call)
         results = *parts.head.traced(hidden_states, call), *kept, packed
-        parts.inputs.unbind()
+        parts.components.unbind()
         return results
 
     # ---- Multimodal inputs ----
@@ -422,18 +417,17 @@ class ModelRunnerBase:
         parts.repeat.stop()
         step = parts.packer.at(size)
         step.buffer[:] = 0
-        parts.inputs.fill_padding(size, step.views)
-        parts.caches.fill_padding(size, step.views)
+        parts.components.fill_padding(size, step.views)
         step.send()
         with override_forward_context(parts.forward_context):
-            parts.caches.prepare(None, step, parts.rows)
+            parts.components.prepare(None, step, parts.rows)
             return self._launch(step)
 
     def _warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
         """Runs what drafts behind a step of a size, which returned ``results``."""
         parts = self.parts
         with override_forward_context(parts.forward_context):
-            parts.drafter.warm_up(parts.packer.at(size), results)
+            parts.drafter.warm_up_at(parts.packer.at(size), results)
 
     def _warm_up(self, sizes: Iterable[StepSize]) -> None:
         """Makes the sizes, and all that sampling may need after them; see ``start/warm_up.py``."""

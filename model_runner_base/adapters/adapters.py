@@ -1,11 +1,14 @@
 """What a runner asks of its model's low-rank adapters; this one has none."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
+import torch
 from vllm.lora.request import LoRARequest
 
-from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.components import StepComponent
 
 NOT_ENABLED = "LoRA is not enabled. Use --enable-lora to enable LoRA."
 """vLLM's words."""
@@ -37,9 +40,21 @@ class Adapters:
     def expect(self, request: LoRARequest) -> None:
         """Loads what an arriving request names; raises ValueError where it cannot serve."""
 
-    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
-        """What a step's graph is given: these inputs, and what tells the adapters of its tokens."""
-        return inputs
+    def components(self, requests: RequestStates) -> Sequence[StepComponent]:
+        """What tells the layers of each token's adapter."""
+        return ()
+
+    # ---- Logits that are computed behind a step, of some of its hidden states ----
+
+    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
+        """What the graph of ``count`` rows of logits takes beside; all are of the request in ``row``, or padding."""
+        return ()
+
+    def bind_logits(self, *beside: torch.Tensor) -> None:
+        """Sets what the model's head is called with. Part of that graph."""
+
+    def unbind_logits(self) -> None:
+        """The logits are computed: nothing that the graph was given is kept. Part of that graph."""
 
     def step_memory(self) -> int:
         """Bytes that the largest step needs for adapters, beside their slots and what the model itself needs."""

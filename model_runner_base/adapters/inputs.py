@@ -1,20 +1,18 @@
 """Which adapter each token's request has: the slot, which the LoRA layers read."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from vllm.lora.request import LoRARequest
 
 from model_runner_base.adapters.products import NO_SLOT, Products
 from model_runner_base.host_loops import compiled
-from model_runner_base.inputs.tokens import TokenInputs
-from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import RepeatPart, StepComponent
 from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import StepSize
 
 SECTION = "adapter_slots"
@@ -30,28 +28,19 @@ class SlottedAdapters(Protocol):
     def warm_up(self) -> None: ...
 
 
-class AdapterInputs(TokenInputs):
-    """Other inputs, and the slot of each token beside them.
+class AdapterInputs(StepComponent):
+    """The slot of each token. While a step is repeated its requests are the same, so what was packed stays."""
 
-    While a step is repeated its requests are the same, so what was packed stays.
-    """
-
-    def __init__(self, inputs: TokenInputs, requests: RequestStates, adapters: SlottedAdapters) -> None:
-        super().__init__(requests)
-        self.prompts_in_chunks = inputs.prompts_in_chunks
-        self._inputs = inputs
+    def __init__(self, requests: RequestStates, adapters: SlottedAdapters) -> None:
+        self._requests = requests
         self._adapters = adapters
         self._slots = np.full(requests.max_num_reqs, NO_SLOT, np.int32)
         """By row, as the last step that was packed had them."""
 
-    def admit(self, row: int, info: RequestInfo) -> None:
-        self._inputs.admit(row, info)
-
     def sections(self, size: StepSize) -> list[Section]:
-        return [*self._inputs.sections(size), Section(SECTION, (size.num_tokens,))]
+        return [Section(SECTION, (size.num_tokens,))]
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        self._inputs.fill(batch, size, views)
         self._slots[batch.rows] = slots = self._find(batch)
         fill_slots(slots, batch.query_start, batch.query_len, batch.num_decodes, batch.row_len, views[SECTION])
 
@@ -62,38 +51,25 @@ class AdapterInputs(TokenInputs):
         return np.array([NO_SLOT if each is None else slots[each.lora_int_id] for each in wanted], np.int32)
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        self._inputs.fill_padding(size, views)
         views[SECTION][:] = NO_SLOT
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        return self._inputs.repeat(batch, step)
-
-    def prepare(self, batch: InputBatch) -> None:
-        self._inputs.prepare(batch)
+        return ()
 
     def warm_up(self) -> None:
-        self._inputs.warm_up()
         self._adapters.warm_up()
 
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return self._inputs.tensors
-
-    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def bind(self, call: ModelCall) -> None:
         slots = call.arrays[SECTION]
         self._adapters.products.bind(slots, slots[call.arrays["logits_indices"]])
-        self._inputs.bind(call, model, tensors)  # Which may look embeddings up.
 
     def unbind(self) -> None:
-        self._inputs.unbind()
         self._adapters.products.unbind()
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
+        """As ``Adapters.beside_logits``."""
         slot = NO_SLOT if row is None else self._slots[row]
         return (np.full(count, slot, np.int32),)
-
-    def bind_logits(self, slots: torch.Tensor) -> None:  # type: ignore[override]
-        self._adapters.products.bind(slots, slots)
 
 
 @compiled

@@ -1,9 +1,10 @@
 """LoRA adapters of a model whose layers are vLLM's."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
@@ -22,8 +23,8 @@ from model_runner_base.adapters.punica import MaskedPunicaWrapper
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.graph_policy import WrapFunction
-from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.components import StepComponent
 from model_runner_base.vllm_port.speculation import read_speculation
 
 
@@ -65,8 +66,18 @@ class LoRAAdapters(Adapters):
         if request.lora_int_id not in self.list():
             self._manager.ready([request])
 
-    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
-        return AdapterInputs(inputs, requests, self)
+    def components(self, requests: RequestStates) -> Sequence[StepComponent]:
+        self._inputs = AdapterInputs(requests, self)
+        return (self._inputs,)
+
+    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
+        return self._inputs.beside_logits(row, count)
+
+    def bind_logits(self, slots: torch.Tensor) -> None:  # type: ignore[override]
+        self.products.bind(slots, slots)
+
+    def unbind_logits(self) -> None:
+        self.products.unbind()
 
     def ready(self, requests: Iterable[LoRARequest]) -> dict[int, int]:
         """Sees to it that these adapters are in slots; returns the slot of each by its id."""

@@ -27,8 +27,8 @@ from model_runner_base.requests.device_rows import DeviceRows, known_or
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, Section, pad_into, unpack
-from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
 

@@ -6,12 +6,11 @@ keep nothing for a later step, ``caches/cross.py`` layers that see an encoder's 
 groups to backends with kernels and metadata builders of their own.
 
 Work comes in halves, since the size a step runs at may depend on its plan: ``needs`` counts on the unpadded batch; once
-a size is chosen, ``fill`` writes the padded sections on the host; ``prepare`` runs when the buffer is on the device;
-``bind`` works from it, inside the function that becomes a graph.
+a size is chosen, ``fill`` writes the padded sections on the host, of the batch that ``needs`` was last asked about;
+``prepare`` runs when the buffer is on the device; ``bind`` works from it, inside the function that becomes a graph.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +22,10 @@ from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.decode_rows import DecodeRows
 from model_runner_base.requests.block_tables import BlockTable
-from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.repeat import RepeatPart
+from model_runner_base.step.components import StepComponent
 from model_runner_base.step.sizes import Dim, StepLimits, StepSize
 
 
@@ -55,40 +52,22 @@ class AttentionGroup:
         return getattr(self.backend, "reads_lines", False) and not self.sight.is_whole
 
 
-class CacheKind(ABC):
+class CacheKind(StepComponent, ABC):
     """All groups of one kind."""
 
     dims: tuple[Dim, ...] = ()
     """What this kind adds to the size of a step."""
     order = BatchOrder()
     limits: StepLimits
+    reads = ("token_ids",)
 
     @abstractmethod
     def needs(self, batch: InputBatch) -> list[StepSize]:
         """The size of this step before padding, for each way it can be run: one, or more to choose from."""
 
-    @abstractmethod
-    def sections(self, size: StepSize) -> list[Section]:
-        """This kind's part of the packed buffer."""
-
-    @abstractmethod
-    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Writes the sections of the batch that ``needs`` was last asked about, padding included."""
-
-    @abstractmethod
-    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """What is not zero in a step of nothing but padding."""
-
     def chunk_start(self, size: StepSize, num_decode_tokens: int) -> int:
         """The index of the first token of chunks, behind ``num_decode_tokens`` of decode rows and their padding."""
         return num_decode_tokens
-
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        """What keeps the sections up while the step, all decode rows, is repeated; None if they cannot be."""
-        return None
-
-    def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:  # noqa: B027
-        """Called before every run, when the buffer is on the device; not part of the graph. No batch: all padding."""
 
     @abstractmethod
     def bind(self, call: ModelCall) -> None:

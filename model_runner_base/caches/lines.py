@@ -18,8 +18,8 @@ from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.requests.device_rows import known_or
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, Section, pad_into
-from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 
 NO_TOKEN = -1

@@ -44,8 +44,8 @@ from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, SpanEnds, Spans
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import Array, PackedStep, Section, pad_into
-from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 
 

@@ -23,8 +23,8 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.host_loops import compiled
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep
-from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_port.kv_cache import cacheless_layers
 

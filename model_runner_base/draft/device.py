@@ -23,7 +23,8 @@ from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.components import StepComponents
+from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.vllm_port.outputs import DraftTokenIds
 
@@ -36,8 +37,8 @@ class DraftParts(NamedTuple):
 
     model: Any
     caches: CacheKind
-    sections: Callable[[StepSize], list[Section]]
-    """All of the packed buffer."""
+    components: StepComponents
+    """All of the step's, which have the sections of the packed buffer."""
     rows: DeviceRows
     tables: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     """Those of ``SamplingStates``."""
@@ -107,7 +108,7 @@ class DeviceDrafter(Drafter):
         outcome = Outcome(sampled.tokens, inputs.hidden_states, inputs.kept, batch.num_decodes > 0)
         self.launch(inputs.step, mode, outcome)
 
-    def warm_up(self, step: PackedStep, results: list[torch.Tensor]) -> None:
+    def warm_up_at(self, step: PackedStep, results: list[torch.Tensor]) -> None:
         _, slots, features, *kept = results
         yielded = self.parts.device_ops.to_device(np.zeros(slots.shape[1], np.int32))
         for mode in MODES:
@@ -129,7 +130,7 @@ class DeviceDrafter(Drafter):
         self, packed: torch.Tensor, size: StepSize, tensors: tuple[torch.Tensor, ...]
     ) -> tuple[ModelCall, DraftRows, Shared]:
         shared = Shared(*tensors)
-        call = ModelCall.unpack(size, packed, self.parts.sections(size), shared.tokens, shared.computed)
+        call = ModelCall.unpack(size, packed, self.parts.components.sections(size), shared.tokens, shared.computed)
         is_row = call.arrays[LENGTHS] > 0
         num_rows, num_places = is_row.shape[0], shared.tokens.shape[1]
         row = call.arrays["sample_rows"][: num_rows * num_places].view(num_rows, num_places)[:, 0]

@@ -7,39 +7,25 @@ Drafts are guesses: whatever they are, a request's tokens are those that it woul
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.stage import SampleInputs
-from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.repeat import RepeatPart
-from model_runner_base.step.sizes import StepSize
+from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.packing import PackedStep
 from model_runner_base.vllm_port.outputs import DraftTokenIds, ModelRunnerOutput
 
 
-class Drafter:
-    """Nobody speculates."""
-
-    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        """A request took a row; ``token_ids`` are its prompt and its output so far."""
-
-    # ---- A step's forward ----
-
-    def sections(self, size: StepSize) -> list[Section]:
-        """The drafter's part of the packed buffer."""
-        return []
-
-    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Writes the sections, behind inputs and caches."""
+class Drafter(StepComponent):
+    """Nothing speculates. A drafter is the last component: its sections are written behind inputs and caches."""
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        """What keeps the sections up while the step is repeated; None if they cannot be."""
         return ()
+
+    # ---- A step's forward ----
 
     def keep(self, output: Any, call: ModelCall) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The model's hidden states [T, hidden], and what drafting needs beside. Part of the graph."""
@@ -57,7 +43,7 @@ class Drafter:
         """What was drafted last for ``requests``, rows by id; waits for it."""
         return None
 
-    def warm_up(self, step: PackedStep, results: list[torch.Tensor]) -> None:
+    def warm_up_at(self, step: PackedStep, results: list[torch.Tensor]) -> None:
         """Runs what there is on the device once at a size, whose forward returned ``results``."""
 
 

@@ -1,7 +1,7 @@
 """Generation: hidden states to logits inside the graph, then sampling."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.pipeline import SamplingPipeline, SamplingPlan
 from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
-from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
@@ -35,24 +34,34 @@ class LogitsOf:
         return self.vocabulary.whole(self.own(hidden_states, indices))
 
 
+class BesideLogits(Protocol):
+    """What the model's head reads beside hidden states (``Adapters``)."""
+
+    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]: ...
+
+    def bind_logits(self, *beside: torch.Tensor) -> None: ...
+
+    def unbind_logits(self) -> None: ...
+
+
 class LogitsBehind:
     """Logits of some of a step's hidden states, by a graph of their own behind the step's."""
 
-    def __init__(self, logits: LogitsOf, inputs: TokenInputs, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+    def __init__(self, logits: LogitsOf, beside: BesideLogits, wrap: WrapFunction, device_ops: DeviceOps) -> None:
         self._logits = logits
-        self._inputs = inputs
+        self._beside = beside
         self._compute = wrap(self._traced, [])
         self._device_ops = device_ops
 
     def __call__(self, hidden_states: torch.Tensor, indices: np.ndarray, row: int | None) -> torch.Tensor:
         """[len(indices), V], of the request in ``row``; None: of padding."""
-        beside = self._inputs.beside_logits(row, len(indices))
-        return self._compute(hidden_states, *map(self._device_ops.to_device, (indices, *beside)))
+        arrays = indices, *self._beside.beside_logits(row, len(indices))
+        return self._compute(hidden_states, *map(self._device_ops.to_device, arrays))
 
     def _traced(self, hidden_states: torch.Tensor, indices: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-        self._inputs.bind_logits(*beside)
+        self._beside.bind_logits(*beside)
         logits = self._logits.whole(hidden_states, indices)
-        self._inputs.unbind()
+        self._beside.unbind_logits()
         return logits
 
 

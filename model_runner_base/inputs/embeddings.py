@@ -14,12 +14,12 @@ from vllm.config import ModelConfig
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
-from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import RepeatPart, StepComponent
 from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.vllm_shapes.config import rotary_dims
 from model_runner_base.vllm_shapes.errors import RequestError
@@ -28,24 +28,30 @@ SECTION = "embed_source"
 LOOKED_UP = -1
 
 
-class EmbeddingInputs(TokenInputs):
+class EmbeddingInputs(StepComponent):
     """The pool's rows, float32, are those of the step's own embeddings, one behind another."""
 
     def __init__(
-        self, requests: RequestStates, max_num_tokens: int, hidden_size: int, wrap: WrapFunction, device_ops: DeviceOps
+        self,
+        requests: RequestStates,
+        max_num_tokens: int,
+        hidden_size: int,
+        model: Any,
+        wrap: WrapFunction,
+        device_ops: DeviceOps,
     ) -> None:
-        super().__init__(requests)
+        self._requests = requests
+        self._model = model
         self._pool = EmbeddingPool(max_num_tokens, hidden_size, torch.float32, max_num_tokens, wrap, device_ops)
         self._num_embeds = np.zeros(requests.max_num_reqs, np.int64)
 
-    def admit(self, row: int, info: RequestInfo) -> None:
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         self._num_embeds[row] = 0 if info.prompt_embeds is None else len(info.prompt_embeds)
 
     def sections(self, size: StepSize) -> list[Section]:
-        return [*super().sections(size), Section(SECTION, (size.num_tokens,))]
+        return [Section(SECTION, (size.num_tokens,))]
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        super().fill(batch, size, views)
         source, row = views[SECTION], 0
         source[:] = LOOKED_UP
         for start, chunk in self._chunks(batch):
@@ -53,15 +59,16 @@ class EmbeddingInputs(TokenInputs):
             row += len(chunk)
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        super().fill_padding(size, views)
         views[SECTION][:] = LOOKED_UP
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        return [*super().repeat(batch, step), _LookedUp(step.views[SECTION])]
+        return [_LookedUp(step.views[SECTION])]
 
-    def prepare(self, batch: InputBatch) -> None:
+    def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:
         """Uploads the embeddings of the step's tokens."""
-        chunks = [chunk for _, chunk in self._chunks(batch)] if not batch.is_repeat else []
+        if batch is None or batch.is_repeat:
+            return
+        chunks = [chunk for _, chunk in self._chunks(batch)]
         if chunks:
             embeds = torch.cat(chunks)
             self._pool.write(np.arange(len(embeds), dtype=np.int32), embeds)
@@ -83,10 +90,9 @@ class EmbeddingInputs(TokenInputs):
     def tensors(self) -> Sequence[torch.Tensor]:
         return tuple(self._pool.tensors)
 
-    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().bind(call, model, tensors)
-        (pool,), source = tensors, call.arrays[SECTION]
-        looked_up = model.embed_input_ids(call.token_ids)
+    def bind(self, call: ModelCall) -> None:
+        (pool,), source = call.tensors, call.arrays[SECTION]
+        looked_up = self._model.embed_input_ids(call.token_ids)
         given = pool[source.clamp(min=0)].to(looked_up.dtype)
         call.kwargs["input_ids"] = None
         call.kwargs["inputs_embeds"] = torch.where((source >= 0).unsqueeze(1), given, looked_up)
@@ -105,14 +111,19 @@ class _LookedUp:
         return True
 
 
-def make_inputs(
-    model_config: ModelConfig, requests: RequestStates, max_num_tokens: int, wrap: WrapFunction, device_ops: DeviceOps
-) -> TokenInputs:
-    """What ``enable_prompt_embeds`` asks for; by default token ids alone."""
+def make_embedding_inputs(
+    model_config: ModelConfig,
+    requests: RequestStates,
+    max_num_tokens: int,
+    model: Any,
+    wrap: WrapFunction,
+    device_ops: DeviceOps,
+) -> list[StepComponent]:
+    """What ``enable_prompt_embeds`` asks for; by default nothing."""
     if not model_config.enable_prompt_embeds:
-        return TokenInputs(requests)
+        return []
     hidden_size = model_config.get_inputs_embeds_size()
-    return EmbeddingInputs(requests, max_num_tokens, hidden_size, wrap, device_ops)
+    return [EmbeddingInputs(requests, max_num_tokens, hidden_size, model, wrap, device_ops)]
 
 
 def embeddings_memory(model_config: ModelConfig, max_num_tokens: int) -> int:

@@ -3,28 +3,21 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from model_runner_base.host_loops import compiled
-from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import RepeatPart, StepComponent
 from model_runner_base.step.packing import PackedStep, Section, pad_into
-from model_runner_base.step.repeat import RepeatPart
 from model_runner_base.step.sizes import StepSize
 
 
-class TokenInputs:
-    """Token ids are all there is."""
-
-    prompts_in_chunks = False
-    """Whether no token of a prompt may have a decode row."""
+class TokenInputs(StepComponent):
+    """The model is called with token ids, unless a component behind this one has embeddings for them."""
 
     def __init__(self, requests: RequestStates) -> None:
         self._requests = requests
-
-    def admit(self, row: int, info: RequestInfo) -> None:
-        """A request took a row."""
 
     def sections(self, size: StepSize) -> list[Section]:
         return [
@@ -35,7 +28,6 @@ class TokenInputs:
         ]
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Writes the sections, padding included; the batch's ``query_start`` counts padding."""
         requests = self._requests
         pad_into(views["rows"], batch.rows, requests.max_num_reqs)
         fill_tokens(
@@ -54,41 +46,15 @@ class TokenInputs:
         )
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """What is not zero in a step of nothing but padding."""
         views["rows"][:] = views["sample_rows"][:] = self._requests.max_num_reqs
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        """What keeps the sections up while the step, all decode rows, is repeated."""
         return [_DeviceTokens(step.views["token_ids"], batch.rows, batch.row_len)]
 
-    def prepare(self, batch: InputBatch) -> None:
-        """Called before every run of a batch."""
-
-    def warm_up(self) -> None:
-        """Runs what this room has on the device once."""
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """What the graph takes beside the packed buffer and the rows."""
-        return ()
-
-    def bind(self, call: ModelCall, model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-        """Sets what the model is called with for its tokens. Part of the graph."""
-        call.kwargs["positions"] = call.positions
+    def bind(self, call: ModelCall) -> None:
         call.kwargs["input_ids"] = call.token_ids
         call.kwargs["inputs_embeds"] = None
-
-    def unbind(self) -> None:
-        """The model has run, its logits included: nothing that the graph computed is kept. Part of the graph."""
-
-    # ---- Logits that are computed behind a step, of some of its hidden states ----
-
-    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
-        """What the graph of ``count`` rows of logits takes beside; all are of the request in ``row``, or padding."""
-        return ()
-
-    def bind_logits(self, *beside: torch.Tensor) -> None:
-        """Sets what the model's head is called with. Part of that graph."""
+        call.kwargs["intermediate_tensors"] = None
 
 
 class _DeviceTokens:

@@ -5,7 +5,7 @@ runs, eagerly as all do, and one graph projects its output by each layer's own w
 blocks. Steps give the layers nothing any more: they attend to what they find there (caches/cross.py).
 """
 
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ from model_runner_base.attention.cache_ops import write_slots
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import StepFunction, WrapFunction
-from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.multimodal.encoder import Encoder
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import StepComponent
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_port.kv_cache import cross_length
 from model_runner_base.vllm_shapes.multimodal import group_by_modality
@@ -54,8 +54,11 @@ class CrossEncoder(Encoder):
             if group.cross_len
         ]
 
-    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
-        return DecoderInputs(requests, self.warm_up)
+    def components(self, requests: RequestStates) -> list[StepComponent]:
+        return [self]
+
+    def bind(self, call: ModelCall) -> None:
+        call.kwargs["encoder_outputs"] = []  # They are in the cache.
 
     def step_memory(self) -> int:
         """An output on its way to the caches, and the keys and values of all layers, which one graph writes."""
@@ -123,18 +126,3 @@ class OutputCaches:
             key, value = projected.view(count, 2, -1, cache.shape[-1]).unbind(1)
             write_slots(cache, slot_blocks, slot_offsets, key, value)
         return blocks.clone()
-
-
-class DecoderInputs(TokenInputs):
-    """Token ids, and no outputs of an encoder: those are in the cache."""
-
-    def __init__(self, requests: RequestStates, warm_up: Callable[[], None]) -> None:
-        super().__init__(requests)
-        self._warm_up = warm_up
-
-    def warm_up(self) -> None:
-        self._warm_up()
-
-    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().bind(call, model, tensors)
-        call.kwargs["encoder_outputs"] = []

@@ -22,9 +22,8 @@ from model_runner_base.caches.spans import NO_SPANS, Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
-from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.multimodal.encoder_graphs import EAGER, EncoderGraphs, check_rows
-from model_runner_base.multimodal.inputs import MultiModalInputs, RotatedInputs
+from model_runner_base.multimodal.inputs import MultiModalInputs, RotaryInputs
 from model_runner_base.multimodal.levels import Levels
 from model_runner_base.multimodal.patch_graphs import PatchGraphs
 from model_runner_base.multimodal.patches import PATCH_TOWERS
@@ -34,13 +33,14 @@ from model_runner_base.multimodal.spans import ItemSpans
 from model_runner_base.multimodal.tile_graphs import TileGraphs
 from model_runner_base.multimodal.tiles import tiled_tower
 from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.components import StepComponent
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_port.speculation import max_step_tokens
 from model_runner_base.vllm_shapes.config import rotary_dims
 from model_runner_base.vllm_shapes.multimodal import group_by_modality, largest_items
 
 
-class Encoder:
+class Encoder(StepComponent):
     """The model has none."""
 
     def connect(
@@ -65,15 +65,12 @@ class Encoder:
     def profile(self) -> None:
         """Runs what takes most of the device's memory, for a device that measures."""
 
-    def warm_up(self) -> None:
-        """Runs what this room has on the device once."""
-
     def reset(self) -> None:
         """Forgets all outputs."""
 
-    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
-        """What a step's graph is given: these inputs, and the outputs of the encoder."""
-        return inputs
+    def components(self, requests: RequestStates) -> list[StepComponent]:
+        """What gives the model the encoder's outputs."""
+        return []
 
     def spans(self, requests: RequestStates) -> Spans:
         """Which tokens of prompts see each other both ways."""
@@ -153,11 +150,11 @@ class ItemEncoder(Encoder):
     def reset(self) -> None:
         self._rows.clear()
 
-    def beside(self, inputs: TokenInputs, requests: RequestStates) -> TokenInputs:
-        parts = requests, self._pool.tensors, self._rows, self._levels, self.warm_up
+    def components(self, requests: RequestStates) -> list[StepComponent]:
+        inputs = MultiModalInputs(requests, self._pool.tensors, self._rows, self._levels, self._model)
         if self._num_dims == 1:
-            return MultiModalInputs(*parts)
-        return RotatedInputs(*parts, self._num_dims, self._calc_positions)
+            return [self, inputs]
+        return [self, inputs, RotaryInputs(requests, self._num_dims, self._calc_positions)]
 
     def spans(self, requests: RequestStates) -> Spans:
         return ItemSpans(requests) if self._sees_both_ways else NO_SPANS

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.multimodal.levels import Levels
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import Section
+from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepSize
 
 ROWS, ROTATION = "encoder_rows", "rotary_offsets"
@@ -24,7 +24,7 @@ LOOKED_UP = -1
 """A token of text."""
 
 
-class MultiModalInputs(TokenInputs):
+class MultiModalInputs(StepComponent):
     """A token's ``encoder_rows`` is its row of the pool, or -1: then its embedding is looked up by its id."""
 
     prompts_in_chunks = True
@@ -35,21 +35,19 @@ class MultiModalInputs(TokenInputs):
         pool: Sequence[torch.Tensor],
         rows: EncoderRows,
         levels: Levels,
-        warm_up: Callable[[], None],
+        model: Any,
     ) -> None:
         """``pool`` holds one tensor, which a graph may replace."""
-        super().__init__(requests)
+        self._requests = requests
         self._pool = pool
         self._encoder_rows = rows
         self._levels = levels
-        self._warm_up = warm_up
+        self._model = model
 
     def sections(self, size: StepSize) -> list[Section]:
-        own = [Section(ROWS, (size.num_tokens,))] if size.kind == StepKind.MIXED else []
-        return [*super().sections(size), *own]
+        return [Section(ROWS, (size.num_tokens,))] if size.kind == StepKind.MIXED else []
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        super().fill(batch, size, views)
         if size.kind == StepKind.MIXED:
             views[ROWS][:] = LOOKED_UP
             for index in range(batch.num_decodes, len(batch.rows)):
@@ -74,22 +72,20 @@ class MultiModalInputs(TokenInputs):
             rows[token + tokens - begin] = self._encoder_rows[item.identifier][low:high]
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        super().fill_padding(size, views)
         if size.kind == StepKind.MIXED:
             views[ROWS][:] = LOOKED_UP
 
-    def warm_up(self) -> None:
-        self._warm_up()
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+        return ()
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
         return tuple(self._pool)
 
-    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().bind(call, model, tensors)
-        embeds = model.get_language_model().embed_input_ids(call.token_ids)
+    def bind(self, call: ModelCall) -> None:
+        embeds = self._model.get_language_model().embed_input_ids(call.token_ids)
         if call.size.kind == StepKind.MIXED:
-            embeds, levels = gather_encoder_outputs(embeds, call.arrays[ROWS], *tensors)
+            embeds, levels = gather_encoder_outputs(embeds, call.arrays[ROWS], *call.tensors)
             self._levels.bind(levels)
         call.kwargs["input_ids"], call.kwargs["inputs_embeds"] = None, embeds
 
@@ -108,7 +104,7 @@ def gather_encoder_outputs(
     return torch.where(stands, gathered[:, :width], looked_up), torch.where(stands, gathered[:, width:], 0)
 
 
-class RotatedInputs(MultiModalInputs):
+class RotaryInputs(StepComponent):
     """Of a model that rotates a token by D positions: ``rotary_offsets`` from its cache position, [D, T] in a mixed
     step and [T] else.
 
@@ -116,32 +112,22 @@ class RotatedInputs(MultiModalInputs):
     """
 
     def __init__(
-        self,
-        requests: RequestStates,
-        pool: Sequence[torch.Tensor],
-        rows: EncoderRows,
-        levels: Levels,
-        warm_up: Callable[[], None],
-        num_dims: int,
-        calc_positions: Callable[[RequestInfo], tuple[np.ndarray, int]],
+        self, requests: RequestStates, num_dims: int, calc_positions: Callable[[RequestInfo], tuple[np.ndarray, int]]
     ) -> None:
-        super().__init__(requests, pool, rows, levels, warm_up)
         self._num_dims = num_dims
         self._calc_positions = calc_positions
         self._of_prompt: list[np.ndarray] = [np.zeros((num_dims, 0), np.int32)] * requests.max_num_reqs
         self._behind = np.zeros(requests.max_num_reqs, np.int32)
         """By row, of all tokens behind the prompt."""
 
-    def admit(self, row: int, info: RequestInfo) -> None:
-        super().admit(row, info)
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         self._of_prompt[row], self._behind[row] = self._calc_positions(info)
 
     def sections(self, size: StepSize) -> list[Section]:
         dims = (self._num_dims, size.num_tokens) if size.kind == StepKind.MIXED else (size.num_tokens,)
-        return [*super().sections(size), Section(ROTATION, dims)]
+        return [Section(ROTATION, dims)]
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        super().fill(batch, size, views)
         offsets, num_decodes = views[ROTATION], batch.num_decodes
         of_rows = self._behind[batch.rows[:num_decodes]].repeat(batch.row_len)
         offsets[..., : len(of_rows)] = of_rows
@@ -153,7 +139,9 @@ class RotatedInputs(MultiModalInputs):
             in_prompt = self._of_prompt[row][:, begin : begin + of_chunk.shape[1]]
             of_chunk[:, : in_prompt.shape[1]] = in_prompt
 
-    def bind(self, call: ModelCall, model: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().bind(call, model, tensors)
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+        return ()
+
+    def bind(self, call: ModelCall) -> None:
         rotated = call.positions + call.arrays[ROTATION]
         call.kwargs["positions"] = rotated if rotated.dim() == 2 else rotated.unsqueeze(0).expand(self._num_dims, -1)

@@ -103,14 +103,14 @@ def warm_up(runner: Starting, sizes: Iterable[StepSize]) -> None:
 
 
 def parts_of(runner: Starting, size: StepSize) -> SizeParts:
-    """What a size consists of: what inputs have on the device, the model's graph, sampling on what that returned.
+    """What a size consists of: what components have on the device, the model's graph, sampling on what that returned.
 
     Sizes of as many tokens, or rows of logits, share what is made for these.
     """
     parts = runner.parts
-    inputs, head = parts.inputs, parts.head
+    components, head = parts.components, parts.head
     results: list[torch.Tensor] = []
-    yield "inputs", inputs.warm_up
+    yield "components", components.warm_up
     yield size, lambda: results.extend(runner._dummy_run(size))
     yield ("tokens", size.num_tokens), lambda: head.warm_up_tokens(results[2])
     yield ("logits", size.num_logits), lambda: head.warm_up_logits(results[0], results[1])

@@ -23,16 +23,17 @@ from model_runner_base.heads.generate import GenerateHead, LogitsBehind, LogitsO
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPipeline
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
-from model_runner_base.inputs.embeddings import make_inputs
+from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.multimodal.encoder import Encoder
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.builder import BatchBuilder
-from model_runner_base.step.packing import Packer, Section
+from model_runner_base.step.components import StepComponents
+from model_runner_base.step.packing import Packer
 from model_runner_base.step.repeat import Repeat
-from model_runner_base.step.sizes import StepLimits, StepSize
+from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.state import GraphState, HeldTensors
 from model_runner_base.vllm_port.speculation import read_speculation
 
@@ -80,11 +81,10 @@ class StepParts:
     bind_kv_caches: Callable[[], None]
     """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
     caches: CacheKind
-    inputs: TokenInputs
+    components: StepComponents
     batches: BatchBuilder
     repeat: Repeat
     packer: Packer
-    sections: Callable[[StepSize], list[Section]]
     forward_context: ForwardContext
     """One for all steps: a step's attention metadata is put into it while the model runs."""
     forward: StepFunction
@@ -122,12 +122,19 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     policy.configure(limits)
     caches = runner._make_caches(groups, limits, runner.encoder.spans(requests))
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
-    inputs = make_inputs(config.model_config, requests, max_num_tokens, policy.wrap, device_ops)
     runner.encoder.connect(requests, groups, kv_caches, index_of)
-    inputs = runner.adapters.beside(runner.encoder.beside(inputs, requests), requests)
-
-    def sections(size: StepSize) -> list[Section]:
-        return [*inputs.sections(size), *caches.sections(size), *drafter.sections(size)]
+    components = StepComponents(
+        [
+            TokenInputs(requests),
+            # Adapters come before what looks embeddings up, and caches before what reads positions.
+            *runner.adapters.components(requests),
+            caches,
+            *make_embedding_inputs(
+                config.model_config, requests, max_num_tokens, runner.model, policy.wrap, device_ops
+            ),
+            *runner.encoder.components(requests),
+        ]
+    )
 
     # What runs on the device: the model, then its head.
     forward = policy.wrap(runner._run_model, kv_caches)
@@ -138,7 +145,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         runner.logits_processors,
         requests,
         samplers,
-        LogitsBehind(logits, inputs, policy.wrap, device_ops),
+        LogitsBehind(logits, runner.adapters, policy.wrap, device_ops),
         rows,
         policy.wrap,
         policy.sort_limits,
@@ -151,7 +158,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         return DraftParts(
             model=draft_of(runner.model),
             caches=caches,
-            sections=sections,
+            components=components,
             rows=rows,
             tables=sampling.tables,
             num_drafts=speculation.num_drafts,
@@ -165,6 +172,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         )
 
     drafter = make_drafter(speculation, requests, draft_parts)
+    components.add(drafter)
     return StepParts(
         requests=requests,
         block_tables=block_tables,
@@ -172,11 +180,10 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         kv_caches=kv_caches,
         bind_kv_caches=bind_kv_caches,
         caches=caches,
-        inputs=inputs,
-        batches=BatchBuilder(requests, caches.order._replace(prompts_in_chunks=inputs.prompts_in_chunks)),
+        components=components,
+        batches=BatchBuilder(requests, caches.order._replace(prompts_in_chunks=components.prompts_in_chunks)),
         repeat=Repeat(requests),
-        packer=Packer(sections, device_ops),
-        sections=sections,
+        packer=Packer(components.checked_sections, device_ops),
         forward_context=create_forward_context(None, config),
         forward=forward,
         head=GenerateHead(logits, sampling),

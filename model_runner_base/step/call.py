@@ -1,4 +1,4 @@
-"""One call of the model inside a step's graph: what the rooms work out of the packed buffer, and hand to the model."""
+"""One call of the model inside a step's graph: what components work out of the packed buffer, and hand to the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from model_runner_base.step.sizes import StepSize
 
 @dataclass
 class ModelCall:
-    """Filled in this order: the tokens by ``unpack``, where they are by the cache groups, the arguments by the inputs.
+    """Filled by ``unpack`` with the tokens, then by the components in their order.
 
     All tensors are on the device and padded: T tokens, L rows of logits.
     """
@@ -33,8 +33,10 @@ class ModelCall:
     """What each attention layer reads, by its name."""
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)
     """[T] int64 cache slots by layer name, for layers that write the cache apart from attention."""
+    tensors: Sequence[torch.Tensor] = ()
+    """Those that the component which is bound has beside the packed buffer."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """What the model is called with."""
+    """What the model is called with beside ``positions``, or in their place."""
 
     @classmethod
     def unpack(
@@ -54,6 +56,11 @@ class ModelCall:
         return ModelCall(
             self.size, self.arrays, self.tokens, self.computed if computed is None else computed, self.token_ids
         )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All that the model is called with."""
+        return {"positions": self.positions, **self.kwargs}
 
     @property
     def sample_slots(self) -> torch.Tensor:

@@ -9,33 +9,15 @@ request comes, goes or resumes, a step has more tokens, or the buffer has no roo
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from model_runner_base.host_loops import compiled
 from model_runner_base.requests.states import RequestStates, put_ints
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.components import RepeatPart, StepComponents
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.schedule import Schedule
-
-
-class RepeatPart(Protocol):
-    """What a room keeps up of its sections while a step is repeated."""
-
-    def begin(self, positions: np.ndarray) -> None:
-        """Called once, before the first repeat; ``positions`` [R] int64 are those of the step that was packed."""
-
-    def follow(self, positions: np.ndarray) -> bool:
-        """Follows the positions, which have moved on by one, or where drafts are verified by some tokens; False if the
-        buffer has no room for that."""
-
-
-class RepeatingRoom(Protocol):
-    """A room with sections in the packed buffer."""
-
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        """What keeps the sections up while the step, all decode rows, is repeated; None if they cannot be."""
 
 
 class Repeat:
@@ -50,18 +32,18 @@ class Repeat:
         self._same: Sequence[str] | None = None
         """A list that was found to name the last step's requests, in this step."""
 
-    def watch(self, batch: InputBatch, step: PackedStep, *rooms: RepeatingRoom) -> None:
-        """The next step may repeat this one, which was just packed by ``rooms``.
+    def watch(self, batch: InputBatch, step: PackedStep, components: StepComponents) -> None:
+        """The next step may repeat this one, which ``components`` have just packed.
 
-        So it is if all its requests decode, each with all the tokens that its row has room for, and yield a token; and
-        every room can keep its sections up.
+        So it is if all its requests decode, each with as many tokens as its row holds, and yield a token; and every
+        component can keep its sections up.
         """
         self._batch = None
         if batch.is_decode and batch.num_sampled == batch.num_reqs and batch.num_tokens == batch.num_decode_tokens:
-            parts = [room.repeat(batch, step) for room in rooms]
-            if None not in parts:
+            parts = components.repeat(batch, step)
+            if parts is not None:
                 self._batch, self._step, self._rows = batch, step, None
-                self._parts = [part for of_room in parts for part in of_room or ()]
+                self._parts = parts
 
     def stop(self) -> None:
         """No step repeats what came before."""

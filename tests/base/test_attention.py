@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from bare_step import BareStep, padded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rooms import Rooms, padded
 
 from model_runner_base.attention.loops import FAN_IN, fill_merge_tree, fill_node_starts
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
@@ -150,19 +150,19 @@ def pack(case: Case, padding: int) -> Packed:
     dims = (*COMMON_DIMS, *plan_dims(decode, chunk))
     limits = StepLimits(1000, 100, MAX_LENGTH, decode, chunk, dims)
     group = AttentionGroup(["layer"], table, decode.keys, chunk.keys, sight)
-    rooms = Rooms(PagedCaches([group], limits, CaseSpans(case) if spans else NO_SPANS), len(table.table), MAX_LENGTH)
+    bare = BareStep(PagedCaches([group], limits, CaseSpans(case) if spans else NO_SPANS), len(table.table), MAX_LENGTH)
     longer = batch.query_len + np.where(batch.query_len > 1, padding // 2, 0)
     more = batch_of(longer, batch.num_computed + padding // 2, batch.rows)
     # Behind a window the longer requests may need fewer pairs.
-    size = padded(limits, [need for step in (batch, more) for need in rooms.caches.needs(step)], padding)
+    size = padded(limits, [need for step in (batch, more) for need in bare.caches.needs(step)], padding)
     if padding % 2:
-        rooms.fill_padding(size)
-    rooms.requests.num_known[batch.rows] = MAX_LENGTH
-    rooms.send(more, size)
-    rooms.requests.num_known[batch.rows] = np.where(is_on_device & (batch.query_len == 1), 0, MAX_LENGTH)
-    rooms.rows.tensors[1][batch.rows] = torch.from_numpy(batch.num_computed).int()
+        bare.fill_padding(size)
+    bare.requests.num_known[batch.rows] = MAX_LENGTH
+    bare.send(more, size)
+    bare.requests.num_known[batch.rows] = np.where(is_on_device & (batch.query_len == 1), 0, MAX_LENGTH)
+    bare.rows.tensors[1][batch.rows] = torch.from_numpy(batch.num_computed).int()
     sent = replace(batch, query_start=batch.query_start.copy())
-    call = rooms.run(sent, rooms.send(sent, size))
+    call = bare.run(sent, bare.send(sent, size))
     metadata = call.metadata["layer"]
     tokens, index = {}, 0
     for request, row in enumerate(batch.rows.tolist()):
@@ -174,7 +174,7 @@ def pack(case: Case, padding: int) -> Packed:
     assert {index: position for index, (_, position) in tokens.items()}.items() <= dict(
         enumerate(call.positions.tolist())
     ).items()
-    return Packed(size, metadata, rooms.caches.trace(call, sent)["layer"], tokens)
+    return Packed(size, metadata, bare.caches.trace(call, sent)["layer"], tokens)
 
 
 def check_pairs(case: Case, plan: PairPlan, tokens: dict[int, tuple[int, int]], max_pairs: int) -> dict[int, set[int]]:

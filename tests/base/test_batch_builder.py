@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from bare_step import BareStep, padded, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rooms import Rooms, padded, scheduled
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.caches.builders import BuilderCaches
@@ -46,8 +46,8 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
     order = data.draw(st.sampled_from(orders))
     has_plans = order == BatchOrder(1)
     caches, limits = make_caches(has_plans)
-    rooms = Rooms(caches, MAX_NUM_REQS, MAX_LENGTH)
-    requests = rooms.requests
+    bare = BareStep(caches, MAX_NUM_REQS, MAX_LENGTH)
+    requests = bare.requests
     builder = BatchBuilder(requests, order or BatchOrder(MAX_LENGTH))
     known: dict[str, list[int]] = {}
     every: dict[str, list[int]] = {}
@@ -90,11 +90,11 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         assert batch.num_tokens == num_tokens and batch.query_len.tolist() == [wanted[req_id] for req_id in req_ids]
         padding = data.draw(st.integers(0, 3))
         size = padded(limits, caches.needs(batch), padding)
-        for section in rooms.inputs.sections(size):
-            rooms.packer.at(size).views[section.name][:] = 77  # Of another step.
-        step = rooms.send(batch, size)
+        for section in bare.tokens.sections(size):
+            bare.packer.at(size).views[section.name][:] = 77  # Of another step.
+        step = bare.send(batch, size)
         views = {name: view.tolist() for name, view in step.views.items()}
-        call = rooms.run(batch, step)
+        call = bare.run(batch, step)
         fed, positions = call.token_ids.tolist(), call.positions.tolist()
         (sample_rows, sample_positions), sampled = call.sample_slots.tolist(), {}
         token, is_padding = 0, [True] * size.num_tokens
@@ -129,9 +129,9 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         assert sum(is_padding) == size.num_tokens - num_tokens
         assert views["logits_indices"][num_reqs:] == [0] * (size.num_logits - num_reqs)
         assert views["sample_rows"][num_reqs:] == [MAX_NUM_REQS] * (size.num_logits - num_reqs)
-        rooms.commit(call, [sampled.get(index, 99) for index in range(size.num_logits)])
+        bare.commit(call, [sampled.get(index, 99) for index in range(size.num_logits)])
         # What the device knows of each row: the token that was sampled last, and its position.
-        tokens_there, computed_there = (tensor.tolist() for tensor in rooms.rows.tensors)
+        tokens_there, computed_there = (tensor.tolist() for tensor in bare.rows.tensors)
         for index in sampled:
             row = int(batch.rows[index])
             assert tokens_there[row] == [sampled[index]] and computed_there[row] == computed[req_ids[index]]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bare_step import BareStep, scheduled
 from conftest import engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
-from rooms import Rooms, scheduled
 from test_attention import dense_attention, first_key
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.entrypoints.openai.cli_args import make_arg_parser
@@ -155,17 +155,17 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
     lines = rng.permutation(num_lines)[:count] + 1
     decode, chunk = Tiling(1, tile), Tiling(16, tile)
     limits = StepLimits(99, 6, 144, decode, chunk, (*COMMON_DIMS, *plan_dims(decode, chunk)), num_lines)
-    rooms = Rooms(LineCaches([AttentionGroup(["layer"], table, tile, tile, sight)], limits), count, 144)
+    bare = BareStep(LineCaches([AttentionGroup(["layer"], table, tile, tile, sight)], limits), count, 144)
     names = [f"request {index}" for index in range(count)]
     for name in rng.permutation(names).tolist():
         index = names.index(name)
         # The last token of the prompt is computed first, those before it were found in the cache.
         prompt = list(range(100, 100 + contexts[index]))
-        row = rooms.requests.admit(name, RequestInfo(SamplingParams(), 0, prompt), prompt, contexts[index] - 1)
+        row = bare.requests.admit(name, RequestInfo(SamplingParams(), 0, prompt), prompt, contexts[index] - 1)
         table.assign(row, [int(lines[index])])
     everyone = scheduled(dict.fromkeys(names, 1))
-    batch = BatchBuilder(rooms.requests, rooms.caches.order).build(everyone)
-    by_pairs, by_lines = rooms.caches.needs(batch)
+    batch = BatchBuilder(bare.requests, bare.caches.order).build(everyone)
+    by_pairs, by_lines = bare.caches.needs(batch)
     assert (by_pairs.kind, by_lines.kind) == (StepKind.DECODE, StepKind.LINES)
     needed = -(-max(contexts) // tile) * num_lines
     assert limits.named(by_lines) == limits.named(
@@ -179,7 +179,7 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
         decode_rows=count + 1,
         decode_pairs=num_lines * parts,
     )
-    packed = rooms.send(batch, size)
+    packed = bare.send(batch, size)
 
     impl = PagedAttentionImpl(num_heads, head_size, head_size**-0.5, num_kv_heads, sliding_window=sight.window or None)
     cache = torch.full(((num_lines + 1) * parts, tile, 2 * num_kv_heads, head_size), float("nan"))
@@ -190,22 +190,22 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
     tokens = [99 + context for context in contexts]
     for step in range(steps + 1):
         if step:
-            before = rooms.requests.num_computed.copy()
-            repeated = rooms.repeat.follow(everyone)
+            before = bare.requests.num_computed.copy()
+            repeated = bare.repeat.follow(everyone)
             if repeated is None:
                 assert max(contexts) + step > parts * tile, "there was room"
-                assert (rooms.requests.num_computed == before).all(), "the step would be counted twice"
+                assert (bare.requests.num_computed == before).all(), "the step would be counted twice"
                 return
             assert max(contexts) + step <= parts * tile and repeated == (batch, packed)
             assert packed.is_whole == (step == 1) and not packed.entries.count[0], "lines never change"
-        call = rooms.run(batch, packed)
+        call = bare.run(batch, packed)
         assert call.token_ids.tolist() == [*tokens, 0]
         assert call.positions.tolist() == [*(context + step - 1 for context in contexts), 0]
         query = torch.from_numpy(rng.normal(size=(count + 1, num_heads * head_size))).float()
         key, value = torch.from_numpy(rng.normal(size=(2, count + 1, num_kv_heads * head_size))).float()
         out = impl.forward(None, query, key, value, cache, call.metadata["layer"])  # type: ignore[arg-type]
         assert torch.isfinite(out).all()
-        trace = rooms.caches.trace(call, batch)["layer"]
+        trace = bare.caches.trace(call, batch)["layer"]
         for index, (line, context) in enumerate(zip(lines, contexts, strict=True)):
             own = by_line[line, : context + step].numpy()
             np.testing.assert_array_equal(own[-1, :num_kv_heads].ravel(), key[index])
@@ -225,7 +225,7 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
             np.testing.assert_array_equal(trace.seen[index].slots, line * parts * tile + keys)
             assert trace.slots[index] == line * parts * tile + context + step - 1
         tokens = rng.integers(0, 1000, count).tolist()
-        rooms.commit(call, [*tokens, 7])
+        bare.commit(call, [*tokens, 7])
 
 
 @given(st.one_of(st.integers(1, 256), st.integers(1, 200).map(lambda count: 64 * count)))

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bare_step import BareStep, padded, scheduled
 from conftest import compilations, engine
 from greedy import expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rooms import Rooms, padded, scheduled
 from test_batch_builder import make_caches
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
@@ -21,6 +21,7 @@ from model_runner_base.inputs.embeddings import EmbeddingInputs
 from model_runner_base.inputs.pool import SMALLEST_PIECE
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.builder import BatchBuilder
+from model_runner_base.step.components import StepComponent
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import metric
 from model_runner_base.testing.models import TinyModel
@@ -136,14 +137,15 @@ def test_pool_on_the_device_gives_each_token_its_embedding(
 
         return written
 
-    def inputs(requests: RequestStates) -> EmbeddingInputs:
-        return EmbeddingInputs(requests, 90 * count, hidden, wrap, ops)
-
-    caches, limits = make_caches(has_plans, length=200)
-    rooms = Rooms(caches, count, 200, inputs)
     rng = np.random.default_rng(0)
     table = torch.from_numpy(rng.normal(size=(500, hidden))).to(dtype)
     model: Any = SimpleNamespace(embed_input_ids=lambda ids: table[ids])
+
+    def inputs(requests: RequestStates) -> list[StepComponent]:
+        return [EmbeddingInputs(requests, 90 * count, hidden, model, wrap, ops)]
+
+    caches, limits = make_caches(has_plans, length=200)
+    bare = BareStep(caches, count, 200, inputs)
     embeds, tokens = {}, {}
     for index, (length, is_embeds) in enumerate(prompts):
         name = f"request {index}"
@@ -151,8 +153,8 @@ def test_pool_on_the_device_gives_each_token_its_embedding(
         if is_embeds:
             embeds[name] = torch.from_numpy(rng.normal(size=(length, hidden)))
         info = RequestInfo(SamplingParams(), 0, tokens[name], embeds.get(name))
-        row = rooms.requests.admit(name, info, tokens[name], 0)
-        rooms.inputs.admit(row, info)
+        row = bare.requests.admit(name, info, tokens[name], 0)
+        bare.components.admit(row, info, tokens[name])
     computed = dict.fromkeys(tokens, 0)
     for step in range(len(chunks) + 6):
         wanted = {
@@ -165,13 +167,12 @@ def test_pool_on_the_device_gives_each_token_its_embedding(
         schedule = scheduled(wanted)
         num_floats = ops.num_floats
         num_written.clear()
-        followed = rooms.repeat.follow(schedule)
+        followed = bare.repeat.follow(schedule)
         if followed is None:
-            batch = BatchBuilder(rooms.requests, caches.order).build(schedule)
-            followed = batch, rooms.send(batch, padded(limits, caches.needs(batch), padding))
+            batch = BatchBuilder(bare.requests, caches.order).build(schedule)
+            followed = batch, bare.send(batch, padded(limits, caches.needs(batch), padding))
         batch, packed = followed
-        call = rooms.run(batch, packed)
-        rooms.inputs.bind(call, model, rooms.inputs.tensors)
+        call = bare.run(batch, packed)
         given_embeds = call.kwargs["inputs_embeds"]
         assert call.kwargs["input_ids"] is None and given_embeds.dtype == dtype and given_embeds.isfinite().all()
         num_given = 0
@@ -187,7 +188,7 @@ def test_pool_on_the_device_gives_each_token_its_embedding(
         assert num_written == ([min(length for length in lengths if length >= num_given)] if num_given else [])
         assert ops.num_floats - num_floats == len(num_written)
         sampled = rng.integers(0, 500, packed.size.num_logits).tolist()
-        rooms.commit(call, sampled)
+        bare.commit(call, sampled)
         for index, name in enumerate(batch.req_ids):
             computed[name] += wanted[name]
             if computed[name] == len(tokens[name]):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from bare_step import BareStep, padded, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rooms import Rooms, padded, scheduled
 from test_attention import first_key
 from vllm.sampling_params import SamplingParams
 
@@ -68,7 +68,7 @@ def visible_keys(plan: PairPlan, position: int, pairs: list[int]) -> list[tuple[
 class Decoding:
     """Requests that decode, whose blocks come one by one; a step repeats the last one where ``Repeat`` says so.
 
-    A second set of rooms builds every step from scratch.
+    A second one builds every step from scratch.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class Decoding:
             for index, (table, sight) in enumerate(zip(tables, sights, strict=True))
         ]
         self.geometries = [PairGeometry(block_size, 1, tile, -(-MAX_LENGTH // tile), sight) for sight in sights]
-        self.rooms, self.scratch = (
-            Rooms(PagedCaches(self.groups, self.limits), len(lengths), MAX_LENGTH) for _ in range(2)
+        self.bare, self.scratch = (
+            BareStep(PagedCaches(self.groups, self.limits), len(lengths), MAX_LENGTH) for _ in range(2)
         )
         self.names = [f"request {index}" for index in range(len(lengths))]
         self.tokens = {}
         for name, length in zip(self.names, lengths, strict=True):
             self.tokens[name] = list(range(1000, 1001 + length))
-            for rooms in (self.rooms, self.scratch):
+            for bare in (self.bare, self.scratch):
                 info = RequestInfo(SamplingParams(), 0, self.tokens[name])
-                rooms.requests.admit(name, info, self.tokens[name], length)
-        self.row_of = self.rooms.requests.rows
+                bare.requests.admit(name, info, self.tokens[name], length)
+        self.row_of = self.bare.requests.rows
         assert self.row_of == self.scratch.requests.rows
         rng = np.random.default_rng(0)
         order = rng.permutation(len(sights) * len(lengths) * (MAX_LENGTH // block_size + 1)) + 1
@@ -118,16 +118,16 @@ class Decoding:
             ids = [[blocks[name][(len(self.tokens[name]) - 1) // size]] for name in new]
             if new:
                 group.block_table.append([self.row_of[name] for name in new], ids)
-        rooms = self.rooms
-        before = rooms.requests.num_computed.copy()
-        prepared = rooms.repeat.follow(schedule)
+        bare = self.bare
+        before = bare.requests.num_computed.copy()
+        prepared = bare.repeat.follow(schedule)
         if prepared is None:
-            assert (rooms.requests.num_computed == before).all(), "the step would be counted twice"
-            prepared = self._build(rooms, schedule)
+            assert (bare.requests.num_computed == before).all(), "the step would be counted twice"
+            prepared = self._build(bare, schedule)
             self.num_built += 1
         batch, packed = prepared
         assert batch.req_ids == names
-        call = rooms.run(batch, packed)
+        call = bare.run(batch, packed)
         np.testing.assert_array_equal(packed.on_device[:-1], packed.buffer[:-1], err_msg="the device lacks something")
         self._check(batch, call)
         again, built = self._build(self.scratch, schedule)
@@ -136,20 +136,20 @@ class Decoding:
         if packed.is_whole or packed.entries.count[0]:
             self._compare_sight(batch, call, again, other)
         drawn = np.random.default_rng(len(self.tokens[names[0]])).integers(0, 1 << 30, size=call.sample_slots.shape[1])
-        rooms.commit(call, drawn.tolist())
+        bare.commit(call, drawn.tolist())
         self.scratch.commit(other, drawn.tolist())
         for name, token in zip(names, drawn.tolist(), strict=False):
             self.tokens[name].append(token)
         return batch, packed, call
 
-    def _build(self, rooms: Rooms, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
+    def _build(self, bare: BareStep, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
         """At the size of the step before, if that holds it."""
-        batch = BatchBuilder(rooms.requests, rooms.caches.order).build(schedule)
-        needs = rooms.caches.needs(batch)
+        batch = BatchBuilder(bare.requests, bare.caches.order).build(schedule)
+        needs = bare.caches.needs(batch)
         if self.size is None or not self.size.holds(needs[0]):
-            assert rooms is self.rooms
+            assert bare is self.bare
             self.size = padded(self.limits, needs, padding=1, pairs=self.room)
-        return batch, rooms.send(batch, self.size)
+        return batch, bare.send(batch, self.size)
 
     def _check(self, batch: InputBatch, call: ModelCall) -> None:
         """Against the lists of every request's tokens and blocks."""
@@ -162,7 +162,7 @@ class Decoding:
             row, position = self.row_of[name], len(self.tokens[name]) - 1
             assert (fed[index], positions[index]) == (self.tokens[name][-1], position)
             assert (sample_rows[index], sample_positions[index]) == (row, position + 1)
-            assert batch.rows[index] == row and self.rooms.requests.num_computed[row] == position + 1
+            assert batch.rows[index] == row and self.bare.requests.num_computed[row] == position + 1
             assert batch.num_computed[index] == position and batch.seq_lens[index] == position + 1
             for group, geometry, blocks in zip(self.groups, self.geometries, self.blocks, strict=True):
                 metadata, ids, block_size = call.metadata[group.layer_names[0]], blocks[name], geometry.block_size
@@ -180,7 +180,7 @@ class Decoding:
                 assert metadata.slot_offsets[index] == position % block_size
         rest = slice(batch.num_reqs, None)
         assert not any(fed[rest] + positions[rest]), "padding moves"
-        assert set(sample_rows[rest]) <= {self.rooms.requests.max_num_reqs}
+        assert set(sample_rows[rest]) <= {self.bare.requests.max_num_reqs}
         for group in self.groups:
             metadata = call.metadata[group.layer_names[0]]
             assert metadata.decode.last[-1].max() < -MAX_LENGTH, "the neutral pair is seen"
@@ -194,7 +194,7 @@ class Decoding:
 
     def _compare_sight(self, batch: InputBatch, call: ModelCall, again: InputBatch, built: ModelCall) -> None:
         count = batch.num_reqs
-        traces = self.rooms.caches.trace(call, batch), self.scratch.caches.trace(built, again)
+        traces = self.bare.caches.trace(call, batch), self.scratch.caches.trace(built, again)
         for layer, trace in traces[0].items():
             assert trace.slots[:count].tolist() == traces[1][layer].slots[:count].tolist()
             for mine, its in zip(trace.seen[:count], traces[1][layer].seen[:count], strict=True):
@@ -306,7 +306,7 @@ def test_only_the_same_step_is_followed() -> None:
         decoding = Decoding([CAUSAL], 4, 2, [2, 9], 40)
         first, *_ = decoding.step()
         again, *_ = decoding.step()
-        assert again is first and decoding.rooms.repeat.rows_of(decoding.names) == first.rows.tolist()
+        assert again is first and decoding.bare.repeat.rows_of(decoding.names) == first.rows.tolist()
         return decoding
 
     one_each = {"request 0": 1, "request 1": 1}
@@ -320,24 +320,24 @@ def test_only_the_same_step_is_followed() -> None:
     }
     for what, schedule in others.items():
         decoding = moved_on()
-        before = decoding.rooms.requests.num_computed.copy()
-        assert decoding.rooms.repeat.follow(schedule) is None, what
-        assert (decoding.rooms.requests.num_computed == before).all(), what
-        assert decoding.rooms.repeat.rows_of(["request 1", "request 0"]) is None
+        before = decoding.bare.requests.num_computed.copy()
+        assert decoding.bare.repeat.follow(schedule) is None, what
+        assert (decoding.bare.requests.num_computed == before).all(), what
+        assert decoding.bare.repeat.rows_of(["request 1", "request 0"]) is None
     decoding = moved_on()
-    assert decoding.rooms.repeat.follow(scheduled(one_each)) is not None
-    decoding.rooms.repeat.stop()
-    assert decoding.rooms.repeat.follow(scheduled(one_each)) is None
+    assert decoding.bare.repeat.follow(scheduled(one_each)) is not None
+    decoding.bare.repeat.stop()
+    assert decoding.bare.repeat.follow(scheduled(one_each)) is None
 
 
 @pytest.mark.parametrize("counts", [{"request 0": 1, "request 1": 2}, {"request 0": 1, "request 1": 1}])
 def test_a_step_that_leaves_a_prompt_unfinished_is_not_repeated(counts: dict[str, int]) -> None:
     decoding = Decoding([CAUSAL], 4, 2, [2, 9], 40)
-    rooms = decoding.rooms
-    rooms.requests.num_known[rooms.requests.rows["request 1"]] = 13
-    batch = BatchBuilder(rooms.requests, rooms.caches.order).build(scheduled(counts))
-    rooms.send(batch, padded(decoding.limits, rooms.caches.needs(batch), 1))
-    assert rooms.repeat.follow(scheduled({"request 0": 1, "request 1": 1})) is None
+    bare = decoding.bare
+    bare.requests.num_known[bare.requests.rows["request 1"]] = 13
+    batch = BatchBuilder(bare.requests, bare.caches.order).build(scheduled(counts))
+    bare.send(batch, padded(decoding.limits, bare.caches.needs(batch), 1))
+    assert bare.repeat.follow(scheduled({"request 0": 1, "request 1": 1})) is None
 
 
 @given(

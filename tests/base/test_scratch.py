@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bare_step import BareStep, padded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rooms import Rooms, padded
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import create_forward_context, override_forward_context
@@ -115,8 +115,8 @@ class Step:
             AttentionGroup([name], self.scratch if sight.is_whole else self.paged, decode.keys, chunk.keys, sight)
             for name, sight in self.sights.items()
         ]
-        self.rooms = Rooms(ScratchCaches(self.groups, self.limits), NUM_ROWS, MAX_LENGTH)
-        self.rooms.requests.num_known[:] = MAX_LENGTH
+        self.bare = BareStep(ScratchCaches(self.groups, self.limits), NUM_ROWS, MAX_LENGTH)
+        self.bare.requests.num_known[:] = MAX_LENGTH
         self.num_heads, self.num_kv_heads = heads
         # What nobody wrote may be anything, not even a number; but for the null block.
         num_blocks = {"scratch": num_scratch_blocks(block_size, max_num_tokens, max_num_reqs), "paged": len(blocks) + 1}
@@ -138,8 +138,8 @@ class Step:
 
     def run(self, batch: InputBatch, size: StepSize) -> ModelCall:
         """Packs the step, attends layer by layer, and compares every token with the reference."""
-        step = self.rooms.send(batch, size)
-        call = self.rooms.run(batch, step)
+        step = self.bare.send(batch, size)
+        call = self.bare.run(batch, step)
         self.check_trace(call, batch)
         for name in self.sights:
             self.check_layer(name, call, batch)
@@ -147,7 +147,7 @@ class Step:
 
     def check_trace(self, call: ModelCall, batch: InputBatch) -> None:
         """What each layer is told: the keys in sight, each once, in the slots that the request's own tokens go to."""
-        layers = self.rooms.caches.trace(call, batch)
+        layers = self.bare.caches.trace(call, batch)
         is_padding = np.ones(call.size.num_tokens, bool)
         for name, (slots, seen) in layers.items():
             taken: set[int] = set()
@@ -188,7 +188,7 @@ class Step:
 
 def size_of(step: Step, *batches: InputBatch, padding: int = 0) -> StepSize:
     """One that all the batches fit in, with so much of each dim to spare."""
-    needs = [need for batch in batches for need in step.rooms.caches.needs(batch)]
+    needs = [need for batch in batches for need in step.bare.caches.needs(batch)]
     return padded(step.limits, needs, padding)
 
 
@@ -258,7 +258,7 @@ def test_steps_one_after_another(
     }
     for size in by_kind.values():
         if padding % 2:
-            step.rooms.fill_padding(size)
+            step.bare.fill_padding(size)
     for batch in batches:
         step.run(batch, by_kind[batch.is_decode])
 
@@ -268,10 +268,10 @@ def test_nothing_but_padding_leaves_the_cache_alone() -> None:
     step = Step()
     for batch in (batch_of([1]), batch_of([40])):
         size = size_of(step, batch, padding=5)
-        step.rooms.fill_padding(size)
-        packed = step.rooms.packer.at(size)
+        step.bare.fill_padding(size)
+        packed = step.bare.packer.at(size)
         packed.send()
-        call = step.rooms.run(batch, packed)
+        call = step.bare.run(batch, packed)
         tokens = size.num_tokens
         for name, cache in step.caches.items():
             query, kv = torch.randn(tokens, 4 * HEAD_SIZE), torch.randn(tokens, 2 * HEAD_SIZE)
@@ -282,7 +282,7 @@ def test_nothing_but_padding_leaves_the_cache_alone() -> None:
 def test_pairs_are_those_in_sight() -> None:
     """A request of 8 tiles of queries and keys: all meet all; through a window each meets its neighbours."""
     step = Step(Tiling(1, 16), Tiling(16, 16), window=17)
-    (need,) = step.rooms.caches.needs(batch_of([128]))
+    (need,) = step.bare.caches.needs(batch_of([128]))
     assert step.limits.named(need)["chunk_pairs"] == 8 * 8 + 1
     windowed = ScratchCaches(step.groups[1:2], step.limits)
     assert step.limits.named(windowed.needs(batch_of([128]))[0])["chunk_pairs"] == 8 * 3 - 2 + 1
@@ -299,15 +299,15 @@ def test_request_in_parts_is_refused(change: str) -> None:
         batch.is_sampled[1], batch.num_sampled = False, 2
         tokens = "tokens 0 to 19"
     with pytest.raises(UnsupportedConfigError, match=f"request 1 comes in parts .{tokens} in this step.*=False"):
-        step.rooms.caches.needs(batch)
+        step.bare.caches.needs(batch)
 
 
 def test_no_step_repeats_another() -> None:
     """A request of one token has a decode row, and is done."""
     step, batch = Step(), batch_of([1, 1])
     size = size_of(step, batch)
-    assert step.rooms.caches.repeat(batch, step.rooms.send(batch, size)) is None
-    assert step.rooms.repeat.rows_of(batch.req_ids) is None
+    assert step.bare.caches.repeat(batch, step.bare.send(batch, size)) is None
+    assert step.bare.repeat.rows_of(batch.req_ids) is None
 
 
 def test_other_kinds_of_attention_are_refused() -> None:
@@ -381,14 +381,14 @@ def test_layers_of_vllm_share_a_scratch_cache(others: dict[str, None], config: V
     assert caches[-1].shape == (13 + 4 + 1, 16, 4, HEAD_SIZE) and caches[-1].dtype == torch.float32
     bind(caches, index_of, config)
 
-    rooms, batch = Rooms(kind, 4, MAX_LENGTH), batch_of([1, 33, 90, 70], first_row=3)
+    bare, batch = BareStep(kind, 4, MAX_LENGTH), batch_of([1, 33, 90, 70], first_row=3)
     batch.rows %= 4
-    rooms.requests.num_known[:] = MAX_LENGTH
+    bare.requests.num_known[:] = MAX_LENGTH
     for table in tables:
         for row in range(4):
             table.assign(row, list(range(1 + 14 * row, 15 + 14 * row)))
     (size,) = kind.needs(batch)
-    call = rooms.run(batch, rooms.send(batch, size))
+    call = bare.run(batch, bare.send(batch, size))
     rng, context = np.random.default_rng(0), create_forward_context(call.metadata, config)
     for name, layer in layers.items():
         query, key, value = (

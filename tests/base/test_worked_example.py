@@ -1,4 +1,4 @@
-"""The numbers of the worked example in docs/architecture.md are those that the rooms write."""
+"""The numbers of the worked example in docs/architecture.md are those that the components write."""
 
 import re
 from pathlib import Path
@@ -13,6 +13,7 @@ from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.builder import BatchBuilder
+from model_runner_base.step.components import StepComponents
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, Tiling
@@ -32,17 +33,17 @@ def test_the_documented_buffer_is_what_is_packed() -> None:
     ):
         row = requests.admit(name, RequestInfo(SamplingParams(), 0, tokens), tokens, num_computed)
         table.assign(row, blocks)
-    caches, inputs = PagedCaches([AttentionGroup(["layer"], table, 64, 128)], limits), TokenInputs(requests)
+    caches = PagedCaches([AttentionGroup(["layer"], table, 64, 128)], limits)
     # The scheduler's order is another: decode rows come first.
     schedule = Schedule(set(), (), [], ["a"], [None], {"b": 100, "a": 1}, 101)
     batch = BatchBuilder(requests, caches.order).build(schedule)
     (need,) = caches.needs(batch)
     size = limits.mixed_size(2, 4, 128, 2, 3, num_tiles=3)
     assert size.holds(need) and size.num_reqs == 4
-    step = PackedStep(size, [*inputs.sections(size), *caches.sections(size)], DeviceOps(torch.device("cpu")))
+    components = StepComponents([TokenInputs(requests), caches])
+    step = PackedStep(size, components.checked_sections(size), DeviceOps(torch.device("cpu")))
     batch.query_start[1:] += caches.chunk_start(size, 1) - 1
-    inputs.fill(batch, size, step.views)
-    caches.fill(batch, size, step.views)
+    components.fill(batch, size, step.views)
 
     listed = TEXT.partition("```\ntoken_ids")[2].partition("```")[0]
     rows = re.findall(r"^(\w\S*) +((?:-?\d+ )*-?\d+)( \.\.\.)?(?: |$)", "token_ids" + listed, re.MULTILINE)

@@ -21,7 +21,8 @@ from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import PackedStep, Packer, Section
+from model_runner_base.step.components import StepComponents
+from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 
 MAX_NUM_REQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 6, 24, 40
@@ -79,10 +80,8 @@ class Bench:
         ]
         config: Any = SimpleNamespace()
         self.caches = BuilderCaches(groups, limits, config, self.device_ops)
-        self.packer = Packer(self.sections, self.device_ops)
-
-    def sections(self, size: StepSize) -> list[Section]:
-        return [*self.inputs.sections(size), *self.caches.sections(size)]
+        self.components = StepComponents([self.inputs, self.caches])
+        self.packer = Packer(self.components.checked_sections, self.device_ops)
 
     def run(self, batch: InputBatch | None, step: PackedStep) -> ModelCall:
         """What a step's graph works out."""

@@ -119,6 +119,21 @@ MUTATIONS = [
         STEPS,
         device="padded_device",
     ),
+    # The list of components
+    Mutation(
+        "a component is left out of the list",
+        "start/wiring.py",
+        "            *runner.adapters.components(requests),\n",
+        "",
+        "test_adapter_alone",
+    ),
+    Mutation(
+        "two components stand in the wrong order",
+        "step/components.py",
+        "        for component in components:\n",
+        "        for component in reversed([*components]):\n",
+        STEPS,
+    ),
     # Plan, masks, merge tree, cache slots
     Mutation(
         "the window is one token too wide",

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from bare_step import BareStep, padded
 from hypothesis import strategies as st
-from rooms import Rooms, padded
 from test_attention import batch_of, dense_attention
 
 from model_runner_base.attention.metadata import PagedAttentionMetadata
@@ -125,7 +125,7 @@ class Step:
 
 def plan_step(case: Case) -> Planned:
     """Requests in rows of the block table from the last on, their blocks scattered over the cache."""
-    rooms, table, batch = _make_rooms(case)
+    bare, table, batch = _make_bare_step(case)
     longer = batch_of(
         batch.query_len + np.where(batch.query_len > 1, case.query_tile, 0),
         batch.num_computed + (0 if case.sight.is_whole else case.decode.keys),
@@ -133,10 +133,10 @@ def plan_step(case: Case) -> Planned:
     )
     batches = [longer, batch] if case.padding else [batch]
     # Behind a window longer contexts may need fewer pairs.
-    size = padded(rooms.caches.limits, [rooms.caches.needs(each)[0] for each in batches], case.padding)
+    size = padded(bare.caches.limits, [bare.caches.needs(each)[0] for each in batches], case.padding)
     for each in batches:
-        step = rooms.send(each, size)
-    call = rooms.run(batch, step)
+        step = bare.send(each, size)
+    call = bare.run(batch, step)
     tokens = {}
     for request, start in enumerate(batch.query_start.tolist()):
         for index in range(batch.query_len[request]):
@@ -146,15 +146,15 @@ def plan_step(case: Case) -> Planned:
 
 def plan_padding(case: Case) -> PagedAttentionMetadata:
     """A step of nothing but padding, of a size that holds the case: as the runner warms up."""
-    rooms, _, batch = _make_rooms(case)
-    size = padded(rooms.caches.limits, rooms.caches.needs(batch), case.padding)
-    rooms.fill_padding(size)
-    step = rooms.packer.at(size)
+    bare, _, batch = _make_bare_step(case)
+    size = padded(bare.caches.limits, bare.caches.needs(batch), case.padding)
+    bare.fill_padding(size)
+    step = bare.packer.at(size)
     step.send()
-    return rooms.run(batch, step).metadata["layer"]
+    return bare.run(batch, step).metadata["layer"]
 
 
-def _make_rooms(case: Case) -> tuple[Rooms, BlockTable, InputBatch]:
+def _make_bare_step(case: Case) -> tuple[BareStep, BlockTable, InputBatch]:
     requests = sorted(case.requests, key=lambda request: request[1] > 1)
     computed, scheduled = (np.array(x, np.int64) for x in zip(*requests, strict=True))
     decode, chunk, stored = case.decode, case.chunk, case.stored
@@ -169,9 +169,9 @@ def _make_rooms(case: Case) -> tuple[Rooms, BlockTable, InputBatch]:
         table.assign(row, ids[row * per_request :][:per_request].tolist())
     limits = StepLimits(10_000, 100, longest, decode, chunk, (*COMMON_DIMS, *plan_dims(decode, chunk)))
     caches = PagedCaches([AttentionGroup(["layer"], table, decode.keys, chunk.keys, case.sight)], limits)
-    rooms = Rooms(caches, len(computed), longest)
-    rooms.requests.num_known[:] = longest
-    return rooms, table, batch_of(scheduled, computed, rows)
+    bare = BareStep(caches, len(computed), longest)
+    bare.requests.num_known[:] = longest
+    return bare, table, batch_of(scheduled, computed, rows)
 
 
 def make_step(case: Case) -> Step:

@@ -1,4 +1,4 @@
-"""The rooms of a step without a model: what they send to the device, and what the step's graph makes of it there."""
+"""A step without a model: what its components send to the device, and what the step's graph makes of it there."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,56 +11,55 @@ from model_runner_base.requests.device_rows import DeviceRows, commit
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import StepComponent, StepComponents
 from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 
 
-class Rooms:
-    """Requests, inputs and one kind of caches, called as the runner calls them."""
+class BareStep:
+    """Requests, tokens, one kind of caches and further components, called as the runner calls them."""
 
     def __init__(
         self,
         caches: CacheKind,
         max_num_reqs: int,
         max_length: int,
-        inputs: Callable[[RequestStates], TokenInputs] = TokenInputs,
+        further: Callable[[RequestStates], list[StepComponent]] = lambda requests: [],
     ) -> None:
         device_ops = DeviceOps(torch.device("cpu"))
         self.caches = caches
         self.requests = RequestStates(max_num_reqs, max_length)
         self.rows = DeviceRows(max_num_reqs, device_ops)
-        self.inputs = inputs(self.requests)
+        self.tokens = TokenInputs(self.requests)
+        self.components = StepComponents([self.tokens, caches, *further(self.requests)])
         self.repeat = Repeat(self.requests)
-        self.packer = Packer(lambda size: [*self.inputs.sections(size), *caches.sections(size)], device_ops)
+        self.packer = Packer(self.components.checked_sections, device_ops)
 
     def fill_padding(self, size: StepSize) -> None:
         """The size's buffer holds a step of nothing but padding."""
         step = self.packer.at(size)
         step.buffer[:] = 0
-        self.inputs.fill_padding(size, step.views)
-        self.caches.fill_padding(size, step.views)
+        self.components.fill_padding(size, step.views)
 
     def send(self, batch: InputBatch, size: StepSize) -> PackedStep:
         """Fills the size's buffer, whatever it held before, and sends it; the batch is packed once."""
         assert any(size.holds(need) for need in self.caches.needs(batch))
         step, rows = self.packer.at(size), batch.num_decodes
         batch.query_start[rows:] += self.caches.chunk_start(size, rows) - rows
-        self.inputs.fill(batch, size, step.views)
-        self.caches.fill(batch, size, step.views)
+        self.components.fill(batch, size, step.views)
         step.send()
-        self.repeat.watch(batch, step, self.inputs, self.caches)
+        self.repeat.watch(batch, step, self.components)
         return step
 
     def run(self, batch: InputBatch, step: PackedStep) -> ModelCall:
         """What the step's graph works out before it calls the model; the buffer stays on the device."""
-        self.inputs.prepare(batch)
-        self.caches.prepare(batch, step, self.rows)
+        self.components.prepare(batch, step, self.rows)
         entries = step.entries_on_device
         step.on_device = step.on_device.index_put((entries[0],), entries[1])
         call = ModelCall.unpack(step.size, step.on_device, step.sections, *self.rows.tensors)
-        self.caches.bind(call)
+        self.components.bind(call, self.components.tensors)
         return call
 
     def commit(self, call: ModelCall, tokens: Sequence[int]) -> None:

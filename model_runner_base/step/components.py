@@ -1,0 +1,195 @@
+"""The components of a step: all that has a section of the packed buffer or tensors beside it, asked one like another.
+
+A feature is a component in the list. The list's order is the one that all of them are asked in: a component reads
+sections that one before it has written (``reads``), and finds in a ``ModelCall`` what one before it has bound. What
+speaks to a single component, as ``sample_tokens`` does to the drafter, holds it by name beside the list.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.sizes import StepSize
+
+
+class RepeatPart(Protocol):
+    """What a component keeps up of its sections while a step is repeated."""
+
+    def begin(self, positions: np.ndarray) -> None:
+        """Called once, before the first repeat; ``positions`` [R] int64 are those of the step that was packed."""
+
+    def follow(self, positions: np.ndarray) -> bool:
+        """Follows the positions, which have moved on by one, or where drafts are verified by some tokens; False if the
+        buffer has no space for that."""
+
+
+class StepComponent:
+    """A part of the step. Every method does nothing, and costs nothing unless a component overrides it."""
+
+    prompts_in_chunks = False
+    """Whether no token of a prompt may have a decode row."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Sections of components before this one that ``fill`` or ``repeat`` reads."""
+
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
+        """A request took a row; ``token_ids`` are its prompt and its output so far."""
+
+    # ---- On the host ----
+
+    def sections(self, size: StepSize) -> list[Section]:
+        """The component's part of the packed buffer."""
+        return []
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        """Writes the component's sections, padding included; the batch's ``query_start`` counts padding.
+
+        ``views`` are writable and hold all sections, with what the last step of this size left there.
+        """
+
+    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        """Writes what is not zero in a step of nothing but padding."""
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        """What keeps the sections up while the step, all decode rows, is repeated; None if they cannot be.
+
+        Nothing, ``()``, where they stay as they were packed: a component with sections has to say so.
+        """
+        return None
+
+    def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:
+        """Called before every run, when the buffer is on the device; not part of the graph. No batch: all padding."""
+
+    # ---- Part of the graph ----
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """What the graph takes beside the packed buffer and the rows; always as many."""
+        return ()
+
+    def bind(self, call: ModelCall) -> None:
+        """Adds to what the model is called with, and to what its layers read.
+
+        ``call.tensors`` are the component's own ``tensors``, as the graph has them.
+        """
+
+    def unbind(self) -> None:
+        """The model has run, its logits included: nothing that the graph computed is kept."""
+
+    def warm_up(self) -> None:
+        """Runs once what the component has on the device beside the step's graph."""
+
+
+class StepComponents:
+    """The components in order. Each is asked what it overrides, and nothing else."""
+
+    def __init__(self, components: Iterable[StepComponent]) -> None:
+        self.prompts_in_chunks = False
+        self._all: list[StepComponent] = []
+        self._admit: list[Callable[..., None]] = []
+        self._sections: list[Callable[..., list[Section]]] = []
+        self._fill: list[Callable[..., None]] = []
+        self._fill_padding: list[Callable[..., None]] = []
+        self._repeat: list[Callable[..., Sequence[RepeatPart] | None]] = []
+        self._prepare: list[Callable[..., None]] = []
+        self._bind: list[tuple[Callable[..., None], int]] = []
+        self._unbind: list[Callable[[], None]] = []
+        self._warm_up: list[Callable[[], None]] = []
+        self._with_tensors: list[StepComponent] = []
+        for component in components:
+            self.add(component)
+
+    def add(self, component: StepComponent) -> None:
+        """The component is asked after all that are there."""
+
+        def has(name: str) -> bool:
+            return getattr(type(component), name) is not getattr(StepComponent, name)
+
+        def note(asked: list[Any], name: str) -> None:
+            if has(name):
+                asked.append(getattr(component, name))
+
+        self._all.append(component)
+        self.prompts_in_chunks |= component.prompts_in_chunks
+        note(self._admit, "admit")
+        note(self._sections, "sections")
+        note(self._fill, "fill")
+        note(self._fill_padding, "fill_padding")
+        note(self._prepare, "prepare")
+        note(self._unbind, "unbind")
+        note(self._warm_up, "warm_up")
+        count = len(component.tensors)
+        if count:
+            self._with_tensors.append(component)
+        if has("bind"):
+            self._bind.append((component.bind, count))
+        if has("sections") or has("repeat"):
+            self._repeat.append(component.repeat)
+
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
+        for admit in self._admit:
+            admit(row, info, token_ids)
+
+    def sections(self, size: StepSize) -> list[Section]:
+        """All of the packed buffer."""
+        return [section for sections in self._sections for section in sections(size)]
+
+    def checked_sections(self, size: StepSize) -> list[Section]:
+        """As ``sections``; raises ValueError if one has two writers, or is read by a component before its writer."""
+        written: dict[str, Section] = {}
+        for component in self._all:
+            name, own = type(component).__name__, component.sections(size)
+            if missing := [section for section in component.reads if section not in written]:
+                raise ValueError(f"{name} reads {', '.join(missing)}, which no component before it writes")
+            if twice := [section.name for section in own if section.name in written]:
+                raise ValueError(f"{name} has sections of another component's: {', '.join(twice)}")
+            written.update((section.name, section) for section in own)
+        return list(written.values())
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        for fill in self._fill:
+            fill(batch, size, views)
+
+    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        for fill_padding in self._fill_padding:
+            fill_padding(size, views)
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> list[RepeatPart] | None:
+        """What keeps all sections up; None if those of one component cannot be."""
+        parts: list[RepeatPart] = []
+        for repeat in self._repeat:
+            of_component = repeat(batch, step)
+            if of_component is None:
+                return None
+            parts += of_component
+        return parts
+
+    def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:
+        for prepare in self._prepare:
+            prepare(batch, step, rows)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of all components, as ``bind`` takes them."""
+        return [tensor for component in self._with_tensors for tensor in component.tensors]
+
+    def bind(self, call: ModelCall, tensors: Sequence[torch.Tensor]) -> None:
+        start = 0
+        for bind, count in self._bind:
+            call.tensors = tensors[start : start + count]
+            bind(call)
+            start += count
+
+    def unbind(self) -> None:
+        for unbind in self._unbind:
+            unbind()
+
+    def warm_up(self) -> None:
+        for warm_up in self._warm_up:
+            warm_up()

@@ -1,0 +1,99 @@
+"""The list of a step's components: who is asked what, in which order, and what the list does not take."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model_runner_base.step.components import StepComponent, StepComponents
+from model_runner_base.step.packing import Section
+
+SIZE: Any = SimpleNamespace(num_tokens=4)
+
+
+class Named(StepComponent):
+    """A component that notes what it is asked."""
+
+    def __init__(self, name: str, log: list[str], num_tensors: int = 0, repeats: Any = ()) -> None:
+        self.name, self.log, self.repeats = name, log, repeats
+        self.given = [torch.full((1,), float(number)) for number in range(num_tensors)]
+        self.bound: list[float] = []
+
+    def sections(self, size: Any) -> list[Section]:
+        return [Section(self.name, (size.num_tokens,))]
+
+    def fill(self, batch: Any, size: Any, views: dict[str, np.ndarray]) -> None:
+        self.log.append(self.name)
+
+    def repeat(self, batch: Any, step: Any) -> Any:
+        return self.repeats
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.given
+
+    def bind(self, call: Any) -> None:
+        self.bound = [tensor.item() for tensor in call.tensors]
+
+
+class Reader(Named):
+    reads = ("first",)
+
+
+class Silent(StepComponent):
+    """Has a section, and does not say what becomes of it while a step is repeated."""
+
+    def sections(self, size: Any) -> list[Section]:
+        return [Section("silent", (1,))]
+
+
+def test_are_asked_in_their_order() -> None:
+    log: list[str] = []
+    components = StepComponents([Named("first", log), StepComponent(), Reader("second", log)])
+    components.add(Named("third", log))
+    assert [section.name for section in components.checked_sections(SIZE)] == ["first", "second", "third"]
+    assert components.checked_sections(SIZE) == components.sections(SIZE)
+    batch: Any = None
+    components.fill(batch, SIZE, {})
+    assert log == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda log: [Reader("second", log), Named("first", log)], "Reader reads first, which no component before it"),
+        (lambda log: [Named("first", log), Named("first", log)], "Named has sections of another component's: first"),
+    ],
+    ids=["reads what comes later", "one section twice"],
+)
+def test_an_order_that_cannot_be(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepComponents(make([])).checked_sections(SIZE)
+
+
+def test_each_is_bound_with_its_own_tensors() -> None:
+    """A graph may replace a component's tensors, so the list reads them anew."""
+    log: list[str] = []
+    many, none, one = Named("many", log, 2), Named("none", log), Named("one", log, 1)
+    components = StepComponents([many, none, one])
+    one.given = [torch.full((1,), 7.0)]
+    call: Any = SimpleNamespace()
+    components.bind(call, components.tensors)
+    assert (many.bound, none.bound, one.bound) == ([0.0, 1.0], [], [7.0])
+
+
+@pytest.mark.parametrize(
+    ("repeats", "want"), [([(), ("b",)], ["b"]), ([("a",), ("b", "c")], ["a", "b", "c"]), ([("a",), None], None)]
+)
+def test_a_step_is_repeated_if_all_can(repeats: list[Any], want: Any) -> None:
+    components = StepComponents(Named(str(index), [], 0, each) for index, each in enumerate(repeats))
+    components.add(StepComponent())
+    batch: Any = None
+    assert components.repeat(batch, batch) == want
+
+
+def test_a_section_of_which_nothing_is_said_is_not_repeated() -> None:
+    batch: Any = None
+    assert StepComponents([Silent()]).repeat(batch, batch) is None
