@@ -47,12 +47,12 @@ def __getattr__(name: str) -> Any:
 
         def profile_run(self) -> int:
             """A device that reports its peak memory would run its largest step here, and measure."""
-            limits = self._step_limits()
+            limits = self.step_limits()
             return estimate_step_memory(limits.largest_sizes, limits, self.get_kv_cache_spec(), self.model_config)
 
         def capture_model(self) -> None:
             """There are no graphs; the largest steps run once, on padding, so that none meets a surprise later."""
-            self._warm_up(self._step_limits().largest_sizes)
+            self.warm_up(self.step_limits().largest_sizes)
 
     class PlainWorker(ModelRunnerWorker):
         """Which runner, on which torch device."""

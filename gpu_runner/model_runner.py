@@ -1,7 +1,5 @@
 """GPUModelRunner: the four hooks."""
 
-from functools import partial
-
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
@@ -17,7 +15,6 @@ from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.start.memory import DeviceMemoryProfiler
-from model_runner_base.start.warm_up import profile_step
 from model_runner_base.vllm_port.speculation import max_step_tokens
 
 logger = init_logger(f"vllm.{__name__}")
@@ -49,9 +46,9 @@ class GPUModelRunner(ModelRunnerBase):
         max_num_tokens = self.scheduler_config.max_num_batched_tokens
         held = embeddings_memory(self.model_config, max_num_tokens)
         peak_memory = self.device_ops.peak_memory
-        return max(peak_memory(self.encoder.profile), peak_memory(partial(profile_step, self))) + held
+        return max(peak_memory(self.encoder.profile), peak_memory(self.profile_step)) + held
 
     def capture_model(self) -> None:
         with DeviceMemoryProfiler(self.device_ops) as profiler, frozen_garbage(), graph_capture(self.device):
-            self._warm_up(self.graph_policy.warm_up_sizes())
+            self.warm_up(self.graph_policy.warm_up_sizes())
         logger.info("Capturing graphs took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)

@@ -18,7 +18,6 @@ from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 from gpu_runner import vllm_port
 from gpu_runner.model_runner import GPUModelRunner
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.start.warm_up import profile_step
 from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
 
 
@@ -70,7 +69,7 @@ class GPUWorker(ModelRunnerWorker):
         is_wanted = self.vllm_config.kernel_config.enable_flashinfer_autotune is not False
         if is_wanted and has_flashinfer() and current_platform.has_device_capability(90):
             with torch.inference_mode(), autotune():
-                profile_step(runner)
+                runner.profile_step()
 
     def make_profiler(self) -> WorkerProfiler | None:
         config = self.vllm_config.profiler_config

@@ -41,7 +41,7 @@ from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.requests.failures import RequestErrors
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.start.behind import SizesBehind
-from model_runner_base.start.warm_up import warm_up
+from model_runner_base.start.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.start.wiring import StepParts, wire
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
@@ -136,20 +136,20 @@ class ModelRunnerBase:
 
     # ---- Factories: a device with a component of its own returns it here; the defaults serve all others ----
 
-    def _make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]:
+    def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]:
         """The caches on the device, and the index of each attention layer's."""
         with self.device_ops.memory_pool("kv_cache"):
             return allocation.allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
-    def _make_caches(self, groups: list[AttentionGroup], step_limits: StepLimits, spans: Spans) -> CacheKind:
+    def make_caches(self, groups: list[AttentionGroup], step_limits: StepLimits, spans: Spans) -> CacheKind:
         """Groups of the base's own plan where the platform chose the base's attention, else of metadata builders."""
         return make_caches(groups, step_limits, spans, self.vllm_config, self.device_ops)
 
-    def _make_sampler(self, mode: SamplingMode) -> StepFunction:
+    def make_sampler(self, mode: SamplingMode) -> StepFunction:
         """A function like ``sample`` without its first three parameters."""
         return partial(sample, mode, reads_processed(self.model_config.logprobs_mode), self.graph_policy.sort_limits)
 
-    def _make_output(self, batch: InputBatch, sampled: SampledStep) -> AsyncModelRunnerOutput:
+    def make_output(self, batch: InputBatch, sampled: SampledStep) -> AsyncModelRunnerOutput:
         """``batch`` is valid until the next step, which may move its arrays on: an output copies what it keeps."""
         return StepOutput(batch, sampled, self.device_ops)
 
@@ -204,7 +204,7 @@ class ModelRunnerBase:
         self.parts = wire(self, read_layout(kv_cache_config))
         self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
 
-    def _step_limits(self, num_lines: int = 0) -> StepLimits:
+    def step_limits(self, num_lines: int = 0) -> StepLimits:
         """What steps may be asked of; ``num_lines`` of a contiguous cache, where decode may read all of them."""
         tiles = self.KV_TILE, self.CHUNK_QUERY_TILE, self.CHUNK_KV_TILE
         return allocation.step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
@@ -254,7 +254,7 @@ class ModelRunnerBase:
         sampled = parts.head.sample(plan, pending, read_grammar(grammar_output))
         if self.errors:
             sampled.errors = self.errors.take()
-        launched = self._make_output(batch, sampled)
+        launched = self.make_output(batch, sampled)
         with override_forward_context(parts.forward_context):
             parts.drafter.draft(pending, sampled, plan.mode)
         if self.scheduler_config.async_scheduling:
@@ -423,12 +423,16 @@ class ModelRunnerBase:
             parts.components.prepare(None, step, parts.rows)
             return self._launch(step)
 
-    def _warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
+    def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
         """Runs what drafts behind a step of a size, which returned ``results``."""
         parts = self.parts
         with override_forward_context(parts.forward_context):
             parts.drafter.warm_up_at(parts.packer.at(size), results)
 
-    def _warm_up(self, sizes: Iterable[StepSize]) -> None:
+    def profile_step(self) -> None:
+        """Runs the largest step without KV caches, for a device that measures its memory in ``profile_run``."""
+        profile_largest_step(self)
+
+    def warm_up(self, sizes: Iterable[StepSize]) -> None:
         """Makes the sizes, and all that sampling may need after them; see ``start/warm_up.py``."""
-        warm_up(self, sizes)
+        warm_up_sizes(self, sizes)

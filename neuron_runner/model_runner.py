@@ -58,7 +58,7 @@ class NeuronModelRunner(ModelRunnerBase):
 
     def profile_run(self) -> int:
         """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""
-        limits = self._step_limits()
+        limits = self.step_limits()
         self.graph_policy.configure(limits)
         sizes = self.graph_policy.sizes or limits.largest_sizes
         from neuron_runner.quantization import largest_float_bytes
@@ -73,4 +73,4 @@ class NeuronModelRunner(ModelRunnerBase):
         return step_memory + largest_float_bytes(self.model)
 
     def capture_model(self) -> None:
-        self._warm_up(self.graph_policy.sizes or self._step_limits().largest_sizes)
+        self.warm_up(self.graph_policy.sizes or self.step_limits().largest_sizes)

@@ -46,18 +46,18 @@ class Starting(Protocol):
     sizes_behind: SizesBehind
     pending: Any
 
-    def _make_sampler(self, mode: SamplingMode) -> StepFunction: ...
+    def make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
     def _dummy_run(self, size: StepSize) -> list[torch.Tensor]: ...
 
-    def _warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None: ...
+    def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None: ...
 
     def _pack_at(self, size: StepSize, batch: Any) -> Any: ...
 
     def _prepare_sampling(self, batch: Any) -> Any: ...
 
 
-def profile_step(runner: Starting) -> None:
+def profile_largest_step(runner: Starting) -> None:
     """The largest step without KV caches, attention left out, and the sampling that takes most memory."""
     scheduler = runner.vllm_config.scheduler_config
     num_tokens = scheduler.max_num_batched_tokens
@@ -74,10 +74,10 @@ def profile_step(runner: Starting) -> None:
         logits = LogitsOf(runner.model, runner.vocabulary).whole(hidden_states, zeros((num_logits,), torch.int32))
     tables = (zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
     rows = zeros((num_tokens, 1), torch.int32), token_ids
-    runner._make_sampler(SamplingMode.SORTED)(logits, zeros((2, num_logits), torch.int32), *tables, *rows)
+    runner.make_sampler(SamplingMode.SORTED)(logits, zeros((2, num_logits), torch.int32), *tables, *rows)
 
 
-def warm_up(runner: Starting, sizes: Iterable[StepSize]) -> None:
+def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
     """Makes every size that serving waits for, and all that sampling may need after it, under a progress bar.
 
     The other sizes are left to ``runner.sizes_behind``.
@@ -114,7 +114,7 @@ def parts_of(runner: Starting, size: StepSize) -> SizeParts:
     yield size, lambda: results.extend(runner._dummy_run(size))
     yield ("tokens", size.num_tokens), lambda: head.warm_up_tokens(results[2])
     yield ("logits", size.num_logits), lambda: head.warm_up_logits(results[0], results[1])
-    yield ("drafts", size), lambda: runner._warm_up_drafter(size, results)
+    yield ("drafts", size), lambda: runner.warm_up_drafter(size, results)
 
 
 def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:

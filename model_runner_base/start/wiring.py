@@ -58,13 +58,13 @@ class Unwired(Protocol):
     KV_TILE: int
     CHUNK_KV_TILE: int
 
-    def _step_limits(self, num_lines: int = 0) -> StepLimits: ...
+    def step_limits(self, num_lines: int = 0) -> StepLimits: ...
 
-    def _make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]: ...
+    def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]: ...
 
-    def _make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> CacheKind: ...
+    def make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> CacheKind: ...
 
-    def _make_sampler(self, mode: SamplingMode) -> StepFunction: ...
+    def make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
     @property
     def _run_model(self) -> Callable[..., Any]: ...
@@ -107,7 +107,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
 
     # What graphs update.
     state = GraphState()
-    tensors, index_of = runner._make_kv_caches(layout)
+    tensors, index_of = runner.make_kv_caches(layout)
     kv_caches = state.hold(tensors)
     rows.tensors = state.hold(rows.tensors)
 
@@ -118,9 +118,9 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
 
     # What a step sends: sizes, caches, inputs.
     reads_lines = all(group.reads_lines for group in groups) and not speculation.num_drafts
-    limits = runner._step_limits(num_lines(layout, config) if reads_lines else 0)
+    limits = runner.step_limits(num_lines(layout, config) if reads_lines else 0)
     policy.configure(limits)
-    caches = runner._make_caches(groups, limits, runner.encoder.spans(requests))
+    caches = runner.make_caches(groups, limits, runner.encoder.spans(requests))
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
     runner.encoder.connect(requests, groups, kv_caches, index_of)
     components = StepComponents(
@@ -139,7 +139,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     # What runs on the device: the model, then its head.
     forward = policy.wrap(runner._run_model, kv_caches)
     logits = LogitsOf(runner.model, runner.vocabulary)
-    samplers = {mode: policy.wrap(runner._make_sampler(mode), rows.tensors) for mode in SamplingMode}
+    samplers = {mode: policy.wrap(runner.make_sampler(mode), rows.tensors) for mode in SamplingMode}
     sampling = SamplingPipeline(
         config,
         runner.logits_processors,

@@ -66,7 +66,7 @@ class Runner(PlainModelRunner):
     def _cache_device_properties(self):
         self.graph_policy = Compiling()
     def capture_model(self):
-        self._warm_up(self.graph_policy.sizes)
+        self.warm_up(self.graph_policy.sizes)
 class PlainWorker(Usual):
     model_runner_cls = Runner
 """

@@ -252,8 +252,8 @@ MUTATIONS = [
     Mutation(
         "the host waits for each step",
         "model_runner.py",
-        "        launched = self._make_output(batch, sampled)\n",
-        "        launched = self._make_output(batch, sampled)\n        launched.get_output()\n",
+        "        launched = self.make_output(batch, sampled)\n",
+        "        launched = self.make_output(batch, sampled)\n        launched.get_output()\n",
         "test_host_does_not_wait",
     ),
     Mutation(
