@@ -5,17 +5,20 @@ into the calls. Without numba, or with its own ``NUMBA_DISABLE_JIT=1``, the same
 with the same results.
 
 Compiled code is kept on disk, under ``NUMBA_CACHE_DIR`` or else ``VLLM_CACHE_ROOT``, and is found again as long as the
-file that the loop is in stays the same: so a loop reads no value that another file defines. Types decide what is
-compiled, so arguments keep theirs: int64 for what describes a batch, int32 for what is sent to the device.
+file that the loop is in stays the same: so a loop reads no value that another file defines. What older versions left
+there stays. Where nothing can be written, every start compiles anew. Types decide what is compiled, so arguments keep
+theirs: int64 for what describes a batch, int32 for what is sent to the device.
 """
 
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock
 from vllm import envs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -27,6 +30,8 @@ def compiled(function: Function) -> Function:
         from numba import config, njit
     except ImportError:
         return function
+    if config.DISABLE_JIT:
+        return function
     try:
         folder = cache_folder(Path(function.__code__.co_filename))
         os.makedirs(folder, exist_ok=True)
@@ -37,19 +42,49 @@ def compiled(function: Function) -> Function:
     config.CACHE_DIR = str(folder)  # It is read while the function is wrapped.
     try:
         return njit(cache=True)(function)
+    except RuntimeError:  # NUMBA_CACHE_LOCATOR_CLASSES names other places, and none of them will do.
+        return njit(function)
     finally:
         config.CACHE_DIR = kept
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within it this process alone compiles and keeps loops, as far as others do so within it.
+
+    Two processes that keep code of two signatures of one loop at a time may give both the same name.
+    """
+    try:
+        os.makedirs(cache_root(), exist_ok=True)
+        lock = FileLock(cache_root() / "lock")
+        lock.acquire()
+    except (OSError, NotImplementedError, ImportError):  # No directory to write to, no locks there, or no numba.
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cache_root() -> Path:
+    """Where compiled code is kept. Raises ImportError without numba."""
+    from numba import config
+
+    return Path(config.CACHE_DIR or os.path.join(envs.VLLM_CACHE_ROOT, "host_loops"))
+
+
 def cache_folder(file: Path) -> Path:
-    """The directory of what is compiled from this text of a file by this version of numba.
+    """The directory of what this version of numba, with its flags, compiles from this version of a file.
 
     numba itself keeps all versions under one name. It writes its index before the code that the index names; a process
-    that starts between the two, after an update, would load the code of the version before.
+    that starts between the two, after an update, would load the code of the version before. And it goes by a file's
+    time, too: a file that is only newer has a directory of its own.
 
     Raises OSError where the file cannot be read.
     """
     import numba
 
-    version = hashlib.sha256(numba.__version__.encode() + b"\0" + file.read_bytes()).hexdigest()[:16]
-    return Path(numba.config.CACHE_DIR or os.path.join(envs.VLLM_CACHE_ROOT, "host_loops")) / version
+    time, checks = file.stat().st_mtime_ns, numba.config.BOUNDSCHECK
+    version = hashlib.sha256(f"{numba.__version__} {checks} {time}\0".encode() + file.read_bytes())
+    return cache_root() / version.hexdigest()[:16]

@@ -54,7 +54,7 @@ class Adapters:
         """Sets what the model's head is called with. Part of that graph."""
 
     def unbind_logits(self) -> None:
-        """The logits are computed: nothing that the graph was given is kept. Part of that graph."""
+        """Lets go of what ``bind_logits`` set. Part of that graph."""
 
     def step_memory(self) -> int:
         """Bytes that the largest step needs for adapters, beside their slots and what the model itself needs."""

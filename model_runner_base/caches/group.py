@@ -26,6 +26,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
+from model_runner_base.step.packing import Section
 from model_runner_base.step.sizes import Dim, StepLimits, StepSize
 
 
@@ -64,6 +65,12 @@ class CacheKind(StepComponent, ABC):
     @abstractmethod
     def needs(self, batch: InputBatch) -> list[StepSize]:
         """The size of this step before padding, for each way it can be run: one, or more to choose from."""
+
+    @abstractmethod
+    def sections(self, size: StepSize) -> list[Section]: ...
+
+    @abstractmethod
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None: ...
 
     def chunk_start(self, size: StepSize, num_decode_tokens: int) -> int:
         """The index of the first token of chunks, behind ``num_decode_tokens`` of decode rows and their padding."""

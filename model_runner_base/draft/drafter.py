@@ -4,7 +4,6 @@ Drafts are guesses: whatever they are, a request's tokens are those that it woul
 (``requests/device_rows.py``). A drafter may leave some out, or draft for a part of the requests.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,16 +13,13 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.components import StepComponent
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.vllm_port.outputs import DraftTokenIds, ModelRunnerOutput
 
 
 class Drafter(StepComponent):
-    """Nothing speculates. A drafter is the last component: its sections are written behind inputs and caches."""
-
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        return ()
+    """The last component, whose sections are written behind inputs and caches; this one drafts nothing."""
 
     # ---- A step's forward ----
 

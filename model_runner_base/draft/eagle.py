@@ -5,6 +5,7 @@ guess of the next hidden state, from which the next token is drawn, and which ta
 (EAGLE, arXiv:2401.15077). EAGLE-3 reads the states of three of the target's layers (arXiv:2503.01840).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from model_runner_base.requests.device_rows import known_or
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import Section
+from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepSize
 
 SECTION = "next_token_ids"
@@ -44,6 +46,9 @@ class EagleDrafter(ChainDrafter):
             rows, requests = batch.num_decodes, self._requests
             chunks = batch.rows[rows:], batch.num_computed[rows:], batch.query_len[rows:]
             fill_next(*chunks, batch.num_decode_tokens, requests.num_known, requests.token_ids, views[SECTION])
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+        return ()
 
     def begin(
         self, call: ModelCall, rows: DraftRows, yielded: torch.Tensor, features: torch.Tensor, shared: Shared

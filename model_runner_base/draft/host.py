@@ -16,6 +16,8 @@ from model_runner_base.vllm_port.outputs import DraftTokenIds, ModelRunnerOutput
 class HostDrafter(Drafter):
     """Keeps what the requests have; a method says how it looks them over."""
 
+    reads = ("token_ids",)
+
     def __init__(self, requests: RequestStates) -> None:
         self._requests = requests
         self._num_tokens = np.zeros(requests.max_num_reqs, np.int64)

@@ -31,6 +31,8 @@ LOOKED_UP = -1
 class EmbeddingInputs(StepComponent):
     """The pool's rows, float32, are those of the step's own embeddings, one behind another."""
 
+    reads = ("token_ids",)
+
     def __init__(
         self,
         requests: RequestStates,

@@ -20,7 +20,6 @@ from model_runner_base.multimodal.encoder import Encoder
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import StepComponent
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_port.kv_cache import cross_length
 from model_runner_base.vllm_shapes.multimodal import group_by_modality
@@ -53,9 +52,6 @@ class CrossEncoder(Encoder):
             for group in groups
             if group.cross_len
         ]
-
-    def components(self, requests: RequestStates) -> list[StepComponent]:
-        return [self]
 
     def bind(self, call: ModelCall) -> None:
         call.kwargs["encoder_outputs"] = []  # They are in the cache.

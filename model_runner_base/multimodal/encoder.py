@@ -69,8 +69,8 @@ class Encoder(StepComponent):
         """Forgets all outputs."""
 
     def components(self, requests: RequestStates) -> list[StepComponent]:
-        """What gives the model the encoder's outputs."""
-        return []
+        """The encoder, and what gives the model its outputs."""
+        return [self]
 
     def spans(self, requests: RequestStates) -> Spans:
         """Which tokens of prompts see each other both ways."""

@@ -28,6 +28,7 @@ class MultiModalInputs(StepComponent):
     """A token's ``encoder_rows`` is its row of the pool, or -1: then its embedding is looked up by its id."""
 
     prompts_in_chunks = True
+    reads = ("token_ids",)
 
     def __init__(
         self,

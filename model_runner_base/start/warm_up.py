@@ -16,6 +16,7 @@ from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.heads.generate import LogitsOf
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.host_loops import compiling
 from model_runner_base.inputs.embeddings import profile_inputs
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.start.behind import SizeParts, SizesBehind
@@ -84,7 +85,8 @@ def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
     """
     policy = runner.graph_policy
     largest_first = sorted(sizes, reverse=True)
-    compile_host_loops(runner)
+    with compiling():
+        compile_host_loops(runner)
     first = policy.first_sizes(largest_first)
     made: set[object] = set()
     runs = list[Callable[[], None]]()

@@ -34,9 +34,9 @@ class ModelCall:
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)
     """[T] int64 cache slots by layer name, for layers that write the cache apart from attention."""
     tensors: Sequence[torch.Tensor] = ()
-    """Those that the component which is bound has beside the packed buffer."""
+    """The tensors of the component that is being bound."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """What the model is called with beside ``positions``, or in their place."""
+    """The model's arguments; ``positions`` are added unless a component has set them."""
 
     @classmethod
     def unpack(

@@ -36,7 +36,7 @@ class StepComponent:
     prompts_in_chunks = False
     """Whether no token of a prompt may have a decode row."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """Sections of components before this one that ``fill`` or ``repeat`` reads."""
+    """Sections of components before this one that ``fill``, ``repeat`` or ``bind`` reads, or writes over."""
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         """A request took a row; ``token_ids`` are its prompt and its output so far."""
@@ -59,7 +59,7 @@ class StepComponent:
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
         """What keeps the sections up while the step, all decode rows, is repeated; None if they cannot be.
 
-        Nothing, ``()``, where they stay as they were packed: a component with sections has to say so.
+        Nothing, ``()``, where they stay as they were packed: a component that fills sections has to say so.
         """
         return None
 
@@ -80,7 +80,7 @@ class StepComponent:
         """
 
     def unbind(self) -> None:
-        """The model has run, its logits included: nothing that the graph computed is kept."""
+        """Lets go of what the graph computed: the model has run, its logits included."""
 
     def warm_up(self) -> None:
         """Runs once what the component has on the device beside the step's graph."""
@@ -106,7 +106,7 @@ class StepComponents:
             self.add(component)
 
     def add(self, component: StepComponent) -> None:
-        """The component is asked after all that are there."""
+        """Puts a component behind all that are there."""
 
         def has(name: str) -> bool:
             return getattr(type(component), name) is not getattr(StepComponent, name)
@@ -127,9 +127,9 @@ class StepComponents:
         count = len(component.tensors)
         if count:
             self._with_tensors.append(component)
-        if has("bind"):
+        if has("bind") or count:
             self._bind.append((component.bind, count))
-        if has("sections") or has("repeat"):
+        if has("sections") or has("fill") or has("repeat"):
             self._repeat.append(component.repeat)
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
@@ -142,15 +142,16 @@ class StepComponents:
 
     def checked_sections(self, size: StepSize) -> list[Section]:
         """As ``sections``; raises ValueError if one has two writers, or is read by a component before its writer."""
-        written: dict[str, Section] = {}
+        written: set[str] = set()
         for component in self._all:
-            name, own = type(component).__name__, component.sections(size)
+            name = type(component).__name__
             if missing := [section for section in component.reads if section not in written]:
                 raise ValueError(f"{name} reads {', '.join(missing)}, which no component before it writes")
-            if twice := [section.name for section in own if section.name in written]:
-                raise ValueError(f"{name} has sections of another component's: {', '.join(twice)}")
-            written.update((section.name, section) for section in own)
-        return list(written.values())
+            for section in component.sections(size):
+                if section.name in written:
+                    raise ValueError(f"{name} has a section that there is already: {section.name}")
+                written.add(section.name)
+        return self.sections(size)
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         for fill in self._fill:

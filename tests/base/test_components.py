@@ -49,6 +49,48 @@ class Silent(StepComponent):
         return [Section("silent", (1,))]
 
 
+class Twice(StepComponent):
+    def sections(self, size: Any) -> list[Section]:
+        return [Section("twice", (1,)), Section("twice", (2,))]
+
+
+class Holder(StepComponent):
+    """Has a tensor, and binds nothing."""
+
+    tensors = (torch.zeros(1),)
+
+
+class Overwriter(StepComponent):
+    """Writes into another's section, and does not say what becomes of that while a step is repeated."""
+
+    def fill(self, batch: Any, size: Any, views: dict[str, np.ndarray]) -> None:
+        views["first"][:] = 0
+
+
+class Asked(StepComponent):
+    """Notes what else it is asked."""
+
+    prompts_in_chunks = True
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def admit(self, row: int, info: Any, token_ids: list[int]) -> None:
+        self.log.append(("admit", row, token_ids))
+
+    def fill_padding(self, size: Any, views: dict[str, np.ndarray]) -> None:
+        self.log.append(("fill_padding", size))
+
+    def prepare(self, batch: Any, step: Any, rows: Any) -> None:
+        self.log.append(("prepare", batch, step, rows))
+
+    def unbind(self) -> None:
+        self.log.append("unbind")
+
+    def warm_up(self) -> None:
+        self.log.append("warm_up")
+
+
 def test_are_asked_in_their_order() -> None:
     log: list[str] = []
     components = StepComponents([Named("first", log), StepComponent(), Reader("second", log)])
@@ -64,9 +106,10 @@ def test_are_asked_in_their_order() -> None:
     ("make", "message"),
     [
         (lambda log: [Reader("second", log), Named("first", log)], "Reader reads first, which no component before it"),
-        (lambda log: [Named("first", log), Named("first", log)], "Named has sections of another component's: first"),
+        (lambda log: [Named("first", log), Named("first", log)], "Named has a section that there is already: first"),
+        (lambda log: [Twice()], "Twice has a section that there is already: twice"),
     ],
-    ids=["reads what comes later", "one section twice"],
+    ids=["reads what comes later", "a section of two", "a section twice in one"],
 )
 def test_an_order_that_cannot_be(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -77,7 +120,7 @@ def test_each_is_bound_with_its_own_tensors() -> None:
     """A graph may replace a component's tensors, so the list reads them anew."""
     log: list[str] = []
     many, none, one = Named("many", log, 2), Named("none", log), Named("one", log, 1)
-    components = StepComponents([many, none, one])
+    components = StepComponents([many, Holder(), none, one])
     one.given = [torch.full((1,), 7.0)]
     call: Any = SimpleNamespace()
     components.bind(call, components.tensors)
@@ -94,6 +137,25 @@ def test_a_step_is_repeated_if_all_can(repeats: list[Any], want: Any) -> None:
     assert components.repeat(batch, batch) == want
 
 
-def test_a_section_of_which_nothing_is_said_is_not_repeated() -> None:
+@pytest.mark.parametrize("component", [Silent(), Overwriter()], ids=["own section", "another's"])
+def test_a_section_of_which_nothing_is_said_is_not_repeated(component: StepComponent) -> None:
     batch: Any = None
-    assert StepComponents([Silent()]).repeat(batch, batch) is None
+    assert StepComponents([component]).repeat(batch, batch) is None
+
+
+def test_whatever_a_component_overrides_it_is_asked() -> None:
+    log: list[Any] = []
+    components, info = StepComponents([StepComponent(), Asked(log)]), None
+    assert components.prompts_in_chunks and not StepComponents([StepComponent()]).prompts_in_chunks
+    components.admit(3, info, [1, 2])  # type: ignore[arg-type]
+    components.fill_padding(SIZE, {})
+    components.prepare(None, "step", "rows")  # type: ignore[arg-type]
+    components.unbind()
+    components.warm_up()
+    assert log == [
+        ("admit", 3, [1, 2]),
+        ("fill_padding", SIZE),
+        ("prepare", None, "step", "rows"),
+        "unbind",
+        "warm_up",
+    ]

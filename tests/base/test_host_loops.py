@@ -1,12 +1,16 @@
 """Compiled loops that are kept on disk: which version of a file's code a process gets."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numba
 import pytest
+from filelock import FileLock, Timeout
 from numba.core.caching import IndexDataCacheFile
+
+from model_runner_base.host_loops import cache_folder, compiling
 
 LOOP = """from model_runner_base.host_loops import compiled
 
@@ -65,8 +69,32 @@ def test_a_file_that_stays_the_same_is_compiled_once(path: Path) -> None:
     assert sum(again.stats.cache_hits.values()) == 1  # type: ignore[attr-defined]
 
 
+def test_a_file_that_is_only_newer(path: Path) -> None:
+    """numba calls what it has of the older one stale, and hands its names out again."""
+    path.write_text(LOOP.format(factor=2))
+    before = cache_folder(path)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000_000))
+    assert cache_folder(path) != before
+
+
+def test_lies_in_vllms_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And numba's own setting, for other code, is as it was."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(path.parent / "vllm"))
+    path.write_text(LOOP.format(factor=2))
+    assert loop_of(path)(7) == 14
+    assert [*path.parent.glob("vllm/host_loops/*/*/*.nbc")] and numba.config.CACHE_DIR == ""
+
+
+def test_one_process_compiles_at_a_time(path: Path) -> None:
+    with compiling(), pytest.raises(Timeout):
+        FileLock(path.parent / "kept" / "lock").acquire(timeout=0)
+    FileLock(path.parent / "kept" / "lock").acquire(timeout=0).lock.release()
+
+
 def test_without_a_directory_to_write_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(LOOP.format(factor=2))
     path.with_name("file").write_text("")
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(path.with_name("file")))
-    assert loop_of(path)(7) == 14
+    with compiling():
+        assert loop_of(path)(7) == 14

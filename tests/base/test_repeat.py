@@ -68,7 +68,7 @@ def visible_keys(plan: PairPlan, position: int, pairs: list[int]) -> list[tuple[
 class Decoding:
     """Requests that decode, whose blocks come one by one; a step repeats the last one where ``Repeat`` says so.
 
-    A second one builds every step from scratch.
+    Another ``BareStep`` builds every step from scratch.
     """
 
     def __init__(

@@ -69,7 +69,6 @@ class Bench:
         self.device_ops = DeviceOps(torch.device("cpu"))
         self.rows = DeviceRows(limits.max_num_reqs, self.device_ops, limits.decode.query)
         self.requests = RequestStates(limits.max_num_reqs, limits.max_model_len)
-        self.inputs = TokenInputs(self.requests)
         self.tables = {
             name: BlockTable(limits.max_num_reqs, limits.max_model_len, block_size, 1)
             for name, block_size in BLOCK_SIZES.items()
@@ -80,14 +79,14 @@ class Bench:
         ]
         config: Any = SimpleNamespace()
         self.caches = BuilderCaches(groups, limits, config, self.device_ops)
-        self.components = StepComponents([self.inputs, self.caches])
+        self.components = StepComponents([TokenInputs(self.requests), self.caches])
         self.packer = Packer(self.components.checked_sections, self.device_ops)
 
     def run(self, batch: InputBatch | None, step: PackedStep) -> ModelCall:
         """What a step's graph works out."""
-        self.caches.prepare(batch, step, self.rows)
+        self.components.prepare(batch, step, self.rows)
         call = ModelCall.unpack(step.size, step.on_device, step.sections, *self.rows.tensors[:2])
-        self.caches.bind(call)
+        self.components.bind(call, ())
         return call
 
 
@@ -144,8 +143,7 @@ def fill(bench: Bench, requests: list[Request], size: StepSize) -> tuple[InputBa
         is_on_device = request.ahead is not None
         computed[request.row] = request.start if is_on_device else -9
         bench.requests.num_known[request.row] = bound if is_on_device else MAX_MODEL_LEN
-    bench.inputs.fill(batch, size, step.views)
-    bench.caches.fill(batch, size, step.views)
+    bench.components.fill(batch, size, step.views)
     step.send()
     return batch, step
 
@@ -266,8 +264,7 @@ def test_padding_is_requests_that_the_model_allows(
     bench = Bench(backend, limits)
     size = limits.size(StepKind.MIXED, tokens=num_tokens, requests=num_reqs, logits=num_reqs)
     step = bench.packer.at(size)
-    bench.inputs.fill_padding(size, step.views)
-    bench.caches.fill_padding(size, step.views)
+    bench.components.fill_padding(size, step.views)
     step.send()
     call = bench.run(None, step)
     common = call.metadata["local"]
@@ -321,8 +318,7 @@ def test_kernels_are_told_of_drafts(backend: type[ViewsBackend], data: st.DataOb
         bench.requests.num_known[row] = bound if index < num_decodes else MAX_MODEL_LEN
     (size,) = bench.caches.needs(batch)
     step = bench.packer.at(size)
-    bench.inputs.fill(batch, size, step.views)
-    bench.caches.fill(batch, size, step.views)
+    bench.components.fill(batch, size, step.views)
     step.send()
     call = bench.run(batch, step)
     tokens = [QUERY] * num_decodes + counts[num_decodes:]
