@@ -79,6 +79,7 @@ def test_the_pool_of_prompt_embeddings_is_part_of_what_a_step_needs(has_embeds: 
     model_config = SimpleNamespace(enable_prompt_embeds=has_embeds, get_inputs_embeds_size=lambda: 24)
     runner = SimpleNamespace(
         device_ops=SimpleNamespace(peak_memory=lambda run: 1000),
+        profile_step=None,
         encoder=NO_ENCODER,
         model_config=model_config,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
@@ -98,6 +99,7 @@ def test_the_larger_of_a_step_and_an_encoder_is_what_is_needed(of_encoder: int) 
     encoder = Measured()
     runner = SimpleNamespace(
         device_ops=SimpleNamespace(peak_memory=lambda run: of_encoder if run == encoder.profile else 1000),
+        profile_step=None,
         encoder=encoder,
         model_config=SimpleNamespace(enable_prompt_embeds=False),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
