@@ -50,7 +50,7 @@ def compiled(function: Function) -> Function:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within it this process alone compiles and keeps loops, as far as others do so within it.
+    """Lets one process at a time compile and keep loops.
 
     Two processes that keep code of two signatures of one loop at a time may give both the same name.
     """
@@ -68,7 +68,7 @@ def compiling() -> Iterator[None]:
 
 
 def cache_root() -> Path:
-    """Where compiled code is kept. Raises ImportError without numba."""
+    """Directory of compiled code. Raises ImportError without numba."""
     from numba import config
 
     return Path(config.CACHE_DIR or os.path.join(envs.VLLM_CACHE_ROOT, "host_loops"))

@@ -41,13 +41,13 @@ class Adapters:
         """Loads what an arriving request names; raises ValueError where it cannot serve."""
 
     def components(self, requests: RequestStates) -> Sequence[StepComponent]:
-        """What tells the layers of each token's adapter."""
+        """Components that tell the layers each token's adapter."""
         return ()
 
     # ---- Logits that are computed behind a step, of some of its hidden states ----
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
-        """What the graph of ``count`` rows of logits takes beside; all are of the request in ``row``, or padding."""
+        """Further inputs of the graph of ``count`` rows of logits, all of the request in ``row``; None: padding."""
         return ()
 
     def bind_logits(self, *beside: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ class AdapterInputs(StepComponent):
         self._adapters.products.unbind()
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
-        """As ``Adapters.beside_logits``."""
+        """Returns the slots for ``Adapters.beside_logits``."""
         slot = NO_SLOT if row is None else self._slots[row]
         return (np.full(count, slot, np.int32),)
 

@@ -38,7 +38,7 @@ class DraftParts(NamedTuple):
     model: Any
     caches: CacheKind
     components: StepComponents
-    """All of the step's, which have the sections of the packed buffer."""
+    """Components of the step, which have the sections of the packed buffer."""
     rows: DeviceRows
     tables: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     """Those of ``SamplingStates``."""

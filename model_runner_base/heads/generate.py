@@ -35,7 +35,7 @@ class LogitsOf:
 
 
 class BesideLogits(Protocol):
-    """What the model's head reads beside hidden states (``Adapters``)."""
+    """Further inputs of the model's head beside hidden states (``Adapters``)."""
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]: ...
 

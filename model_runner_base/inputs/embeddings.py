@@ -121,7 +121,7 @@ def make_embedding_inputs(
     wrap: WrapFunction,
     device_ops: DeviceOps,
 ) -> list[StepComponent]:
-    """What ``enable_prompt_embeds`` asks for; by default nothing."""
+    """Makes the component that ``enable_prompt_embeds`` asks for; by default none."""
     if not model_config.enable_prompt_embeds:
         return []
     hidden_size = model_config.get_inputs_embeds_size()

@@ -105,7 +105,7 @@ def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
 
 
 def parts_of(runner: Starting, size: StepSize) -> SizeParts:
-    """What a size consists of: what components have on the device, the model's graph, sampling on what that returned.
+    """Yields the parts of a size: what components have on the device, the model's graph, sampling on its results.
 
     Sizes of as many tokens, or rows of logits, share what is made for these.
     """

@@ -59,7 +59,7 @@ class ModelCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All that the model is called with."""
+        """Arguments that the model is called with."""
         return {"positions": self.positions, **self.kwargs}
 
     @property

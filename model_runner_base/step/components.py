@@ -20,7 +20,7 @@ from model_runner_base.step.sizes import StepSize
 
 
 class RepeatPart(Protocol):
-    """What a component keeps up of its sections while a step is repeated."""
+    """Upkeep of a component's sections while a step is repeated."""
 
     def begin(self, positions: np.ndarray) -> None:
         """Called once, before the first repeat; ``positions`` [R] int64 are those of the step that was packed."""
@@ -57,7 +57,7 @@ class StepComponent:
         """Writes what is not zero in a step of nothing but padding."""
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        """What keeps the sections up while the step, all decode rows, is repeated; None if they cannot be.
+        """Returns the upkeep of the sections while the step, all decode rows, is repeated; None if they cannot be.
 
         Nothing, ``()``, where they stay as they were packed: a component that fills sections has to say so.
         """
@@ -70,7 +70,7 @@ class StepComponent:
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """What the graph takes beside the packed buffer and the rows; always as many."""
+        """Tensors that the graph takes beside the packed buffer and the rows; always as many."""
         return ()
 
     def bind(self, call: ModelCall) -> None:
@@ -137,11 +137,11 @@ class StepComponents:
             admit(row, info, token_ids)
 
     def sections(self, size: StepSize) -> list[Section]:
-        """All of the packed buffer."""
+        """Sections of the whole packed buffer."""
         return [section for sections in self._sections for section in sections(size)]
 
     def checked_sections(self, size: StepSize) -> list[Section]:
-        """As ``sections``; raises ValueError if one has two writers, or is read by a component before its writer."""
+        """Returns ``sections``; raises ValueError if one has two writers, or is read before its writer in the list."""
         written: set[str] = set()
         for component in self._all:
             name = type(component).__name__
@@ -162,7 +162,7 @@ class StepComponents:
             fill_padding(size, views)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> list[RepeatPart] | None:
-        """What keeps all sections up; None if those of one component cannot be."""
+        """Returns the upkeep of all sections; None if those of one component cannot be kept up."""
         parts: list[RepeatPart] = []
         for repeat in self._repeat:
             of_component = repeat(batch, step)
@@ -177,7 +177,7 @@ class StepComponents:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those of all components, as ``bind`` takes them."""
+        """Tensors of all components, as ``bind`` takes them."""
         return [tensor for component in self._with_tensors for tensor in component.tensors]
 
     def bind(self, call: ModelCall, tensors: Sequence[torch.Tensor]) -> None:

@@ -50,7 +50,7 @@ def test_a_process_that_starts_while_another_writes(path: Path, monkeypatch: pyt
 
 
 def test_code_of_another_numba(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another version of numba has written is not read, whether or not it could be."""
+    """Files that another version of numba has written are not read, whether or not they could be."""
     path.write_text(LOOP.format(factor=2))
     with monkeypatch.context() as another:
         another.setattr(numba, "__version__", "0.0.1")
