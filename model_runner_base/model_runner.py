@@ -27,19 +27,18 @@ from model_runner_base.caches.kinds import make_caches
 from model_runner_base.caches.spans import Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
+from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.logits_processors import load_processors
 from model_runner_base.heads.sampling.logprobs import reads_processed
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPlan
 from model_runner_base.heads.sampling.sampler import sample
-from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.loader import change_config, reload_checkpoint
 from model_runner_base.multimodal.choice import choose_encoder, supported_tasks
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.requests.failures import RequestErrors
-from model_runner_base.requests.states import RequestInfo
 from model_runner_base.start.behind import SizesBehind
 from model_runner_base.start.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.start.wiring import StepParts, wire
@@ -100,7 +99,7 @@ class ModelRunnerBase:
         self.errors = RequestErrors(vllm_config.parallel_config.world_size)
         self.is_all_failed = False
         """Whether ``execute_model`` left out every request of its step, so that nothing is pending."""
-        self.pending: SampleInputs | None = None
+        self.pending: Forward | None = None
         """What ``execute_model`` left for ``sample_tokens``."""
 
         # Replaced by _cache_device_properties where the device asks for it.
@@ -222,7 +221,7 @@ class ModelRunnerBase:
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
     ) -> ModelRunnerOutput | None:
-        """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless there were none.
+        """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless this returns an output.
 
         Tensors would come from the stage before in a pipeline, which limits.py refuses.
         """
@@ -239,7 +238,11 @@ class ModelRunnerBase:
         with override_forward_context(parts.forward_context):
             parts.components.prepare(batch, step, parts.rows)
             logits, slots, hidden_states, *kept = self._launch(step)
-            self.pending = SampleInputs(batch, step, logits, slots, hidden_states, tuple(kept))
+        forward = Forward(schedule, batch, step, logits, slots, hidden_states, tuple(kept))
+        answer = parts.head.answer(forward)
+        if answer is not None:
+            return self.make_output(batch, answer).get_output()
+        self.pending = forward
         return None
 
     @guarded
@@ -305,13 +308,9 @@ class ModelRunnerBase:
     def _admit(self, arrival: Arrival) -> None:
         """Gives a new or resumed request its row; whoever keeps something by row learns of it."""
         parts, req_id = self.parts, arrival.req_id
-        params, known = arrival.sampling_params, parts.requests.infos.get(req_id)
-        if known is not None and arrival.resumes(known):
-            info = known
-        else:
-            assert params is not None
-            seed = parts.head.draw_seed() if params.seed is None else params.seed
-            info = RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter, arrival.items)
+        info = known = parts.requests.infos.get(req_id)
+        if info is None or not arrival.resumes(info):
+            info = parts.head.info_of(arrival)
             if known is None:  # Else a session goes on; its first prompt has been introduced.
                 parts.head.introduce(req_id, info)
         if info.adapter is not None:

@@ -16,10 +16,10 @@ from model_runner_base.caches.group import CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.graph_policy import SortLimits, WrapFunction
+from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.sampler import draw
-from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
@@ -102,11 +102,11 @@ class DeviceDrafter(Drafter):
         """Launches the graphs for a step."""
         raise NotImplementedError
 
-    def draft(self, inputs: SampleInputs, sampled: SampledStep, mode: SamplingMode) -> None:
-        self._last_batch = batch = inputs.batch
+    def draft(self, forward: Forward, sampled: SampledStep, mode: SamplingMode) -> None:
+        self._last_batch = batch = forward.batch
         mode = max(mode, SamplingMode.RANDOM)
-        outcome = Outcome(sampled.tokens, inputs.hidden_states, inputs.kept, batch.num_decodes > 0)
-        self.launch(inputs.step, mode, outcome)
+        outcome = Outcome(sampled.tokens, forward.hidden_states, forward.kept, batch.num_decodes > 0)
+        self.launch(forward.step, mode, outcome)
 
     def warm_up_at(self, step: PackedStep, results: list[torch.Tensor]) -> None:
         _, slots, features, *kept = results

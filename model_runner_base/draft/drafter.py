@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
@@ -29,7 +29,7 @@ class Drafter(StepComponent):
 
     # ---- Behind the step's sampling ----
 
-    def draft(self, inputs: SampleInputs, sampled: SampledStep, mode: SamplingMode) -> None:
+    def draft(self, forward: Forward, sampled: SampledStep, mode: SamplingMode) -> None:
         """Launches the drafting of each request's next tokens into ``DeviceRows``; nothing is waited for."""
 
     def read(self, batch: InputBatch, output: ModelRunnerOutput) -> None:

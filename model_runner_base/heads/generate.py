@@ -1,21 +1,26 @@
 """Generation: hidden states to logits inside the graph, then sampling."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.graph_policy import GraphPolicy, StepFunction, WrapFunction
+from model_runner_base.heads.head import Forward, Head
 from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPipeline, SamplingPlan
-from model_runner_base.heads.sampling.stage import SampleInputs
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
-from model_runner_base.requests.states import RequestInfo
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.schedule import Grammar
+from model_runner_base.step.schedule import Arrival, Grammar
 
 
 @dataclass(frozen=True)
@@ -65,31 +70,29 @@ class LogitsBehind:
         return logits
 
 
-class GenerateHead:
-    """What a step's hidden states become where text is generated."""
+class GenerateHead(Head):
+    """Logits of hidden states inside the graph; tokens are sampled from them behind it."""
 
     def __init__(self, logits: LogitsOf, sampling: SamplingPipeline) -> None:
         self._logits = logits
         self.sampling = sampling
 
-    def draw_seed(self) -> int:
-        """For a request that brings none."""
-        return self.sampling.draw_seed()
+    def info_of(self, arrival: Arrival) -> RequestInfo:
+        params = arrival.params
+        assert params is not None
+        seed = self.sampling.draw_seed() if params.seed is None else params.seed
+        return RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter, arrival.items)
 
     def introduce(self, req_id: str, info: RequestInfo) -> None:
-        """A request came for the first time."""
         self.sampling.prompt_logprobs.admit(req_id, info)
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        """A request took a row; ``token_ids`` are its prompt and its output so far."""
         self.sampling.admit(row, info, token_ids)
 
     def forget(self, req_id: str) -> None:
-        """A request has finished."""
         self.sampling.prompt_logprobs.release(req_id)
 
     def traced(self, hidden_states: torch.Tensor, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Part of the graph: logits [L, V], or this rank's part of them; sample slots [2 or 3, L]; hidden states."""
         logits = self._logits.own(hidden_states, call.arrays["logits_indices"])
         return logits, call.sample_slots, hidden_states
 
@@ -97,14 +100,41 @@ class GenerateHead:
         """Which rules, sampler and log probabilities the batch's requests ask for."""
         return self.sampling.prepare(batch)
 
-    def sample(self, plan: SamplingPlan, inputs: SampleInputs, grammar: Grammar | None) -> SampledStep:
+    def sample(self, plan: SamplingPlan, forward: Forward, grammar: Grammar | None) -> SampledStep:
         """Launches the sampler; nothing is waited for, unless a rule looks back on the last step's tokens."""
-        return self.sampling.run(plan, inputs, grammar)
+        return self.sampling.run(plan, forward, grammar)
 
     def warm_up_tokens(self, hidden_states: torch.Tensor) -> None:
-        """Runs once what depends on a step's number of tokens."""
         self.sampling.prompt_logprobs.warm_up(hidden_states)
 
     def warm_up_logits(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
-        """Runs once what depends on a step's rows of logits."""
         self.sampling.warm_up(logits, sample_slots)
+
+
+def make_generate_head(
+    vllm_config: VllmConfig,
+    model: Any,
+    vocabulary: Vocabulary,
+    processors: list[LogitsProcessor],
+    make_sampler: Callable[[SamplingMode], StepFunction],
+    beside: BesideLogits,
+    requests: RequestStates,
+    rows: DeviceRows,
+    policy: GraphPolicy,
+    device_ops: DeviceOps,
+) -> GenerateHead:
+    """The head of a loaded ``model``, with a sampler for each mode that records tokens in ``rows``."""
+    wrap, logits = policy.wrap, LogitsOf(model, vocabulary)
+    sampling = SamplingPipeline(
+        vllm_config,
+        processors,
+        requests,
+        {mode: wrap(make_sampler(mode), rows.tensors) for mode in SamplingMode},
+        LogitsBehind(logits, beside, wrap, device_ops),
+        rows,
+        wrap,
+        policy.sort_limits,
+        vocabulary,
+        device_ops,
+    )
+    return GenerateHead(logits, sampling)

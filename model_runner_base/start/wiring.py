@@ -19,9 +19,8 @@ from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.loading import draft_of
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
-from model_runner_base.heads.generate import GenerateHead, LogitsBehind, LogitsOf
+from model_runner_base.heads.generate import GenerateHead, make_generate_head
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.pipeline import SamplingPipeline
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.tokens import TokenInputs
@@ -138,18 +137,16 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
 
     # What runs on the device: the model, then its head.
     forward = policy.wrap(runner._run_model, kv_caches)
-    logits = LogitsOf(runner.model, runner.vocabulary)
-    samplers = {mode: policy.wrap(runner.make_sampler(mode), rows.tensors) for mode in SamplingMode}
-    sampling = SamplingPipeline(
+    head = make_generate_head(
         config,
-        runner.logits_processors,
-        requests,
-        samplers,
-        LogitsBehind(logits, runner.adapters, policy.wrap, device_ops),
-        rows,
-        policy.wrap,
-        policy.sort_limits,
+        runner.model,
         runner.vocabulary,
+        runner.logits_processors,
+        runner.make_sampler,
+        runner.adapters,
+        requests,
+        rows,
+        policy,
         device_ops,
     )
 
@@ -160,7 +157,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
             caches=caches,
             components=components,
             rows=rows,
-            tables=sampling.tables,
+            tables=head.sampling.tables,
             num_drafts=speculation.num_drafts,
             mask_token=speculation.mask_token or 0,
             max_length=min(max_model_len, speculation.max_length),
@@ -186,6 +183,6 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         packer=Packer(components.checked_sections, device_ops),
         forward_context=create_forward_context(None, config),
         forward=forward,
-        head=GenerateHead(logits, sampling),
+        head=head,
         drafter=drafter,
     )

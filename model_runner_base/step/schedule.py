@@ -3,7 +3,7 @@
 Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with a prompt of 5 tokens:
 
     Schedule(finished=set(), preempted=(),
-             arrivals=[Arrival("c", [5 token ids], num_computed=0, block_ids=([7],), sampling_params=...)],
+             arrivals=[Arrival("c", [5 token ids], num_computed=0, block_ids=([7],), params=...)],
              continued=["a", "b"], new_blocks=[([12],), None],
              num_tokens={"a": 1, "b": 1, "c": 5}, total_num_tokens=7)
 """
@@ -34,8 +34,8 @@ class Arrival:
     """Tokens that lie in the cache already."""
     block_ids: tuple[list[int], ...]
     """All its blocks, a list a KV-cache group."""
-    sampling_params: SamplingParams | None = None
-    """None for one that resumes."""
+    params: SamplingParams | None = None
+    """The head's own: what a new request asks for; None for one that resumes."""
     prompt_embeds: torch.Tensor | None = None
     """[prompt, hidden] on the host, of a new one whose prompt is embeddings; its ``token_ids`` are zeros then."""
     adapter: LoRARequest | None = None
@@ -48,9 +48,8 @@ class Arrival:
 
         One that was preempted before its first token may come as if it were new, with the prompt that it has.
         """
-        params = self.sampling_params
-        is_same = params == info.sampling_params and len(self.token_ids) == info.num_prompt_tokens
-        return params is None or is_same
+        is_same = self.params == info.sampling_params and len(self.token_ids) == info.num_prompt_tokens
+        return self.params is None or is_same
 
 
 @dataclass(slots=True)

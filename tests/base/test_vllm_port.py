@@ -111,12 +111,12 @@ def test_schedule_says_what_the_scheduler_said(data: st.DataObject) -> None:
         if name in resumed:
             arrival = arrivals[name]
             assert (arrival.token_ids, arrival.num_computed) == (every[name], start)
-            assert arrival.block_ids == added and arrival.sampling_params is None
+            assert arrival.block_ids == added and arrival.params is None
     for each in new:
         arrival = arrivals[each.req_id]
         assert (arrival.num_computed, arrival.block_ids) == (each.num_computed_tokens, each.block_ids)
         ids = each.prompt_token_ids or [0] * len(each.prompt_embeds)  # type: ignore[arg-type]
-        assert arrival.token_ids == ids and arrival.sampling_params is each.sampling_params is not None
+        assert arrival.token_ids == ids and arrival.params is each.sampling_params is not None
         assert arrival.prompt_embeds is each.prompt_embeds
     # The scheduler keeps its lists.
     assert cached.new_block_ids == blocks and cached.req_ids == continued

@@ -22,9 +22,10 @@ from vllm.v1.sample.logits_processor import (
 from vllm.v1.sample.logits_processor.interface import AddedRequest, MovedRequest
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.params import GREEDY_TEMPERATURE
-from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.requests.states import RequestInfo, RequestStates
 
 
@@ -71,10 +72,10 @@ class LogitsProcessors(LogitsStage):
     def looks_back(self, params: SamplingParams) -> bool:
         return True
 
-    def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         if self._update_looks_back:
             self._history.catch_up()
-        infos = self._requests.infos_of(inputs.batch.rows)
+        infos = self._requests.infos_of(forward.batch.rows)
         update = batch_update(self._batch, infos)
         self._batch = infos
         for processor in self._processors:

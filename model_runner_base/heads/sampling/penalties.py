@@ -16,7 +16,8 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
-from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.heads.head import Forward
+from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestInfo
 
@@ -111,8 +112,8 @@ class Penalties(LogitsStage):
         self._set_row(self._counts[0], to_device(np.array([row], np.int32)), to_device(counts))
         self._is_behind[row] = 0
 
-    def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        batch, num_rows = inputs.batch, logits.shape[0]
+    def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+        batch, num_rows = forward.batch, logits.shape[0]
         rows = batch.rows[asking]
         is_new = np.zeros(num_rows, np.int32)
         is_new[batch.logits_start(asking)] = self._is_behind[rows]
@@ -120,7 +121,7 @@ class Penalties(LogitsStage):
         every = batch.logits_rows(asking)
         penalties = np.tile(np.array(NEUTRAL, np.float32), (num_rows, 1))
         penalties[every.rows] = self._penalties[rows[every.owner]]
-        return self._run(logits, inputs.sample_slots, is_new, penalties)
+        return self._run(logits, forward.sample_slots, is_new, penalties)
 
     def _run(
         self, logits: torch.Tensor, sample_slots: torch.Tensor, is_new: np.ndarray, penalties: np.ndarray

@@ -18,6 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, MinPLogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import SortLimits, StepFunction, WrapFunction
+from model_runner_base.heads.head import Forward
 from model_runner_base.heads.prompt_logprobs import PromptLogprobs
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.history import OutputHistory
@@ -32,7 +33,7 @@ from model_runner_base.heads.sampling.logprobs import (
 from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
 from model_runner_base.heads.sampling.penalties import Penalties
 from model_runner_base.heads.sampling.sampler import sample
-from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
@@ -184,26 +185,26 @@ class SamplingPipeline:
             num_logprobs=num_logprobs,
         )
 
-    def run(self, plan: SamplingPlan, inputs: SampleInputs, grammar: Grammar | None) -> SampledStep:
+    def run(self, plan: SamplingPlan, forward: Forward, grammar: Grammar | None) -> SampledStep:
         """Launches everything; waits for nothing, unless a rule looks back on the last step's tokens."""
         if plan.sample_parts is not None and grammar is None:
-            sampled = SampledStep(self._call(plan.sample_parts, inputs.logits, inputs.sample_slots))
+            sampled = SampledStep(self._call(plan.sample_parts, forward.logits, forward.sample_slots))
         else:
-            sampled = self._sample_rows(plan, inputs, self._whole(inputs.logits), grammar)
-        sampled.prompt_chunks = self.prompt_logprobs.collect(inputs.batch, inputs.hidden_states)
+            sampled = self._sample_rows(plan, forward, self._whole(forward.logits), grammar)
+        sampled.prompt_chunks = self.prompt_logprobs.collect(forward.batch, forward.hidden_states)
         return sampled
 
     def _sample_rows(
-        self, plan: SamplingPlan, inputs: SampleInputs, whole: torch.Tensor, grammar: Grammar | None
+        self, plan: SamplingPlan, forward: Forward, whole: torch.Tensor, grammar: Grammar | None
     ) -> SampledStep:
         """All but the prompts, from the model's logits [S, V]."""
-        logits, slots = self._masks.apply_grammar(inputs, whole, grammar)
+        logits, slots = self._masks.apply_grammar(forward, whole, grammar)
         raw = logits
         for stage, asking in plan.stages:
-            logits = stage.apply(inputs, asking, logits)
+            logits = stage.apply(forward, asking, logits)
         tokens, processed = self._draw(plan.mode, logits, slots)
         if len(plan.looking_back):
-            batch, indices = inputs.batch, plan.looking_back
+            batch, indices = forward.batch, plan.looking_back
             infos = self._requests.infos_of(batch.rows[indices])
             self._history.record(batch.logits_start(indices), batch.num_logits(indices), infos, tokens)
         sampled = SampledStep(tokens, num_nans=self._count_nans(whole))

@@ -13,8 +13,9 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.history import OutputHistory
-from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.heads.sampling.token_masks import allows_only
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.packing import pad_into
@@ -54,14 +55,14 @@ class TokenEdits(LogitsStage):
     def looks_back(self, params: SamplingParams) -> bool:
         return bool(params.bad_words_token_ids or (self._has_drafts and params.min_tokens))
 
-    def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        batch = inputs.batch
+    def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+        batch = forward.batch
         infos = self._requests.infos_of(batch.rows[asking])
         if any(self.looks_back(info.sampling_params) for info in infos):
             self._history.catch_up()
         edits: list[tuple[int, int, float]] = []
-        for index, info, outputs in self._contexts(inputs, asking, infos):
-            found = _edits(info, outputs, inputs.grammar_masks.get(index), self._vocab_size)
+        for index, info, outputs in self._contexts(forward, asking, infos):
+            found = _edits(info, outputs, forward.grammar_masks.get(index), self._vocab_size)
             # A stop token that no logit belongs to needs no forbidding.
             edits.extend((index, token, value) for token, value in found if 0 <= token < self._vocab_size)
         for start in range(0, len(edits), PIECE):
@@ -69,17 +70,17 @@ class TokenEdits(LogitsStage):
         return logits
 
     def _contexts(
-        self, inputs: SampleInputs, asking: np.ndarray, infos: list[RequestInfo]
+        self, forward: Forward, asking: np.ndarray, infos: list[RequestInfo]
     ) -> Iterator[tuple[int, RequestInfo, "_Outputs"]]:
         """Each row of logits of some requests, with the output tokens that its token follows."""
-        batch = inputs.batch
+        batch = forward.batch
         if not self._has_drafts:
             num_outputs = (batch.seq_lens[asking] - [info.num_prompt_tokens for info in infos]).tolist()
             for index, info, count in zip(asking.tolist(), infos, num_outputs, strict=True):
                 yield index, info, _Outputs(count, info.output_token_ids)
             return
         every = batch.logits_rows(asking)
-        drafts = self._device_ops.to_host(inputs.sample_slots)[2].tolist()
+        drafts = self._device_ops.to_host(forward.sample_slots)[2].tolist()
         for index, owner, place in zip(*(values.tolist() for values in every), strict=True):
             tokens = infos[owner].output_token_ids + drafts[index - place : index]
             yield index, infos[owner], _Outputs(len(tokens), tokens)

@@ -12,7 +12,8 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import WrapFunction
-from model_runner_base.heads.sampling.stage import LogitsStage, SampleInputs
+from model_runner_base.heads.head import Forward
+from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.schedule import Grammar
@@ -54,14 +55,14 @@ class TokenMasks:
         return self._function(logits, self._device_ops.to_device(words), self._bits)
 
     def apply_grammar(
-        self, inputs: SampleInputs, logits: torch.Tensor, grammar: Grammar | None
+        self, forward: Forward, logits: torch.Tensor, grammar: Grammar | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks the requests with structured output, the others in the batch are free; returns sample slots, too.
 
         The scheduler masks places behind drafts only where it knows the drafts, and that reasoning is over. What it
         leaves free must not count, so no draft in front of it is right.
         """
-        batch, slots = inputs.batch, inputs.sample_slots
+        batch, slots = forward.batch, forward.sample_slots
         if grammar is None:
             return logits, slots
         index_of = batch.req_id_to_index
@@ -75,8 +76,8 @@ class TokenMasks:
             is_kept = np.ones(slots.shape[1], np.int32)
             is_kept[every.rows[free] - 1] = 0
             slots = self._drop_drafts(slots, self._device_ops.to_device(is_kept))
-        inputs.grammar_masks = dict(zip(every.rows.tolist(), bitmask, strict=True))
-        return self.apply(logits, inputs.grammar_masks), slots
+        forward.grammar_masks = dict(zip(every.rows.tolist(), bitmask, strict=True))
+        return self.apply(logits, forward.grammar_masks), slots
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
         self.apply(logits, {})
@@ -118,7 +119,7 @@ class AllowedTokens(LogitsStage):
         bits[info.sampling_params.allowed_token_ids] = 1
         self._words[row] = np.packbits(bits, bitorder="little").view("<i4")
 
-    def apply(self, inputs: SampleInputs, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        every = inputs.batch.logits_rows(asking)
-        words = [self._words[row] for row in inputs.batch.rows[asking[every.owner]].tolist()]
+    def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+        every = forward.batch.logits_rows(asking)
+        words = [self._words[row] for row in forward.batch.rows[asking[every.owner]].tolist()]
         return self._masks.apply(logits, dict(zip(every.rows.tolist(), words, strict=True)))

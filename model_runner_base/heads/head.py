@@ -1,0 +1,70 @@
+"""The head: what a step's hidden states become, and what a request asks of that.
+
+``traced`` is a part of the model's graph. After the graph the head either answers the step at once (``answer``), or
+leaves the answer to ``sample_tokens``, which the engine calls next.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.schedule import Arrival, Schedule
+
+
+@dataclass
+class Forward:
+    """A step whose model has been launched: L padded rows of logits, T padded tokens."""
+
+    schedule: Schedule
+    batch: InputBatch
+    step: PackedStep
+    """As the model's graph left it."""
+    logits: torch.Tensor
+    """[L, V] float32, or this rank's part of the rows if the vocabulary is cut"""
+    sample_slots: torch.Tensor
+    """[2, L] or [3, L] int32, as ``ModelCall.sample_slots`` has them."""
+    hidden_states: torch.Tensor
+    """[T, hidden]"""
+    kept: tuple[torch.Tensor, ...] = ()
+    """The tensors that drafting needs beside, as ``Drafter.keep`` returned them."""
+    grammar_masks: Mapping[int, np.ndarray] = field(default_factory=dict)
+    """The tokens that a grammar allows, by row of logits: bitmasks as ``sampling/token_masks.py`` has them."""
+
+
+class Head(ABC):
+    """The methods that every head has."""
+
+    @abstractmethod
+    def info_of(self, arrival: Arrival) -> RequestInfo:
+        """The lasting state of a request that comes for the first time, or of a session's next turn."""
+
+    def introduce(self, req_id: str, info: RequestInfo) -> None:  # noqa: B027
+        """A request came for the first time."""
+
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:  # noqa: B027
+        """A request took a row; ``token_ids`` are its prompt and its output so far."""
+
+    def forget(self, req_id: str) -> None:  # noqa: B027
+        """A request has finished."""
+
+    @abstractmethod
+    def traced(self, hidden_states: torch.Tensor, call: ModelCall) -> tuple[torch.Tensor, ...]:
+        """The tensors of ``Forward`` from ``logits`` to ``hidden_states``. Part of the graph."""
+
+    def answer(self, forward: Forward) -> SampledStep | None:
+        """The step's results, if there is nothing to wait for; None leaves them to ``sample_tokens``."""
+        return None
+
+    def warm_up_tokens(self, hidden_states: torch.Tensor) -> None:  # noqa: B027
+        """Runs once what depends on a step's number of tokens."""
+
+    def warm_up_logits(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:  # noqa: B027
+        """Runs once what depends on a step's rows of logits."""
