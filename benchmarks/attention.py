@@ -16,7 +16,8 @@ from vllm import SamplingParams
 from benchmarks.graphs import Graph
 from benchmarks.report import interleaved, parse, show
 from model_runner_base.attention.paged import PagedAttentionImpl
-from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.group import AttentionGroup, CacheKind, bind_step
+from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.inputs.tokens import TokenInputs
@@ -59,11 +60,14 @@ class Layer:
         limits = StepLimits(rows, rows, max_length, DECODE, CHUNK, dims, lines)
         device = torch_xla.device()
         device_ops = XlaDeviceOps(device)
-        kind = LineCaches if lines else PagedCaches
-        self._caches = kind([AttentionGroup(["layer"], table, DECODE.keys, CHUNK.keys)], limits)
+        groups = [AttentionGroup(["layer"], table, DECODE.keys, CHUNK.keys)]
+        self._caches: list[CacheKind] = [PagedCaches(groups, limits)]
+        if lines:
+            self._caches.append(LineCaches(groups, limits))
+        self._layout = make_layout(self._caches, limits)
         self._requests = RequestStates(rows, max_length)
         self._device_rows = DeviceRows(rows, device_ops)
-        self._components = StepComponents([TokenInputs(self._requests), self._caches])
+        self._components = StepComponents([TokenInputs(self._requests), self._layout, *self._caches])
         self._packer = Packer(self._components.checked_sections, device_ops)
         self._impl = PagedAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
         cache = torch.randn((rows * blocks + 1) * parts, stored, 2 * KV_HEADS, HEAD_SIZE).to(device)
@@ -81,7 +85,7 @@ class Layer:
         key_value: torch.Tensor,
     ) -> torch.Tensor:
         call = ModelCall.unpack(size, packed, self._components.sections(size), tokens, computed)
-        self._caches.bind(call)
+        bind_step(self._layout, self._caches, call)
         metadata = call.metadata["layer"]
         return self._impl.forward(None, query, key_value, key_value, self._state[0], metadata)  # type: ignore[arg-type]
 
@@ -92,8 +96,8 @@ class Layer:
             info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0] * length)
             self._requests.admit(name, info, info.prompt_token_ids, length - 1)
         step_of_all = Schedule(set(), (), [], names, [None] * len(names), dict.fromkeys(names, 1), len(names))
-        batch = BatchBuilder(self._requests, self._caches.order).build(step_of_all)
-        (size,) = (size for size in self._caches.needs(batch) if size.kind == kind)
+        batch = BatchBuilder(self._requests, self._layout.order).build(step_of_all)
+        (size,) = (size for size in self._layout.needs(batch) if size.kind == kind)
         step = self._packer.at(size)
         self._components.fill(batch, size, step.views)
         step.send()

@@ -63,8 +63,8 @@ def mixed(context: int) -> list[int]:
 
 
 def limits_of(worker: ModelRunnerWorker) -> StepLimits:
-    caches: Any = worker.model_runner.parts.caches
-    return caches.limits
+    layout: Any = worker.model_runner.parts.layout
+    return layout.limits
 
 
 def least(graphs: dict[str, Graph], repeats: int) -> dict[str, float]:

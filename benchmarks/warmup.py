@@ -92,7 +92,7 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
         )
     runner = runner_of(llm)
 
-    parts, limits = runner.parts, runner.parts.caches.limits
+    parts, limits = runner.parts, runner.parts.layout.limits
     run_model, state = parts.forward.function, parts.forward.state
 
     def inputs(count: int) -> list[Any]:

@@ -140,8 +140,8 @@ class ModelRunnerBase:
         with self.device_ops.memory_pool("kv_cache"):
             return allocation.allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
-    def make_caches(self, groups: list[AttentionGroup], step_limits: StepLimits, spans: Spans) -> CacheKind:
-        """Groups of the base's own plan where the platform chose the base's attention, else of metadata builders."""
+    def make_caches(self, groups: list[AttentionGroup], step_limits: StepLimits, spans: Spans) -> list[CacheKind]:
+        """Kinds of caches, each with some of the groups, as caches/kinds.py chooses them."""
         return make_caches(groups, step_limits, spans, self.vllm_config, self.device_ops)
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction:
@@ -339,13 +339,13 @@ class ModelRunnerBase:
 
     def _pack(self, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
         """Fills the buffer of the size that holds the batch, and sends it."""
-        return self._pack_at(self.graph_policy.choose(self.parts.caches.needs(batch)), batch)
+        return self._pack_at(self.graph_policy.choose(self.parts.layout.needs(batch)), batch)
 
     def _pack_at(self, size: StepSize, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
         parts, num_tokens = self.parts, batch.num_decode_tokens
         step = parts.packer.at(size)
         # Padding of decode rows lies between them and the chunks.
-        batch.query_start[batch.num_decodes :] += parts.caches.chunk_start(size, num_tokens) - num_tokens
+        batch.query_start[batch.num_decodes :] += parts.layout.chunk_start(size, num_tokens) - num_tokens
         parts.components.fill(batch, size, step.views)
         step.send()
         parts.repeat.watch(batch, step, parts.components)

@@ -1,4 +1,4 @@
-"""The loops of the attention plan: over query tiles, pairs, tokens and nodes of the merge tree."""
+"""The loops of the attention plan: over query tiles, pairs and nodes of the merge tree."""
 
 import numpy as np
 
@@ -136,17 +136,6 @@ def fill_pairs(
 
 
 @compiled
-def fill_starts(
-    rows: np.ndarray, token_ids: np.ndarray, row_len: int, num_computed: np.ndarray, starts: np.ndarray
-) -> None:
-    """Where decode rows of ``row_len`` tokens start, R of them before padding at 0: a row whose first token the device
-    alone knows has its position there too (``known_or``)."""
-    for index in range(len(rows)):
-        starts[index] = -rows[index] - 1 if token_ids[index * row_len] < 0 else num_computed[index]
-    starts[len(rows) :] = 0
-
-
-@compiled
 def fill_merge_tree(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
     """The merge tree of a step of pure decode: for each level [nodes, FAN_IN], node indices of the level below.
 
@@ -205,29 +194,3 @@ def fill_node_starts(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray) 
             child += counts[tile]
         starts[node:] = child
         counts = num_nodes
-
-
-@compiled
-def fill_tiles(
-    query_tile: int,
-    query_len: np.ndarray,
-    num_computed: np.ndarray,
-    tile_starts: np.ndarray,
-    tile_positions: np.ndarray,
-    token_slots: np.ndarray,
-) -> None:
-    """The first token of each chunk tile [NT + 1], which ends where the next one begins, and its position [NT]; where
-    in the flattened tiles each token lies. Padding tiles are empty."""
-    tile = token = 0
-    for request in range(len(query_len)):
-        length = query_len[request]
-        for first in range(0, length, query_tile):
-            tile_starts[tile] = token
-            tile_positions[tile] = num_computed[request] + first
-            for index in range(min(query_tile, length - first)):
-                token_slots[token] = tile * query_tile + index
-                token += 1
-            tile += 1
-    tile_starts[tile:] = token
-    tile_positions[tile:] = 0
-    token_slots[token:] = 0

@@ -45,6 +45,8 @@ class PagedAttentionBackend(AttentionBackend):
     """vLLM attention backend of every device that has no attention kernels of its own."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    reads_plans: ClassVar[bool] = True
+    """Whether the base plans attention; else metadata builders of the backend do."""
     reads_lines: ClassVar[bool] = True
     """Whether decode may read whole lines of a contiguous cache (caches/lines.py)."""
 
@@ -75,6 +77,11 @@ class PagedAttentionBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         """Keys and values of a token lie side by side: heads ``[:K]`` are keys, ``[K:]`` values."""
         return (num_blocks, block_size, 2 * num_kv_heads, head_size)
+
+
+def reads_plans(backend: type[AttentionBackend]) -> bool:
+    """Whether the base plans the attention of ``backend``."""
+    return getattr(backend, "reads_plans", False)
 
 
 class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.layout import CacheLayout, LayerCache
-from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
 from model_runner_base.attention.sight import Sight
 from model_runner_base.caches.builders import decode_dims
@@ -133,7 +133,7 @@ class _Form(NamedTuple):
             order = backend.get_kv_cache_stride_order()
         except (AttributeError, NotImplementedError):
             order = tuple(range(len(shape)))
-        return cls(shape, order, layer.dtype, issubclass(backend, PagedAttentionBackend))
+        return cls(shape, order, layer.dtype, reads_plans(backend))
 
     @property
     def in_memory(self) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def _stored_block_size(
     block_size: int, backend: type[AttentionBackend], vllm_config: VllmConfig, kv_tile_target: int
 ) -> int:
     """Kernels of a backend's own take blocks as they are."""
-    if not issubclass(backend, PagedAttentionBackend):
+    if not reads_plans(backend):
         return block_size
     return stored_block_size(block_size, kv_tile_target, _least_tile(vllm_config, kv_tile_target))
 
@@ -256,7 +256,7 @@ def _alike(
     alike: dict[tuple[type[AttentionBackend], Sight, Any], list[str]] = {}
     for name, sight in seen.items():
         backend = layers[name].get_attn_backend()
-        spec = None if issubclass(backend, PagedAttentionBackend) else kept[name].spec
+        spec = None if reads_plans(backend) else kept[name].spec
         alike.setdefault((backend, sight, spec), []).append(name)
     return alike
 
@@ -281,7 +281,7 @@ def step_limits(
     decode = Tiling(1 + speculation.num_drafts, _least_tile(vllm_config, kv_tile))
     chunk = Tiling(chunk_query_tile, _least_chunk_tile(vllm_config, (kv_tile, chunk_kv_tile)))
     layers = attention_layers(vllm_config).values()
-    has_plans = all(issubclass(layer.get_attn_backend(), PagedAttentionBackend) for layer in layers)
+    has_plans = all(reads_plans(layer.get_attn_backend()) for layer in layers)
     cross_len = cross_length(vllm_config)
     return StepLimits(
         max_num_tokens=scheduler.max_num_batched_tokens,

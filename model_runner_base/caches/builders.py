@@ -1,11 +1,8 @@
 """Groups whose backends have kernels of their own: through vLLM's metadata builders.
 
-A step sends each request's row, where it starts, and how many tokens it has. Block tables lie on the device, a row a
-request, and only rows that changed are sent; positions, sequence lengths and cache slots are worked out there. So a
-step that repeats the last one sends nothing but the blocks that requests entered.
-
-Where drafts are verified, decode rows have 1 + k tokens each, those that a row lacks too: kernels take decode to be
-uniform. What is missing writes no key, and lies behind all tokens that count, so nobody looks at it.
+Tokens lie as step/request_layout.py says. Block tables lie on the device, a row a request, and only rows that changed
+are sent; sequence lengths and cache slots are worked out there. So a step that repeats the last one sends nothing but
+the blocks that requests entered.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +15,15 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 
 from model_runner_base.attention.trace import LayerTrace, SeenKeys
-from model_runner_base.caches.decode_rows import LENGTHS, DecodeRows
-from model_runner_base.caches.group import AttentionGroup, CacheKind, DeviceStarts
+from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows, known_or
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.packing import PackedStep, Section, pad_into, unpack
+from model_runner_base.step.packing import PackedStep, unpack
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
 
@@ -84,9 +79,9 @@ class BuilderCaches(CacheKind):
             for group in groups
         ]
         thresholds = [builder.reorder_batch_threshold for builder in self._builders]
-        threshold = min((value for value in thresholds if value is not None), default=None)
+        self.threshold = min((value for value in thresholds if value is not None), default=None)
+        """The most tokens of a request that every kernel takes for decode; None where no builder asks for an order."""
         self._query = limits.decode.query
-        self.order = BatchOrder(threshold or 1, fresh_last=threshold is not None, row_len=self._query)
         self._plans_each_step = not all(map(_has_views, groups))
         num_missing = limits.pass_tokens - 1
         self._tables = {
@@ -109,54 +104,9 @@ class BuilderCaches(CacheKind):
         """[rows + 1, blocks] int32"""
         return self._tables[id(group.block_table)].tensor
 
-    # ---- On the host ----
-
-    def needs(self, batch: InputBatch) -> list[StepSize]:
-        """Only tokens and requests count: kernels cut the work into tiles themselves."""
-        rows, reqs, num_tokens = batch.num_decodes, batch.num_reqs, batch.num_places
-        kind = StepKind.DECODE if batch.is_decode and num_tokens == reqs * self._query else StepKind.MIXED
-        dims = {
-            "tokens": num_tokens,
-            "requests": reqs,
-            "logits": batch.num_decode_tokens + reqs - rows,
-            "decode_rows": rows,
-            "chunk_tokens": num_tokens - batch.num_decode_tokens,
-        }
-        return [self.limits.size(kind, **dims)]
-
-    def _num_rows(self, size: StepSize) -> int:
-        """Decode rows, where their number has to be known."""
-        return 0 if self._query == 1 else self.limits.named(size)["decode_rows"]
-
-    def sections(self, size: StepSize) -> list[Section]:
-        sections = [
-            Section("starts", (size.num_reqs,)),
-            Section("query_start_loc", (size.num_reqs + 1,)),
-        ]
-        if self._query > 1:
-            sections.append(Section(LENGTHS, (self._num_rows(size),)))
-        return sections
-
-    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Padding requests have no tokens and an empty row."""
-        pad_into(views["query_start_loc"], batch.query_start, batch.num_places)
-        # A request whose next token the device alone knows has its position there too.
-        is_on_device = views["token_ids"][batch.query_start] < 0
-        pad_into(views["starts"], np.where(is_on_device, -batch.rows - 1, batch.num_computed), 0)
-        if self._query > 1:
-            pad_into(views[LENGTHS], batch.query_len[: batch.num_decodes], 0)
-
-    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Requests that share the tokens evenly, none longer than the model allows, and have nothing in the cache."""
-        rows, query_start_loc = self._num_rows(size), views["query_start_loc"]
-        in_rows = rows * self._query
-        query_start_loc[:rows] = np.arange(rows) * self._query
-        chunks = np.arange(size.num_reqs - rows + 1)
-        even = chunks * (size.num_tokens - in_rows) // max(1, size.num_reqs - rows)
-        query_start_loc[rows:] = in_rows + np.minimum(even, chunks * self.limits.max_model_len)
-
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        return [DeviceStarts(step.views["starts"], batch.rows)]
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+        """The kind has no section of the buffer: rows of block tables are sent as they change."""
+        return ()
 
     # ---- On the device ----
 
@@ -170,52 +120,22 @@ class BuilderCaches(CacheKind):
             self._metadata = self._plan(self._requests_of_step(step.size, arrays, computed))
 
     def bind(self, call: ModelCall) -> None:
-        rows, call.positions = self._places(call)
-        self._bind_slots(call, rows)
+        self._bind_slots(call)
         metadata = self._metadata
         if not self._plans_each_step:
             metadata = self._build(self._requests_of_step(call.size, call.arrays, call.computed))
         call.metadata.update(metadata)
 
-    def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
-        table_rows, call.positions = self._places_of(call, rows, has_chunks)
-        self._bind_slots(call, table_rows)
-        call.metadata.update(self._plan(self._requests_of_rows(call, rows, has_chunks)))
+    def bind_rows(self, call: ModelCall) -> None:
+        self._bind_slots(call)
+        call.metadata.update(self._plan(self._requests_of_rows(call)))
 
-    def _bind_slots(self, call: ModelCall, rows: torch.Tensor) -> None:
-        """``rows`` [T] that of each token's request, the padding row for one that writes no key."""
+    def _bind_slots(self, call: ModelCall) -> None:
         for group, buffer in zip(self.groups, self._slots, strict=True):
-            slots = buffer[: len(rows)]
-            slots.copy_(self._slots_of(self._table_of(group), group.block_table.block_size, rows, call.positions))
+            slots = buffer[: len(call.token_rows)]
+            block_size = group.block_table.block_size
+            slots.copy_(self._slots_of(self._table_of(group), block_size, call.token_rows, call.positions))
             call.slot_mapping.update(dict.fromkeys(group.layer_names, slots))
-
-    def _places(self, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T] the row of each token's request, and the token's position; of padding the padding row, and 0."""
-        rows, loc = call.arrays["rows"], call.arrays["query_start_loc"]
-        starts = known_or(call.arrays["starts"], call.computed)
-        if call.size.kind == StepKind.DECODE and self._query == 1:
-            return rows, starts  # A request a token.
-        token = torch.arange(call.size.num_tokens, dtype=torch.int32, device=loc.device)
-        request = torch.searchsorted(loc[1:], token, right=True, out_int32=True).clamp(max=call.size.num_reqs - 1)
-        ends = loc[1:]
-        if self._query > 1:
-            lengths = call.arrays[LENGTHS]
-            ends = torch.cat((loc[: len(lengths)] + lengths, ends[len(lengths) :]))
-        is_padding = token >= ends[request]
-        positions = (starts - loc[:-1])[request] + token
-        return rows[request].masked_fill(is_padding, self.limits.max_num_reqs), positions.masked_fill(is_padding, 0)
-
-    def _places_of(self, call: ModelCall, rows: DecodeRows, has_chunks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``_places``, for ``bind_rows``."""
-        num_rows, query = rows.positions.shape
-        table_rows = call.arrays["rows"][:num_rows].unsqueeze(1).expand(-1, query)
-        if rows.is_token is not None:
-            table_rows = table_rows.masked_fill(~rows.is_token, self.limits.max_num_reqs)
-        places = table_rows.reshape(-1), rows.positions.reshape(-1)
-        if not has_chunks:
-            return places
-        chunks = (of_step[num_rows * self._query :] for of_step in self._places(call))
-        return tuple(torch.cat(each) for each in zip(places, chunks, strict=True))  # type: ignore[return-value]
 
     def _slots_of(
         self, table: torch.Tensor, block_size: int, rows: torch.Tensor, positions: torch.Tensor
@@ -249,16 +169,18 @@ class BuilderCaches(CacheKind):
             max_seq_len=longest,
         )
 
-    def _requests_of_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool) -> _Requests:
-        """Those of a pass of drafting, whose rows the device alone knows."""
-        batch, (num_rows, query) = self._batch, rows.positions.shape
+    def _requests_of_rows(self, call: ModelCall) -> _Requests:
+        """The requests of a pass of drafting, whose rows the device alone knows."""
+        batch, rows, has_chunks = self._batch, call.rows, call.has_chunks
+        assert rows is not None
+        num_rows, query = rows.positions.shape
         num_reqs = call.size.num_reqs if has_chunks else num_rows
         query_len = np.diff(self._step.views["query_start_loc"][: num_reqs + 1])
         query_len[:num_rows] = query
         host_loc = np.concatenate(([0], query_len.cumsum()))
         loc = torch.arange(num_rows + 1, dtype=torch.int32, device=call.positions.device) * query
         seq_lens = rows.positions[:, 0] + query
-        if rows.is_token is not None:  # Padding, or a row at the end of what the draft knows: nobody looks at it.
+        if rows.is_token is not None:  # Padding, or a row at the end of what the draft knows: no result depends on it.
             seq_lens = seq_lens.masked_fill(~rows.is_token.any(1), query)
         if has_chunks:
             step_loc = call.arrays["query_start_loc"]
@@ -330,8 +252,7 @@ class BuilderCaches(CacheKind):
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
         """From the block tables as they lie on the device: kernels read them, causally and within the sight."""
-        rows, call.positions = self._places(call)
-        traces = {}
+        rows, traces = call.token_rows, dict[str, LayerTrace]()
         for group in self.groups:
             size = group.block_table.block_size
             table = self._device_ops.to_host(self._table_of(group)).copy()

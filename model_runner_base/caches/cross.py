@@ -16,57 +16,59 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
-from model_runner_base.caches.chunk_tiles import ChunkTiles
-from model_runner_base.caches.decode_rows import DecodeRows
-from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.attention.trace import LayerTrace
+from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.plans import trace_groups
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.packing import Section
+from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 
 ROW_BLOCKS, TILE_BLOCKS = "cross_row_blocks", "cross_tile_blocks"
 
 
-class CrossCaches(PagedCaches):
-    """Paged groups of self-attention, and groups of cross-attention beside them."""
+class CrossCaches(CacheKind):
+    """Groups of cross-attention, beside the kind that has the model's self-attention."""
 
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
-        super().__init__([group for group in groups if not group.cross_len], limits)
-        self._cross = [group for group in groups if group.cross_len]
-        self.groups = groups
+        self._groups = groups
+        self._chunk_query = limits.chunk.query
 
     # ---- On the host ----
 
     def sections(self, size: StepSize) -> list[Section]:
-        num_rows, _, _, num_tiles, _ = self._dims(size)
-        sections = super().sections(size)
-        for index, group in enumerate(self._cross):
+        dims = size.plan
+        sections: list[Section] = []
+        for index, group in enumerate(self._groups):
             width = group.block_table.table.shape[1]
-            sections.append(Section(f"{ROW_BLOCKS}.{index}", (num_rows, width)))
+            sections.append(Section(f"{ROW_BLOCKS}.{index}", (dims.decode_rows, width)))
             if size.kind == StepKind.MIXED:
-                sections.append(Section(f"{TILE_BLOCKS}.{index}", (num_tiles, width)))
+                sections.append(Section(f"{TILE_BLOCKS}.{index}", (dims.chunk_tiles, width)))
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        super().fill(batch, size, views)
         decodes = batch.num_decodes
-        for index, group in enumerate(self._cross):
+        for index, group in enumerate(self._groups):
             _fill_blocks(group.block_table, batch.rows[:decodes], views[f"{ROW_BLOCKS}.{index}"])
             if size.kind == StepKind.MIXED:
-                tiles = -(-batch.query_len[decodes:] // self.limits.chunk.query)
+                tiles = -(-batch.query_len[decodes:] // self._chunk_query)
                 rows = batch.rows[decodes:].repeat(tiles)
                 _fill_blocks(group.block_table, rows, views[f"{TILE_BLOCKS}.{index}"])
 
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+        """Nothing of a section changes while a step is repeated."""
+        return ()
+
     # ---- On the device ----
 
-    def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
-        super().bind_rows(call, rows, has_chunks)
+    def bind(self, call: ModelCall) -> None:
+        rows, tiles = call.rows, call.tiles
+        assert rows is not None
         nowhere = torch.zeros_like(call.positions)
-        tiles = ChunkTiles.of(call, self.limits.chunk.query) if has_chunks else None
         is_row = torch.ones_like(rows.positions, dtype=torch.bool)
-        for index, group in enumerate(self._cross):
+        for index, group in enumerate(self._groups):
             chunks = None
             if tiles is not None:
                 tile_blocks = call.arrays[f"{TILE_BLOCKS}.{index}"]
@@ -80,6 +82,10 @@ class CrossCaches(PagedCaches):
                 chunks=chunks,
             )
             call.metadata.update(dict.fromkeys(group.layer_names, metadata))
+
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
+        self.bind(call)
+        return trace_groups(self._groups, call)
 
 
 def _fill_blocks(table: BlockTable, rows: np.ndarray, view: np.ndarray) -> None:

@@ -1,33 +1,34 @@
 """What the step asks of a kind of KV-cache groups: from a batch to what the attention layers read.
 
-A group's kind is chosen once, from what its layers keep and read (caches/kinds.py); ``caches/paged.py`` plans attention
-in plain torch, ``caches/lines.py`` reads whole lines of a contiguous cache, ``caches/scratch.py`` serves layers that
-keep nothing for a later step, ``caches/cross.py`` layers that see an encoder's output, ``caches/builders.py`` hands
-groups to backends with kernels and metadata builders of their own.
+A group's kind is chosen once, from what its layers keep and read (caches/kinds.py); a model may have several kinds side
+by side. ``caches/paged.py`` plans attention in plain torch, ``caches/lines.py`` reads whole lines of a contiguous
+cache, ``caches/scratch.py`` serves layers that keep nothing for a later step, ``caches/cross.py`` layers that see an
+encoder's output, ``caches/builders.py`` hands groups to backends with kernels and metadata builders of their own.
 
-Work comes in halves, since the size a step runs at may depend on its plan: ``needs`` counts on the unpadded batch; once
-a size is chosen, ``fill`` writes the padded sections on the host, of the batch that ``needs`` was last asked about;
-``prepare`` runs when the buffer is on the device; ``bind`` works from it, inside the function that becomes a graph.
+Where tokens lie is the layout's (step/token_layout.py), a component before the kinds. Work comes in halves, since the
+size a step runs at may depend on its plan: ``need`` counts on the unpadded batch; once a size is chosen, ``fill``
+writes the padded sections on the host, of the batch that ``need`` was last asked about; ``prepare`` runs when the
+buffer is on the device; ``bind`` works from it, inside the function that becomes a graph.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from vllm.v1.attention.backend import AttentionBackend
 
-from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
 from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.attention.trace import LayerTrace
-from model_runner_base.caches.decode_rows import DecodeRows
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.packing import Section
-from model_runner_base.step.sizes import Dim, StepLimits, StepSize
+from model_runner_base.step.decode_rows import DecodeRows
+from model_runner_base.step.rows_and_tiles import PairNeed, Placed
+from model_runner_base.step.sizes import StepSize
+from model_runner_base.step.token_layout import TokenLayout
 
 
 @dataclass
@@ -48,60 +49,54 @@ class AttentionGroup:
     """Of cross-attention: how many keys of its encoder's output each token sees, in whatever place; else 0."""
 
     @property
+    def reads_plans(self) -> bool:
+        """Whether the base plans the layers' attention; else their backend's metadata builders do."""
+        return reads_plans(self.backend)
+
+    @property
     def reads_lines(self) -> bool:
         """Whether decode may read whole lines of a contiguous cache."""
         return getattr(self.backend, "reads_lines", False) and not self.sight.is_whole
 
 
 class CacheKind(StepComponent, ABC):
-    """All groups of one kind."""
+    """The groups of one kind, a component behind the layout."""
 
-    dims: tuple[Dim, ...] = ()
-    """What this kind adds to the size of a step."""
-    order = BatchOrder()
-    limits: StepLimits
-    reads = ("token_ids",)
+    def need(self, placed: Placed) -> PairNeed:
+        """The pairs of the kind's plans for a batch, before padding; none by default."""
+        return PairNeed()
 
-    @abstractmethod
-    def needs(self, batch: InputBatch) -> list[StepSize]:
-        """The size of this step before padding, for each way it can be run: one, or more to choose from."""
-
-    @abstractmethod
-    def sections(self, size: StepSize) -> list[Section]: ...
-
-    @abstractmethod
-    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None: ...
-
-    def chunk_start(self, size: StepSize, num_decode_tokens: int) -> int:
-        """The index of the first token of chunks, behind ``num_decode_tokens`` of decode rows and their padding."""
-        return num_decode_tokens
+    def other_sizes(self, batch: InputBatch) -> list[StepSize]:
+        """Further sizes that the step may run at instead, before padding."""
+        return []
 
     @abstractmethod
     def bind(self, call: ModelCall) -> None:
-        """Sets the call's ``positions``, and adds what the layers read to its ``metadata`` and ``slot_mapping``.
+        """Adds what the layers read to the call's ``metadata`` and ``slot_mapping``; the layout has bound its places.
 
         Part of the graph.
         """
 
-    def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
-        """As ``bind``, for decode rows [R, Q] of any number of tokens, at positions that the step may touch, and behind
-        them the step's chunks or none. What drafts runs its passes so."""
-        raise NotImplementedError
+    def bind_rows(self, call: ModelCall) -> None:
+        """Does as ``bind``, for a pass of drafting, whose places the layout's ``bind_rows`` has set."""
+        self.bind(call)
 
     @abstractmethod
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        """What ``bind`` tells each layer, by name; the call is on the host, and its positions are set."""
+        """What ``bind`` tells each layer, by name; the call is on the host, and the layout has bound its places."""
 
 
-class DeviceStarts:
-    """A section of where rows start, while their step is repeated: the device knows."""
+def bind_rows(
+    layout: TokenLayout, kinds: Sequence[CacheKind], call: ModelCall, rows: DecodeRows, has_chunks: bool
+) -> None:
+    """Binds the layout and all kinds for a pass over ``rows``."""
+    layout.bind_rows(call, rows, has_chunks)
+    for kind in kinds:
+        kind.bind_rows(call)
 
-    def __init__(self, starts: np.ndarray, rows: np.ndarray) -> None:
-        self._starts = starts
-        self._rows = rows
 
-    def begin(self, positions: np.ndarray) -> None:
-        self._starts[: len(self._rows)] = -self._rows - 1
-
-    def follow(self, positions: np.ndarray) -> bool:
-        return True
+def bind_step(layout: TokenLayout, kinds: Sequence[CacheKind], call: ModelCall) -> None:
+    """Binds the layout and all kinds for the tokens of the step itself, once more."""
+    layout.bind(call)
+    for kind in kinds:
+        kind.bind(call)

@@ -1,8 +1,9 @@
-"""Which kind a model's KV-cache groups are: chosen once, from their specs and backends."""
+"""The kinds of a model's KV-cache groups and their layout: chosen once, from the groups' specs and backends."""
+
+from collections.abc import Sequence
 
 from vllm.config import VllmConfig
 
-from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
@@ -12,7 +13,10 @@ from model_runner_base.caches.scratch import ScratchCaches
 from model_runner_base.caches.spans import NO_SPANS, Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.step.request_layout import RequestLayout
+from model_runner_base.step.rows_and_tiles import RowsAndTiles
 from model_runner_base.step.sizes import StepLimits
+from model_runner_base.step.token_layout import TokenLayout
 
 
 def make_caches(
@@ -21,21 +25,43 @@ def make_caches(
     spans: Spans,
     vllm_config: VllmConfig,
     device_ops: DeviceOps,
-) -> CacheKind:
-    """Groups are paged where the platform chose the base's attention, else their backend's builders see to them.
+) -> list[CacheKind]:
+    """Every group in a kind of what its layers keep and read; the base plans where a backend reads plans.
 
-    Layers without a cache of their own have groups that see requests whole; allocation.py lets no other backend by.
+    Raises UnsupportedConfigError for groups that cannot stand beside each other.
     """
-    is_planned = all(issubclass(group.backend, PagedAttentionBackend) for group in groups)
-    is_whole = any(group.sight.is_whole for group in groups)
-    if spans is not NO_SPANS and (is_whole or not is_planned):
+    planned = [group for group in groups if group.reads_plans]
+    whole = [group for group in planned if group.sight.is_whole]
+    cross = [group for group in planned if group.cross_len]
+    paged = [group for group in planned if not group.sight.is_whole and not group.cross_len]
+    built = [group for group in groups if not group.reads_plans]
+    if spans is not NO_SPANS and (whole or built):
         raise UnsupportedConfigError("tokens of an image see each other, which the base's own attention alone has")
-    if limits.cross_len:
-        if not is_planned or spans is not NO_SPANS:
-            raise UnsupportedConfigError("cross-attention needs the base's own attention, and tokens that see causally")
-        return CrossCaches(groups, limits)
-    if is_whole:
-        return ScratchCaches(groups, limits)
-    if is_planned:
-        return (LineCaches if limits.num_lines else PagedCaches)(groups, limits, spans)
-    return BuilderCaches(groups, limits, vllm_config, device_ops)
+    if limits.cross_len and (built or spans is not NO_SPANS):
+        raise UnsupportedConfigError("cross-attention needs the base's own attention, and tokens that see causally")
+    if planned and built:
+        names = sorted({group.backend.get_name() for group in built})
+        raise UnsupportedConfigError(
+            f"layers with attention backend {', '.join(names)} beside layers of the base's own attention: choose one "
+            "backend for all layers"
+        )
+    kinds = list[CacheKind]()
+    if whole:
+        kinds.append(ScratchCaches(whole, limits))
+    if paged:
+        kinds.append(PagedCaches(paged, limits, spans))
+    if paged and limits.num_lines:
+        kinds.append(LineCaches(paged, limits))
+    if cross:
+        kinds.append(CrossCaches(cross, limits))
+    if built:
+        kinds.append(BuilderCaches(built, limits, vllm_config, device_ops))
+    return kinds
+
+
+def make_layout(kinds: Sequence[CacheKind], limits: StepLimits) -> TokenLayout:
+    """The layout that all of the kinds read."""
+    for kind in kinds:
+        if isinstance(kind, BuilderCaches):
+            return RequestLayout(limits, kind.threshold)
+    return RowsAndTiles(limits, kinds)

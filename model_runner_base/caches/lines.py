@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from model_runner_base.attention.loops import fill_starts
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
-from model_runner_base.caches.group import AttentionGroup, DeviceStarts
-from model_runner_base.caches.paged import PagedCaches
-from model_runner_base.requests.device_rows import known_or
+from model_runner_base.attention.trace import LayerTrace
+from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.plans import trace_groups
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
@@ -44,64 +43,64 @@ def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:
     )
 
 
-class LineCaches(PagedCaches):
-    """Metadata of a contiguous cache: by whole lines at sizes of that kind, else as of a paged one."""
+class LineCaches(CacheKind):
+    """Metadata of steps by whole lines. Other steps have no part of it: a paged kind beside it has the same groups."""
 
-    def needs(self, batch: InputBatch) -> list[StepSize]:
-        needs = super().needs(batch)
-        if batch.is_decode:
-            longest = -(-int(batch.seq_lens.max()) // self.limits.decode.keys)
-            needs.append(_line_size(self.limits, batch.num_reqs, longest))
-        return needs
+    def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
+        self._groups = groups
+        self._limits = limits
+
+    def other_sizes(self, batch: InputBatch) -> list[StepSize]:
+        if not batch.is_decode:
+            return []
+        longest = -(-int(batch.seq_lens.max()) // self._limits.decode.keys)
+        return [_line_size(self._limits, batch.num_reqs, longest)]
 
     def _kv_tiles(self, size: StepSize) -> int:
-        """Of each line."""
-        return self._dims(size)[1] // self.limits.num_lines
+        """KV tiles of each line."""
+        return size.plan.decode_pairs // self._limits.num_lines
 
     def sections(self, size: StepSize) -> list[Section]:
         if size.kind != StepKind.LINES:
-            return super().sections(size)
-        sections = [Section("decode_starts", (size.num_tokens,))]
-        for index in range(len(self.groups)):
+            return []
+        sections: list[Section] = []
+        for index in range(len(self._groups)):
             sections += [
                 Section(f"token_lines.{index}", (size.num_tokens,)),
-                Section(f"line_tokens.{index}", (self.limits.num_lines,)),
+                Section(f"line_tokens.{index}", (self._limits.num_lines,)),
             ]
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         if size.kind != StepKind.LINES:
-            return super().fill(batch, size, views)
-        fill_starts(batch.rows, views["token_ids"], batch.row_len, batch.num_computed, views["decode_starts"])
-        for index, group in enumerate(self.groups):
+            return
+        for index, group in enumerate(self._groups):
             lines = lines_of(group, batch.rows)
             pad_into(views[f"token_lines.{index}"], lines, 0)
             views[f"line_tokens.{index}"][:] = NO_TOKEN
             views[f"line_tokens.{index}"][lines - 1] = np.arange(len(lines))
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        super().fill_padding(size, views)
-        for name, view in views.items():
-            if name.startswith("line_tokens."):
-                view[:] = NO_TOKEN
+        if size.kind == StepKind.LINES:
+            for index in range(len(self._groups)):
+                views[f"line_tokens.{index}"][:] = NO_TOKEN
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
         if step.size.kind != StepKind.LINES:
-            return super().repeat(batch, step)
-        starts = DeviceStarts(step.views["decode_starts"], batch.rows)
-        return [starts, _StandingLines(self._kv_tiles(step.size) * self.limits.decode.keys)]
+            return ()
+        return [_StandingLines(self._kv_tiles(step.size) * self._limits.decode.keys)]
 
     def bind(self, call: ModelCall) -> None:
         if call.size.kind != StepKind.LINES:
-            return super().bind(call)
-        positions = call.positions = known_or(call.arrays["decode_starts"], call.computed)
-        for index, planned in enumerate(self._planned):
-            group, tile = planned.group, planned.decode.kv_tile
+            return
+        positions = call.positions
+        for index, group in enumerate(self._groups):
+            tile = group.kv_tile
             lines, tokens = call.arrays[f"token_lines.{index}"], call.arrays[f"line_tokens.{index}"]
             is_used, tokens = tokens >= 0, tokens.clamp(min=0)
             first = group.sight.first(positions)
             plan = PairPlan(
-                block_size=planned.decode.block_size,
+                block_size=group.block_table.block_size,
                 kv_tile=tile,
                 pair_tile=tokens,
                 pair_start=None,
@@ -120,6 +119,12 @@ class LineCaches(PagedCaches):
                 chunks=None,
             )
             call.metadata.update(dict.fromkeys(group.layer_names, metadata))
+
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
+        if call.size.kind != StepKind.LINES:
+            return {}
+        self.bind(call)
+        return trace_groups(self._groups, call)
 
 
 def lines_of(group: AttentionGroup, rows: np.ndarray) -> np.ndarray:

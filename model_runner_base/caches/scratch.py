@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 
-from model_runner_base.attention.paged import PagedAttentionBackend
+from model_runner_base.attention.paged import reads_plans
 from model_runner_base.attention.plan import stored_block_size
-from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.attention.trace import LayerTrace
+from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.plans import Plans
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.host_loops import compiled
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_port.kv_cache import cacheless_layers
 
@@ -57,7 +60,7 @@ def check_serves_whole_requests(vllm_config: VllmConfig) -> None:
         "set enable_chunked_prefill=False": vllm_config.scheduler_config.enable_chunked_prefill,
         "set enable_prefix_caching=False": vllm_config.cache_config.enable_prefix_caching,
         "use the base's own attention backend": not all(
-            issubclass(layer.get_attn_backend(), PagedAttentionBackend) for layer in layers.values()
+            reads_plans(layer.get_attn_backend()) for layer in layers.values()
         ),
     }
     for advice, is_needed in refusals.items():
@@ -73,16 +76,17 @@ class ScratchTable(BlockTable):
         hand_out_blocks(self.block_size, rows, lengths, self.table, self.num_blocks)
 
 
-class ScratchCaches(PagedCaches):
-    """Groups on a scratch cache, and paged ones beside them."""
+class ScratchCaches(CacheKind):
+    """Groups on a scratch cache, whose block tables are written anew before each plan."""
 
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
-        super().__init__(groups, limits)
+        self._plans = Plans(groups, limits, label="scratch_")
         tables = {id(group.block_table): group.block_table for group in groups}.values()
-        self._scratch_tables = [table for table in tables if isinstance(table, ScratchTable)]
+        self._tables = [table for table in tables if isinstance(table, ScratchTable)]
 
-    def needs(self, batch: InputBatch) -> list[StepSize]:
+    def need(self, placed: Placed) -> PairNeed:
         """Raises UnsupportedConfigError for a request that is not whole in this step."""
+        batch = placed.batch
         is_part = (batch.num_computed > 0) | ~batch.is_sampled
         if is_part.any():
             index = int(is_part.argmax())
@@ -91,16 +95,28 @@ class ScratchCaches(PagedCaches):
                 f"request {batch.req_ids[index]} comes in parts (tokens {start} to {end - 1} in this step), and layers "
                 "without a KV cache see it whole: set enable_chunked_prefill=False and enable_prefix_caching=False"
             )
-        return super().needs(batch)
+        return self._plans.need(placed)
+
+    def sections(self, size: StepSize) -> list[Section]:
+        return self._plans.sections(size)
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        for table in self._scratch_tables:
+        for table in self._tables:
             table.hand_out(batch.rows, batch.query_len)
-        super().fill(batch, size, views)
+        self._plans.fill(batch, size, views)
+
+    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        self._plans.fill_padding(size, views)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
         """No request is in two steps."""
         return None
+
+    def bind(self, call: ModelCall) -> None:
+        self._plans.bind(call)
+
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
+        return self._plans.trace(call)
 
 
 @compiled

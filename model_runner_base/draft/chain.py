@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from model_runner_base.caches.decode_rows import DecodeRows
+from model_runner_base.caches.group import bind_rows, bind_step
 from model_runner_base.draft.device import MODES, DeviceDrafter, DraftParts, DraftRows, Outcome, Shared
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize
 
@@ -156,12 +157,13 @@ class ChainDrafter(DeviceDrafter):
         if counts is not None:
             is_token = is_token & counts
         call = call.again()
-        self.parts.caches.bind_rows(call, DecodeRows(positions.clamp(0, last), is_token), has_chunks)
+        decode_rows = DecodeRows(positions.clamp(0, last), is_token)
+        bind_rows(self.parts.layout, self.parts.caches, call, decode_rows, has_chunks)
         return self._tell(call)
 
     def bind_step(self, call: ModelCall) -> torch.Tensor:
         """Tells attention of the step's own tokens, once more; returns their positions [T]."""
-        self.parts.caches.bind(call)
+        bind_step(self.parts.layout, self.parts.caches, call)
         return self._tell(call)
 
     def _tell(self, call: ModelCall) -> torch.Tensor:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from model_runner_base.caches.decode_rows import LENGTHS
 from model_runner_base.caches.group import CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
@@ -24,8 +23,10 @@ from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponents
+from model_runner_base.step.decode_rows import LENGTHS
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize
+from model_runner_base.step.token_layout import TokenLayout
 from model_runner_base.vllm_port.outputs import DraftTokenIds
 
 MODES = (SamplingMode.RANDOM, SamplingMode.SORTED)
@@ -36,7 +37,8 @@ class DraftParts(NamedTuple):
     """What a drafter on the device works with."""
 
     model: Any
-    caches: CacheKind
+    layout: TokenLayout
+    caches: list[CacheKind]
     components: StepComponents
     """Components of the step, which have the sections of the packed buffer."""
     rows: DeviceRows

@@ -33,7 +33,7 @@ class EagleDrafter(ChainDrafter):
     def __init__(self, requests: RequestStates, parts: DraftParts) -> None:
         super().__init__(parts)
         self._requests = requests
-        self._chunk_tokens = [dim.name for dim in parts.caches.limits.dims].index("chunk_tokens")
+        self._chunk_tokens = [dim.name for dim in parts.layout.limits.dims].index("chunk_tokens")
         """Where that number stands in a size."""
 
     def sections(self, size: StepSize) -> list[Section]:

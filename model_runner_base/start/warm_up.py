@@ -133,7 +133,7 @@ def compile_host_loops(runner: Starting) -> None:
     """
     parts, req_id = runner.parts, "warm-up"
     info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0])
-    query = parts.caches.limits.decode.query
+    query = parts.layout.limits.decode.query
     most_tokens = min(runner.max_model_len, runner.vllm_config.scheduler_config.max_num_batched_tokens)
     # Behind its prompt it has a decode row; a model of a single token knows prompts alone.
     for num_computed, num_tokens in ((min(1, runner.max_model_len - query), query), (0, 2)):
@@ -145,7 +145,7 @@ def compile_host_loops(runner: Starting) -> None:
             table.append([row], [[]])
         step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens, computed)
         batch = parts.batches.build(step)
-        paged = runner.graph_policy.dispatch(parts.caches.needs(batch)[0])
+        paged = runner.graph_policy.dispatch(parts.layout.needs(batch)[0])
         runner._pack_at(paged, batch)
         runner._prepare_sampling(batch)
         block_size = max((table.block_size for table in parts.block_tables), default=0)

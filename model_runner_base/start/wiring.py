@@ -12,6 +12,7 @@ from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import attention_groups, bind, num_lines
 from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.spans import Spans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.choice import make_drafter
@@ -34,6 +35,7 @@ from model_runner_base.step.packing import Packer
 from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.state import GraphState, HeldTensors
+from model_runner_base.step.token_layout import TokenLayout
 from model_runner_base.vllm_port.speculation import read_speculation
 
 
@@ -61,7 +63,7 @@ class Unwired(Protocol):
 
     def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]: ...
 
-    def make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> CacheKind: ...
+    def make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> list[CacheKind]: ...
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
@@ -79,7 +81,8 @@ class StepParts:
     kv_caches: HeldTensors
     bind_kv_caches: Callable[[], None]
     """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
-    caches: CacheKind
+    layout: TokenLayout
+    caches: list[CacheKind]
     components: StepComponents
     batches: BatchBuilder
     repeat: Repeat
@@ -120,14 +123,16 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     limits = runner.step_limits(num_lines(layout, config) if reads_lines else 0)
     policy.configure(limits)
     caches = runner.make_caches(groups, limits, runner.encoder.spans(requests))
+    token_layout = make_layout(caches, limits)
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
     runner.encoder.connect(requests, groups, kv_caches, index_of)
     components = StepComponents(
         [
             TokenInputs(requests),
-            # Adapters come before what looks embeddings up, and caches before what reads positions.
+            # Adapters come before what looks embeddings up, and the layout before what reads positions.
             *runner.adapters.components(requests),
-            caches,
+            token_layout,
+            *caches,
             *make_embedding_inputs(
                 config.model_config, requests, max_num_tokens, runner.model, policy.wrap, device_ops
             ),
@@ -154,6 +159,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     def draft_parts() -> DraftParts:
         return DraftParts(
             model=draft_of(runner.model),
+            layout=token_layout,
             caches=caches,
             components=components,
             rows=rows,
@@ -176,9 +182,10 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         rows=rows,
         kv_caches=kv_caches,
         bind_kv_caches=bind_kv_caches,
+        layout=token_layout,
         caches=caches,
         components=components,
-        batches=BatchBuilder(requests, caches.order._replace(prompts_in_chunks=components.prompts_in_chunks)),
+        batches=BatchBuilder(requests, token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)),
         repeat=Repeat(requests),
         packer=Packer(components.checked_sections, device_ops),
         forward_context=create_forward_context(None, config),

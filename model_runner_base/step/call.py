@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from model_runner_base.requests.device_rows import known_or
+from model_runner_base.step.chunk_tiles import ChunkTiles
+from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.packing import Section, unpack
 from model_runner_base.step.sizes import StepSize
 
@@ -28,7 +30,16 @@ class ModelCall:
     token_ids: torch.Tensor
     """[T] int32"""
     positions: torch.Tensor = field(init=False)
-    """[T] int32"""
+    """[T] int32; this and the next four are the layout's (step/token_layout.py)."""
+    rows: DecodeRows | None = None
+    """Decode rows of the call; None where the layout has none in the step's own graph."""
+    has_chunks: bool = False
+    """Whether tokens of chunks come behind the decode rows."""
+    tiles: ChunkTiles | None = None
+    """Their tiles, in the layout of rows and tiles."""
+    token_rows: torch.Tensor = field(init=False)
+    """[T] int32, in the layout of requests: the row of each token's request; the padding row for one that writes no
+    key."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """What each attention layer reads, by its name."""
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)

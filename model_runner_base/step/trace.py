@@ -79,7 +79,8 @@ def watch_steps(runner: Any) -> Iterator[list[StepTrace]]:
 
     def watched(*args: Any) -> Any:
         prepared = prepare(*args)
-        runner.parts.caches.prepare(*prepared, runner.parts.rows)
+        for kind in runner.parts.caches:
+            kind.prepare(*prepared, runner.parts.rows)
         steps.append(_trace(runner, *prepared))
         return prepared
 
@@ -99,7 +100,8 @@ def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:
     packed, entries = on_host(step.on_device), on_host(step.entries_on_device)
     packed[entries[0].long()] = entries[1]
     call = ModelCall.unpack(step.size, packed, step.sections, *map(on_host, parts.rows.tensors[:2]))
-    layers = parts.caches.trace(call, batch)
+    parts.layout.bind(call)
+    layers = {name: layer for kind in parts.caches for name, layer in kind.trace(call, batch).items()}
     token_ids, positions = call.token_ids.numpy(), call.positions.numpy()
     indices = call.arrays["logits_indices"].tolist()
     rows, sample_positions, *_ = call.sample_slots.tolist()

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import CacheKind
+from model_runner_base.caches.kinds import make_layout
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.device_rows import DeviceRows, commit
@@ -19,21 +21,23 @@ from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 
 
 class BareStep:
-    """Requests, tokens, one kind of caches and further components, called as the runner calls them."""
+    """Requests, tokens, their layout, kinds of caches and further components, called as the runner calls them."""
 
     def __init__(
         self,
-        caches: CacheKind,
+        caches: Sequence[CacheKind],
+        limits: StepLimits,
         max_num_reqs: int,
         max_length: int,
         further: Callable[[RequestStates], list[StepComponent]] = lambda requests: [],
     ) -> None:
         device_ops = DeviceOps(torch.device("cpu"))
         self.caches = caches
+        self.layout = make_layout(caches, limits)
         self.requests = RequestStates(max_num_reqs, max_length)
         self.rows = DeviceRows(max_num_reqs, device_ops)
         self.tokens = TokenInputs(self.requests)
-        self.components = StepComponents([self.tokens, caches, *further(self.requests)])
+        self.components = StepComponents([self.tokens, self.layout, *caches, *further(self.requests)])
         self.repeat = Repeat(self.requests)
         self.packer = Packer(self.components.checked_sections, device_ops)
 
@@ -45,9 +49,9 @@ class BareStep:
 
     def send(self, batch: InputBatch, size: StepSize) -> PackedStep:
         """Fills the size's buffer, whatever it held before, and sends it; the batch is packed once."""
-        assert any(size.holds(need) for need in self.caches.needs(batch))
+        assert any(size.holds(need) for need in self.layout.needs(batch))
         step, rows = self.packer.at(size), batch.num_decodes
-        batch.query_start[rows:] += self.caches.chunk_start(size, rows) - rows
+        batch.query_start[rows:] += self.layout.chunk_start(size, rows) - rows
         self.components.fill(batch, size, step.views)
         step.send()
         self.repeat.watch(batch, step, self.components)
@@ -61,6 +65,11 @@ class BareStep:
         call = ModelCall.unpack(step.size, step.on_device, step.sections, *self.rows.tensors)
         self.components.bind(call, self.components.tensors)
         return call
+
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
+        """What the layers of all kinds are told, by name."""
+        self.layout.bind(call)
+        return {name: layer for kind in self.caches for name, layer in kind.trace(call, batch).items()}
 
     def commit(self, call: ModelCall, tokens: Sequence[int]) -> None:
         """The device records what was sampled; ``tokens`` of every row of logits, padding included."""

@@ -21,7 +21,8 @@ from model_runner_base.attention.plan import PairGeometry
 from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches, node_children, plan_dims
+from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.plans import node_children
 from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, SentSpans, SpanEnds
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
@@ -150,11 +151,12 @@ def pack(case: Case, padding: int) -> Packed:
     dims = (*COMMON_DIMS, *plan_dims(decode, chunk))
     limits = StepLimits(1000, 100, MAX_LENGTH, decode, chunk, dims)
     group = AttentionGroup(["layer"], table, decode.keys, chunk.keys, sight)
-    bare = BareStep(PagedCaches([group], limits, CaseSpans(case) if spans else NO_SPANS), len(table.table), MAX_LENGTH)
+    spans_of_case = CaseSpans(case) if spans else NO_SPANS
+    bare = BareStep([PagedCaches([group], limits, spans_of_case)], limits, len(table.table), MAX_LENGTH)
     longer = batch.query_len + np.where(batch.query_len > 1, padding // 2, 0)
     more = batch_of(longer, batch.num_computed + padding // 2, batch.rows)
     # Behind a window the longer requests may need fewer pairs.
-    size = padded(limits, [need for step in (batch, more) for need in bare.caches.needs(step)], padding)
+    size = padded(limits, [need for step in (batch, more) for need in bare.layout.needs(step)], padding)
     if padding % 2:
         bare.fill_padding(size)
     bare.requests.num_known[batch.rows] = MAX_LENGTH
@@ -174,7 +176,7 @@ def pack(case: Case, padding: int) -> Packed:
     assert {index: position for index, (_, position) in tokens.items()}.items() <= dict(
         enumerate(call.positions.tolist())
     ).items()
-    return Packed(size, metadata, bare.caches.trace(call, sent)["layer"], tokens)
+    return Packed(size, metadata, bare.trace(call, sent)["layer"], tokens)
 
 
 def check_pairs(case: Case, plan: PairPlan, tokens: dict[int, tuple[int, int]], max_pairs: int) -> dict[int, set[int]]:

@@ -26,16 +26,16 @@ MAX_LENGTH = 40
 TOKENS = st.integers(0, (1 << 31) - 1)
 
 
-def make_caches(has_plans: bool, length: int = MAX_LENGTH) -> tuple[CacheKind, StepLimits]:
-    """Which work out where tokens are: with attention plans, or for metadata builders, of no layer."""
+def make_caches(has_plans: bool, length: int = MAX_LENGTH) -> tuple[list[CacheKind], StepLimits]:
+    """Caches with attention plans, or for metadata builders, of no layer: each has another layout of tokens."""
     decode, chunk = Tiling(1, 8), Tiling(4, 8)
     dims = (*COMMON_DIMS, *(plan_dims(decode, chunk) if has_plans else ()))
     limits = StepLimits(MAX_NUM_REQS * length, MAX_NUM_REQS + 3, length, decode, chunk, dims)
     if has_plans:
         table = BlockTable(MAX_NUM_REQS, length, 4, 2)
-        return PagedCaches([AttentionGroup(["layer"], table, 8, 8)], limits), limits
+        return [PagedCaches([AttentionGroup(["layer"], table, 8, 8)], limits)], limits
     config: Any = None
-    return BuilderCaches([], limits, config, DeviceOps(torch.device("cpu"))), limits
+    return [BuilderCaches([], limits, config, DeviceOps(torch.device("cpu")))], limits
 
 
 @given(st.data())
@@ -46,7 +46,7 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
     order = data.draw(st.sampled_from(orders))
     has_plans = order == BatchOrder(1)
     caches, limits = make_caches(has_plans)
-    bare = BareStep(caches, MAX_NUM_REQS, MAX_LENGTH)
+    bare = BareStep(caches, limits, MAX_NUM_REQS, MAX_LENGTH)
     requests = bare.requests
     builder = BatchBuilder(requests, order or BatchOrder(MAX_LENGTH))
     known: dict[str, list[int]] = {}
@@ -89,7 +89,7 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         num_tokens, num_reqs = sum(wanted.values()), len(wanted)
         assert batch.num_tokens == num_tokens and batch.query_len.tolist() == [wanted[req_id] for req_id in req_ids]
         padding = data.draw(st.integers(0, 3))
-        size = padded(limits, caches.needs(batch), padding)
+        size = padded(limits, bare.layout.needs(batch), padding)
         for section in bare.tokens.sections(size):
             bare.packer.at(size).views[section.name][:] = 77  # Of another step.
         step = bare.send(batch, size)

@@ -28,7 +28,7 @@ from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.caches import allocation
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.lines import LineCaches
-from model_runner_base.caches.paged import plan_dims
+from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.builder import BatchBuilder
@@ -155,7 +155,8 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
     lines = rng.permutation(num_lines)[:count] + 1
     decode, chunk = Tiling(1, tile), Tiling(16, tile)
     limits = StepLimits(99, 6, 144, decode, chunk, (*COMMON_DIMS, *plan_dims(decode, chunk)), num_lines)
-    bare = BareStep(LineCaches([AttentionGroup(["layer"], table, tile, tile, sight)], limits), count, 144)
+    groups = [AttentionGroup(["layer"], table, tile, tile, sight)]
+    bare = BareStep([PagedCaches(groups, limits), LineCaches(groups, limits)], limits, count, 144)
     names = [f"request {index}" for index in range(count)]
     for name in rng.permutation(names).tolist():
         index = names.index(name)
@@ -164,8 +165,8 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
         row = bare.requests.admit(name, RequestInfo(SamplingParams(), 0, prompt), prompt, contexts[index] - 1)
         table.assign(row, [int(lines[index])])
     everyone = scheduled(dict.fromkeys(names, 1))
-    batch = BatchBuilder(bare.requests, bare.caches.order).build(everyone)
-    by_pairs, by_lines = bare.caches.needs(batch)
+    batch = BatchBuilder(bare.requests, bare.layout.order).build(everyone)
+    by_pairs, by_lines = bare.layout.needs(batch)
     assert (by_pairs.kind, by_lines.kind) == (StepKind.DECODE, StepKind.LINES)
     needed = -(-max(contexts) // tile) * num_lines
     assert limits.named(by_lines) == limits.named(
@@ -205,7 +206,7 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
         key, value = torch.from_numpy(rng.normal(size=(2, count + 1, num_kv_heads * head_size))).float()
         out = impl.forward(None, query, key, value, cache, call.metadata["layer"])  # type: ignore[arg-type]
         assert torch.isfinite(out).all()
-        trace = bare.caches.trace(call, batch)["layer"]
+        trace = bare.trace(call, batch)["layer"]
         for index, (line, context) in enumerate(zip(lines, contexts, strict=True)):
             own = by_line[line, : context + step].numpy()
             np.testing.assert_array_equal(own[-1, :num_kv_heads].ravel(), key[index])

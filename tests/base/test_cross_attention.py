@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionType
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import plan_dims
+from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Tiling
@@ -63,7 +63,7 @@ def test_every_token_sees_all_of_its_output(length: int, padding: int) -> None:
 
     tiles = DECODE.keys, CHUNK.keys
     groups = [AttentionGroup(["self"], own, *tiles), AttentionGroup(["cross"], cross, *tiles, cross_len=length)]
-    bare = BareStep(CrossCaches(groups, limits), NUM_ROWS, MAX_LENGTH)
+    bare = BareStep([PagedCaches(groups[:1], limits), CrossCaches(groups[1:], limits)], limits, NUM_ROWS, MAX_LENGTH)
     bare.requests.num_known[:] = MAX_LENGTH
     impl = PagedAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, attn_type=AttentionType.ENCODER_DECODER)
     batches = [
@@ -74,7 +74,7 @@ def test_every_token_sees_all_of_its_output(length: int, padding: int) -> None:
     ]
     for kind in (StepKind.DECODE, StepKind.MIXED):
         alike = [batch for batch in batches if batch.is_decode == (kind == StepKind.DECODE)]
-        size = padded(limits, [need for batch in alike for need in bare.caches.needs(batch)], padding)
+        size = padded(limits, [need for batch in alike for need in bare.layout.needs(batch)], padding)
         for batch in alike:
             call = bare.run(batch, bare.send(batch, size))
             query = rng.normal(size=(size.num_tokens, HEADS, HEAD_SIZE)).astype(np.float32)
@@ -85,7 +85,7 @@ def test_every_token_sees_all_of_its_output(length: int, padding: int) -> None:
             pairs = limits.cross_pairs(size)
             for name, plan in (("decode_pairs", told.decode), ("chunk_pairs", told.chunks)):
                 assert pairs[name] == (0 if plan is None else len(plan.pair_tile)), "what memory is counted by"
-            trace = bare.caches.trace(call, batch)["cross"]
+            trace = bare.trace(call, batch)["cross"]
             assert not trace.slots.any(), "a step writes outside the null block"
             for row, start, count in zip(batch.rows, batch.query_start, batch.query_len, strict=True):
                 for token in range(start, start + count):

@@ -12,7 +12,8 @@ from test_attention import SIGHTS, batch_of
 from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.attention.sight import Sight
 from model_runner_base.caches.allocation import whole_blocks
-from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.lines import LineCaches, line_sizes
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, NoGraphSizeError
@@ -74,9 +75,11 @@ def needs_of(limits: StepLimits, steps: Steps, block_size: int, sight: Sight) ->
     query_len, computed = np.array(sorted(steps, key=lambda step: step[0] > 1)).T
     keys, chunk_keys = limits.decode.keys, limits.chunk.keys
     table = BlockTable(len(steps), limits.max_model_len, block_size, lcm(keys, chunk_keys) // block_size)
-    caches = LineCaches if limits.num_lines else PagedCaches
     group = AttentionGroup(["layer"], table, keys, chunk_keys, sight)
-    return caches([group], limits).needs(batch_of(query_len, computed, np.arange(len(steps))))
+    kinds: list[CacheKind] = [PagedCaches([group], limits)]
+    if limits.num_lines:
+        kinds.append(LineCaches([group], limits))
+    return make_layout(kinds, limits).needs(batch_of(query_len, computed, np.arange(len(steps))))
 
 
 @given(

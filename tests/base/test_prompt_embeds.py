@@ -145,7 +145,7 @@ def test_pool_on_the_device_gives_each_token_its_embedding(
         return [EmbeddingInputs(requests, 90 * count, hidden, model, wrap, ops)]
 
     caches, limits = make_caches(has_plans, length=200)
-    bare = BareStep(caches, count, 200, inputs)
+    bare = BareStep(caches, limits, count, 200, inputs)
     embeds, tokens = {}, {}
     for index, (length, is_embeds) in enumerate(prompts):
         name = f"request {index}"
@@ -169,8 +169,8 @@ def test_pool_on_the_device_gives_each_token_its_embedding(
         num_written.clear()
         followed = bare.repeat.follow(schedule)
         if followed is None:
-            batch = BatchBuilder(bare.requests, caches.order).build(schedule)
-            followed = batch, bare.send(batch, padded(limits, caches.needs(batch), padding))
+            batch = BatchBuilder(bare.requests, bare.layout.order).build(schedule)
+            followed = batch, bare.send(batch, padded(limits, bare.layout.needs(batch), padding))
         batch, packed = followed
         call = bare.run(batch, packed)
         given_embeds = call.kwargs["inputs_embeds"]

@@ -85,7 +85,7 @@ class Decoding:
         ]
         self.geometries = [PairGeometry(block_size, 1, tile, -(-MAX_LENGTH // tile), sight) for sight in sights]
         self.bare, self.scratch = (
-            BareStep(PagedCaches(self.groups, self.limits), len(lengths), MAX_LENGTH) for _ in range(2)
+            BareStep([PagedCaches(self.groups, self.limits)], self.limits, len(lengths), MAX_LENGTH) for _ in range(2)
         )
         self.names = [f"request {index}" for index in range(len(lengths))]
         self.tokens = {}
@@ -144,8 +144,8 @@ class Decoding:
 
     def _build(self, bare: BareStep, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
         """At the size of the step before, if that holds it."""
-        batch = BatchBuilder(bare.requests, bare.caches.order).build(schedule)
-        needs = bare.caches.needs(batch)
+        batch = BatchBuilder(bare.requests, bare.layout.order).build(schedule)
+        needs = bare.layout.needs(batch)
         if self.size is None or not self.size.holds(needs[0]):
             assert bare is self.bare
             self.size = padded(self.limits, needs, padding=1, pairs=self.room)
@@ -194,7 +194,7 @@ class Decoding:
 
     def _compare_sight(self, batch: InputBatch, call: ModelCall, again: InputBatch, built: ModelCall) -> None:
         count = batch.num_reqs
-        traces = self.bare.caches.trace(call, batch), self.scratch.caches.trace(built, again)
+        traces = self.bare.trace(call, batch), self.scratch.trace(built, again)
         for layer, trace in traces[0].items():
             assert trace.slots[:count].tolist() == traces[1][layer].slots[:count].tolist()
             for mine, its in zip(trace.seen[:count], traces[1][layer].seen[:count], strict=True):
@@ -335,8 +335,8 @@ def test_a_step_that_leaves_a_prompt_unfinished_is_not_repeated(counts: dict[str
     decoding = Decoding([CAUSAL], 4, 2, [2, 9], 40)
     bare = decoding.bare
     bare.requests.num_known[bare.requests.rows["request 1"]] = 13
-    batch = BatchBuilder(bare.requests, bare.caches.order).build(scheduled(counts))
-    bare.send(batch, padded(decoding.limits, bare.caches.needs(batch), 1))
+    batch = BatchBuilder(bare.requests, bare.layout.order).build(scheduled(counts))
+    bare.send(batch, padded(decoding.limits, bare.layout.needs(batch), 1))
     assert bare.repeat.follow(scheduled({"request 0": 1, "request 1": 1})) is None
 
 

@@ -21,7 +21,7 @@ from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.caches.allocation import allocate, attention_groups, bind, step_limits
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.kinds import make_caches
+from model_runner_base.caches.kinds import make_caches, make_layout
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks
 from model_runner_base.caches.spans import NO_SPANS
@@ -115,7 +115,10 @@ class Step:
             AttentionGroup([name], self.scratch if sight.is_whole else self.paged, decode.keys, chunk.keys, sight)
             for name, sight in self.sights.items()
         ]
-        self.bare = BareStep(ScratchCaches(self.groups, self.limits), NUM_ROWS, MAX_LENGTH)
+        whole = [group for group in self.groups if group.sight.is_whole]
+        causal = [group for group in self.groups if not group.sight.is_whole]
+        kinds = [ScratchCaches(whole, self.limits), PagedCaches(causal, self.limits)]
+        self.bare = BareStep(kinds, self.limits, NUM_ROWS, MAX_LENGTH)
         self.bare.requests.num_known[:] = MAX_LENGTH
         self.num_heads, self.num_kv_heads = heads
         # What nobody wrote may be anything, not even a number; but for the null block.
@@ -147,7 +150,7 @@ class Step:
 
     def check_trace(self, call: ModelCall, batch: InputBatch) -> None:
         """What each layer is told: the keys in sight, each once, in the slots that the request's own tokens go to."""
-        layers = self.bare.caches.trace(call, batch)
+        layers = self.bare.trace(call, batch)
         is_padding = np.ones(call.size.num_tokens, bool)
         for name, (slots, seen) in layers.items():
             taken: set[int] = set()
@@ -188,7 +191,7 @@ class Step:
 
 def size_of(step: Step, *batches: InputBatch, padding: int = 0) -> StepSize:
     """One that all the batches fit in, with so much of each dim to spare."""
-    needs = [need for batch in batches for need in step.bare.caches.needs(batch)]
+    needs = [need for batch in batches for need in step.bare.layout.needs(batch)]
     return padded(step.limits, needs, padding)
 
 
@@ -282,9 +285,9 @@ def test_nothing_but_padding_leaves_the_cache_alone() -> None:
 def test_pairs_are_those_in_sight() -> None:
     """A request of 8 tiles of queries and keys: all meet all; through a window each meets its neighbours."""
     step = Step(Tiling(1, 16), Tiling(16, 16), window=17)
-    (need,) = step.bare.caches.needs(batch_of([128]))
+    (need,) = step.bare.layout.needs(batch_of([128]))
     assert step.limits.named(need)["chunk_pairs"] == 8 * 8 + 1
-    windowed = ScratchCaches(step.groups[1:2], step.limits)
+    windowed = make_layout([ScratchCaches(step.groups[1:2], step.limits)], step.limits)
     assert step.limits.named(windowed.needs(batch_of([128]))[0])["chunk_pairs"] == 8 * 3 - 2 + 1
 
 
@@ -299,14 +302,14 @@ def test_request_in_parts_is_refused(change: str) -> None:
         batch.is_sampled[1], batch.num_sampled = False, 2
         tokens = "tokens 0 to 19"
     with pytest.raises(UnsupportedConfigError, match=f"request 1 comes in parts .{tokens} in this step.*=False"):
-        step.bare.caches.needs(batch)
+        step.bare.layout.needs(batch)
 
 
 def test_no_step_repeats_another() -> None:
     """A request of one token has a decode row, and is done."""
     step, batch = Step(), batch_of([1, 1])
     size = size_of(step, batch)
-    assert step.bare.caches.repeat(batch, step.bare.send(batch, size)) is None
+    assert step.bare.components.repeat(batch, step.bare.send(batch, size)) is None
     assert step.bare.repeat.rows_of(batch.req_ids) is None
 
 
@@ -373,21 +376,21 @@ def test_layers_of_vllm_share_a_scratch_cache(others: dict[str, None], config: V
     assert [group.layer_names for group in groups] == [group for group in names if group]
     assert [group.reads_lines for group in groups] == [True] * len(others) + [False, False]
     limits = step_limits(config, MAX_LENGTH, 64, 64, 128, 0)
-    kind = make_caches(groups, limits, NO_SPANS, config, device_ops)
-    assert isinstance(kind, ScratchCaches)
+    kinds = make_caches(groups, limits, NO_SPANS, config, device_ops)
+    assert [type(kind) for kind in kinds] == [ScratchCaches, *([PagedCaches] if others else [])]
 
     caches, index_of = allocate(layout, config, device_ops, 64)
     assert index_of == dict.fromkeys(others, 0) | dict.fromkeys(("first", "local", "last"), len(others))
     assert caches[-1].shape == (13 + 4 + 1, 16, 4, HEAD_SIZE) and caches[-1].dtype == torch.float32
     bind(caches, index_of, config)
 
-    bare, batch = BareStep(kind, 4, MAX_LENGTH), batch_of([1, 33, 90, 70], first_row=3)
+    bare, batch = BareStep(kinds, limits, 4, MAX_LENGTH), batch_of([1, 33, 90, 70], first_row=3)
     batch.rows %= 4
     bare.requests.num_known[:] = MAX_LENGTH
     for table in tables:
         for row in range(4):
             table.assign(row, list(range(1 + 14 * row, 15 + 14 * row)))
-    (size,) = kind.needs(batch)
+    (size,) = bare.layout.needs(batch)
     call = bare.run(batch, bare.send(batch, size))
     rng, context = np.random.default_rng(0), create_forward_context(call.metadata, config)
     for name, layer in layers.items():
@@ -408,8 +411,8 @@ def test_models_without_such_layers_are_paged_as_ever(config: VllmConfig) -> Non
     layout, device_ops = layout_of(config, 60), DeviceOps(torch.device("cpu"))
     tables, groups = attention_groups(layout, config, 4, MAX_LENGTH, (64, 128))
     limits = step_limits(config, MAX_LENGTH, 64, 64, 128, 0)
-    kind = make_caches(groups, limits, NO_SPANS, config, device_ops)
-    assert type(kind) is PagedCaches and len(tables) == len(groups) == 1
+    kinds = make_caches(groups, limits, NO_SPANS, config, device_ops)
+    assert [type(kind) for kind in kinds] == [PagedCaches] and len(tables) == len(groups) == 1
     assert len(allocate(layout, config, device_ops, 64)[0]) == 1
 
 

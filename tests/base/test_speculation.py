@@ -17,7 +17,7 @@ from vllm import LLM
 from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
 
 from model_runner_base import DeviceOps
-from model_runner_base.caches.decode_rows import DecodeRows, fill_ring, ring_size
+from model_runner_base.caches.own_blocks import blocks_of_rows, fill_ring, ring_size
 from model_runner_base.draft.loading import return_states_of_layers, share_embeddings, share_logits_head
 from model_runner_base.draft.ngram import NgramDrafter
 from model_runner_base.errors import UnsupportedConfigError
@@ -26,6 +26,7 @@ from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows, commit
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.schedule import Grammar
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
@@ -101,7 +102,7 @@ def test_own_blocks_are_the_tables_wherever_a_row_turns_out_to_be(
     assert not ring[-1].any(), "padding goes to the null block"
     for offset in range(reach):
         positions = torch.from_numpy(np.append(first + offset, 0)).view(-1, 1)
-        own = DecodeRows(positions).own_blocks(torch.from_numpy(ring), block_size)
+        own = blocks_of_rows(DecodeRows(positions), torch.from_numpy(ring), block_size)
         for index, row in enumerate(rows.tolist()):
             block = int(positions[index]) // block_size
             assert own[index] == (table.table[row, block] if block < table.num_blocks[row] else 0)

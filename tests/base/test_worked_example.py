@@ -8,6 +8,7 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base import DeviceOps, StepLimits
 from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.block_tables import BlockTable
@@ -34,15 +35,16 @@ def test_the_documented_buffer_is_what_is_packed() -> None:
         row = requests.admit(name, RequestInfo(SamplingParams(), 0, tokens), tokens, num_computed)
         table.assign(row, blocks)
     caches = PagedCaches([AttentionGroup(["layer"], table, 64, 128)], limits)
+    layout = make_layout([caches], limits)
     # The scheduler's order is another: decode rows come first.
     schedule = Schedule(set(), (), [], ["a"], [None], {"b": 100, "a": 1}, 101)
-    batch = BatchBuilder(requests, caches.order).build(schedule)
-    (need,) = caches.needs(batch)
+    batch = BatchBuilder(requests, layout.order).build(schedule)
+    (need,) = layout.needs(batch)
     size = limits.mixed_size(2, 4, 128, 2, 3, num_tiles=3)
     assert size.holds(need) and size.num_reqs == 4
-    components = StepComponents([TokenInputs(requests), caches])
+    components = StepComponents([TokenInputs(requests), layout, caches])
     step = PackedStep(size, components.checked_sections(size), DeviceOps(torch.device("cpu")))
-    batch.query_start[1:] += caches.chunk_start(size, 1) - 1
+    batch.query_start[1:] += layout.chunk_start(size, 1) - 1
     components.fill(batch, size, step.views)
 
     listed = TEXT.partition("```\ntoken_ids")[2].partition("```")[0]

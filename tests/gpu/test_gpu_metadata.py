@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from model_runner_base.caches.builders import BuilderCaches, decode_dims
-from model_runner_base.caches.decode_rows import DecodeRows
-from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.group import AttentionGroup, bind_rows
+from model_runner_base.caches.kinds import make_layout
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.block_tables import BlockTable
@@ -22,6 +22,7 @@ from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponents
+from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 
@@ -63,7 +64,7 @@ class PlanningBackend(ViewsBackend):
 
 
 class Bench:
-    """The room, its block tables, tokens and the device's rows, without the rest of a runner."""
+    """Builders' caches, block tables, tokens, their layout and the device's rows, without the rest of a runner."""
 
     def __init__(self, backend: type[ViewsBackend], limits: StepLimits = LIMITS) -> None:
         self.device_ops = DeviceOps(torch.device("cpu"))
@@ -79,7 +80,8 @@ class Bench:
         ]
         config: Any = SimpleNamespace()
         self.caches = BuilderCaches(groups, limits, config, self.device_ops)
-        self.components = StepComponents([TokenInputs(self.requests), self.caches])
+        self.layout = make_layout([self.caches], limits)
+        self.components = StepComponents([TokenInputs(self.requests), self.layout, self.caches])
         self.packer = Packer(self.components.checked_sections, self.device_ops)
 
     def run(self, batch: InputBatch | None, step: PackedStep) -> ModelCall:
@@ -226,7 +228,7 @@ def test_a_repeated_step_goes_by_what_the_device_knows(backend: type[ViewsBacken
             )
     batch, step = fill(bench, requests, size)
     check(bench, bench.run(batch, step), requests, size)
-    parts = bench.caches.repeat(batch, step)
+    parts = bench.components.repeat(batch, step)
     assert parts is not None
     for part in parts:
         part.begin(batch.num_computed)
@@ -316,7 +318,7 @@ def test_kernels_are_told_of_drafts(backend: type[ViewsBackend], data: st.DataOb
     for row, start, bound, index in zip(rows, starts, bounds, range(len(rows)), strict=True):
         computed[row] = start if index < num_decodes else -9
         bench.requests.num_known[row] = bound if index < num_decodes else MAX_MODEL_LEN
-    (size,) = bench.caches.needs(batch)
+    (size,) = bench.layout.needs(batch)
     step = bench.packer.at(size)
     bench.components.fill(batch, size, step.views)
     step.send()
@@ -332,7 +334,7 @@ def test_kernels_are_told_of_drafts(backend: type[ViewsBackend], data: st.DataOb
         positions = torch.tensor(starts[:num_decodes], dtype=torch.int32)[:, None] + torch.arange(number)
         positions, is_token = positions.clamp(max=MAX_MODEL_LEN - 1).int(), positions < MAX_MODEL_LEN
         call = call.again()
-        bench.caches.bind_rows(call, DecodeRows(positions, is_token), has_chunks)
+        bind_rows(bench.layout, [bench.caches], call, DecodeRows(positions, is_token), has_chunks)
         of_rows = [
             [p if is_one else None for p, is_one in zip(*each, strict=True)]
             for each in zip(positions.tolist(), is_token.tolist(), strict=True)

@@ -133,7 +133,7 @@ def plan_step(case: Case) -> Planned:
     )
     batches = [longer, batch] if case.padding else [batch]
     # Behind a window longer contexts may need fewer pairs.
-    size = padded(bare.caches.limits, [bare.caches.needs(each)[0] for each in batches], case.padding)
+    size = padded(bare.layout.limits, [bare.layout.needs(each)[0] for each in batches], case.padding)
     for each in batches:
         step = bare.send(each, size)
     call = bare.run(batch, step)
@@ -147,7 +147,7 @@ def plan_step(case: Case) -> Planned:
 def plan_padding(case: Case) -> PagedAttentionMetadata:
     """A step of nothing but padding, of a size that holds the case: as the runner warms up."""
     bare, _, batch = _make_bare_step(case)
-    size = padded(bare.caches.limits, bare.caches.needs(batch), case.padding)
+    size = padded(bare.layout.limits, bare.layout.needs(batch), case.padding)
     bare.fill_padding(size)
     step = bare.packer.at(size)
     step.send()
@@ -169,7 +169,7 @@ def _make_bare_step(case: Case) -> tuple[BareStep, BlockTable, InputBatch]:
         table.assign(row, ids[row * per_request :][:per_request].tolist())
     limits = StepLimits(10_000, 100, longest, decode, chunk, (*COMMON_DIMS, *plan_dims(decode, chunk)))
     caches = PagedCaches([AttentionGroup(["layer"], table, decode.keys, chunk.keys, case.sight)], limits)
-    bare = BareStep(caches, len(computed), longest)
+    bare = BareStep([caches], limits, len(computed), longest)
     bare.requests.num_known[:] = longest
     return bare, table, batch_of(scheduled, computed, rows)
 

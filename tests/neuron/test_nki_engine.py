@@ -50,6 +50,6 @@ def test_engine_through_the_kernels(
         runner = runner_of(llm)
         layers = attention_layers(runner.vllm_config).values()
         assert all(isinstance(layer.impl, NkiAttentionImpl) for layer in layers)
-        limits = runner.parts.caches.limits
+        limits = runner.parts.layout.limits
         assert (limits.decode, limits.chunk) == (Tiling(1, kv_tile), Tiling(query_tile, kv_tile))
         check(model, prompts, tokens_of(generate(llm, prompts, greedy(10))))
