@@ -21,10 +21,12 @@ from model_runner_base import limits
 from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.adapters.lora import check_adapters, make_adapters
 from model_runner_base.attention.layout import CacheLayout
-from model_runner_base.caches import allocation
+from model_runner_base.caches.allocation import allocate
+from model_runner_base.caches.contiguous import useful_memory
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.kinds import make_caches
 from model_runner_base.caches.spans import Spans
+from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.heads.head import Forward
@@ -135,14 +137,14 @@ class ModelRunnerBase:
 
     # ---- Factories: a device with a component of its own returns it here; the defaults serve all others ----
 
-    def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]:
-        """The caches on the device, and the index of each attention layer's."""
+    def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, tuple[int, ...]]]:
+        """Cache tensors on the device, and the indices of each layer's among them."""
         with self.device_ops.memory_pool("kv_cache"):
-            return allocation.allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
+            return allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
-    def make_caches(self, groups: list[AttentionGroup], step_limits: StepLimits, spans: Spans) -> list[CacheKind]:
+    def make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> list[CacheKind]:
         """Kinds of caches, each with some of the groups, as caches/kinds.py chooses them."""
-        return make_caches(groups, step_limits, spans, self.vllm_config, self.device_ops)
+        return make_caches(groups, limits, spans, self.vllm_config, self.device_ops)
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction:
         """A function like ``sample`` without its first three parameters."""
@@ -183,7 +185,7 @@ class ModelRunnerBase:
 
     def useful_cache_memory(self) -> float:
         """Bytes of KV cache beyond which more would lie idle."""
-        return allocation.useful_memory(self.vllm_config, self.get_kv_cache_spec())
+        return useful_memory(self.vllm_config, self.get_kv_cache_spec())
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """The engine fitted the model length to the memory that is left, before the KV cache exists.
@@ -206,7 +208,7 @@ class ModelRunnerBase:
     def step_limits(self, num_lines: int = 0) -> StepLimits:
         """What steps may be asked of; ``num_lines`` of a contiguous cache, where decode may read all of them."""
         tiles = self.KV_TILE, self.CHUNK_QUERY_TILE, self.CHUNK_KV_TILE
-        return allocation.step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
+        return step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
 
     @contextmanager
     def changing_adapters(self) -> Iterator[Adapters]:

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from model_runner_base.attention.cache_ops import write_slots
+from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.attention.capture import OneNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
 from model_runner_base.vllm_shapes.cache_layout import layouts_of_pages
@@ -75,8 +75,7 @@ class PagedAttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Keys and values of a token lie side by side: heads ``[:K]`` are keys, ``[K:]`` values."""
-        return (num_blocks, block_size, 2 * num_kv_heads, head_size)
+        return CacheFormat(num_kv_heads, head_size).shape(num_blocks, block_size)
 
 
 def reads_plans(backend: type[AttentionBackend]) -> bool:
@@ -120,6 +119,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.head_size = head_size
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
+        self.cache_format = CacheFormat(self.num_kv_heads, head_size)
         self.sliding_window = sliding_window if is_causal else None
         """Where a query's own key is the last that it sees; elsewhere the plan alone says what is seen."""
         self.is_cross = kind == AttentionType.ENCODER_DECODER
@@ -147,19 +147,12 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         A layer that shares the cache of another finds it written, and so does one of cross-attention, which is given no
         keys. Some releases of vLLM hand over ``output`` and read it in place of what is returned.
         """
-        kv_cache = self._own_view(kv_cache, attn_metadata.block_size)
+        kv_cache = self.cache_format.view(kv_cache, attn_metadata.block_size)
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
-            key = key.view(-1, self.num_kv_heads, self.head_size)
-            value = value.view(-1, self.num_kv_heads, self.head_size)
-            write_slots(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)
+            self.cache_format.write(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)
         if output is None:
             return self._one_node(query, kv_cache, attn_metadata)
         return output.copy_(self._one_node(query.flatten(1), kv_cache, attn_metadata).view_as(output))
-
-    def _own_view(self, kv_cache: torch.Tensor, block_size: int) -> torch.Tensor:
-        """The cache with this layer's heads: it may lie in memory shared with a layer that has others."""
-        shape = PagedAttentionBackend.get_kv_cache_shape(1, block_size, self.num_kv_heads, self.head_size)[1:]
-        return kv_cache if kv_cache.shape[1:] == shape else kv_cache.view(-1, *shape)
 
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: PagedAttentionMetadata
@@ -226,7 +219,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         own = torch.eye(kv_heads, dtype=query.dtype, device=query.device).view(1, 1, kv_heads, kv_heads, 1, 1)
         # [P, Q, K, K', G, D] -> [P, K' * D, K * Q * G]
         tiles = (tiles * own).permute(0, 3, 5, 2, 1, 4).reshape(-1, kv_heads * head_size, num_queries * self.num_heads)
-        keys, values = (x.flatten(2) for x in self._read(kv_cache, plan))
+        keys, values = (x.flatten(2) for x in self.cache_format.read(kv_cache, plan))
 
         position = torch.arange(keys.shape[1], dtype=torch.int32, device=query.device).view(1, -1)
         products = torch.matmul(keys.float(), tiles.float())
@@ -288,7 +281,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Scores, and what is visible, [P, K, Q * G, S], of pairs' queries [P, K, Q * G, D]; values [P, S, K, D]."""
         group, query_tile = self.num_heads // self.num_kv_heads, plan.last.shape[1]
-        keys, values = self._read(kv_cache, plan)
+        keys, values = self.cache_format.read(kv_cache, plan)
         position = torch.arange(keys.shape[1], dtype=torch.int32, device=tiles.device)
 
         products = torch.matmul(tiles.float(), keys.float().permute(0, 2, 3, 1))
@@ -300,17 +293,6 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         scores, visible = self._mask(products, position.view(1, 1, 1, -1), first, last, slopes)
         values = torch.where(_is_own(plan, position.view(1, -1)).view(-1, values.shape[1], 1, 1), values, 0.0)
         return scores, visible, values
-
-    def _read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of every pair, each [P, S, K, D]."""
-        if plan.pair_blocks is None:
-            tiles = read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles)
-            return tiles[..., : self.num_kv_heads, :], tiles[..., self.num_kv_heads :, :]
-        shape = (-1, plan.kv_tile, self.num_kv_heads, self.head_size)
-        # Two gathers, not one that is split after: a compiler then gathers straight into each product's layout.
-        keys = kv_cache[:, :, : self.num_kv_heads][plan.pair_blocks]
-        values = kv_cache[:, :, self.num_kv_heads :][plan.pair_blocks]
-        return keys.view(shape), values.view(shape)
 
     def _slopes(self, device: torch.device) -> torch.Tensor | None:
         """[H] float32, whatever the model's dtype: distances are long."""
@@ -376,17 +358,6 @@ def _is_own(plan: PairPlan, position: torch.Tensor) -> torch.Tensor:
     is_own = position <= plan.pair_last.view(-1, 1)
     first = plan.pair_first
     return is_own if first is None else is_own & (position >= first.view(-1, 1))
-
-
-def read_lines(kv_cache: torch.Tensor, num_lines: int, num_tiles: int) -> torch.Tensor:
-    """The first ``num_tiles`` KV tiles of every cache line but the null one, [lines, S, 2 * K, D]: a slice, no gather.
-
-    It applies to decode on a contiguous cache (``block_size=max_model_len``), whose blocks [lines * tiles, ...] are
-    whole lines, and pays where most lines are in use with contexts of like length: ``GraphPolicy.choose`` takes such
-    steps there, all others go tile by tile.
-    """
-    lines = kv_cache.view(num_lines + 1, -1, *kv_cache.shape[1:])
-    return lines[1:, :num_tiles].flatten(1, 2)
 
 
 def _merge(

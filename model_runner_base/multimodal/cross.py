@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 
-from model_runner_base.attention.cache_ops import write_slots
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graph_policy import StepFunction, WrapFunction
@@ -44,7 +43,7 @@ class CrossEncoder(Encoder):
         requests: RequestStates,
         groups: Sequence[AttentionGroup],
         kv_caches: MutableSequence[torch.Tensor],
-        index_of: Mapping[str, int],
+        index_of: Mapping[str, Sequence[int]],
     ) -> None:
         self._requests = requests
         self._outputs = [
@@ -92,14 +91,14 @@ class OutputCaches:
         group: AttentionGroup,
         model: Any,
         kv_caches: MutableSequence[torch.Tensor],
-        index_of: Mapping[str, int],
+        index_of: Mapping[str, Sequence[int]],
         wrap: WrapFunction,
         device_ops: DeviceOps,
     ) -> None:
         layers = {getattr(getattr(each, "attn", None), "layer_name", None): each for each in model.modules()}
         self._layers = [layers[name] for name in group.layer_names]
         """Parents of the attention layers, which project."""
-        self._index_of = [index_of[name] for name in group.layer_names]
+        self._index_of = [index_of[name][0] for name in group.layer_names]
         self._kv_caches = kv_caches
         self._table: BlockTable = group.block_table
         self._num_blocks = -(-group.cross_len // self._table.block_size)
@@ -119,6 +118,6 @@ class OutputCaches:
         slot_offsets = offsets.unsqueeze(0).expand(self._num_blocks, -1).reshape(-1)[:count]
         for layer, cache in zip(self._layers, caches, strict=True):
             projected, _ = layer.kv_proj(output)
-            key, value = projected.view(count, 2, -1, cache.shape[-1]).unbind(1)
-            write_slots(cache, slot_blocks, slot_offsets, key, value)
+            key, value = projected.view(count, 2, -1).unbind(1)
+            layer.attn.impl.cache_format.write(cache, slot_blocks, slot_offsets, key, value)
         return blocks.clone()

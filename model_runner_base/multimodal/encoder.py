@@ -48,9 +48,9 @@ class Encoder(StepComponent):
         requests: RequestStates,
         groups: Sequence[AttentionGroup],
         kv_caches: MutableSequence[torch.Tensor],
-        index_of: Mapping[str, int],
+        index_of: Mapping[str, Sequence[int]],
     ) -> None:
-        """The layers' caches are made, with the index of each layer's: some keep what an encoder put out."""
+        """The layers' caches are made, with the indices of each layer's: some keep what an encoder put out."""
 
     def give_up(self, identifiers: Iterable[str]) -> None:
         """Forgets these items' outputs."""

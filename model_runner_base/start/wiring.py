@@ -10,7 +10,9 @@ from vllm.forward_context import ForwardContext, create_forward_context
 
 from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.attention.layout import CacheLayout
-from model_runner_base.caches.allocation import attention_groups, bind, num_lines
+from model_runner_base.caches.allocation import bind
+from model_runner_base.caches.attention_groups import attention_groups
+from model_runner_base.caches.contiguous import num_lines
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.spans import Spans
@@ -61,7 +63,7 @@ class Unwired(Protocol):
 
     def step_limits(self, num_lines: int = 0) -> StepLimits: ...
 
-    def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, int]]: ...
+    def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, tuple[int, ...]]]: ...
 
     def make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> list[CacheKind]: ...
 

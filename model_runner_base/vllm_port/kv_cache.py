@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.core import kv_cache_utils
@@ -29,6 +30,7 @@ planning: Any = kv_cache_utils
 if not hasattr(planning, "get_kv_cache_groups"):
     planning = import_module("vllm.v1.core.kv_cache_planning")
 
+HAS_VIRTUAL_ENGINES = "virtual_engine" in ForwardContext.__dataclass_fields__
 IS_ONE_BUFFER = "layers" in KVCacheTensor.__dataclass_fields__
 """Whether vLLM places the layers in one buffer, by strides, in a layout that backends name; else each tensor is memory
 of its own, in a shape that a backend gives."""
@@ -177,9 +179,15 @@ def _make_views(
     return allocate_kv_cache(config, device, cache_config.get_resolved_kv_cache_layout(), sizes)
 
 
-def bind_cache(layer: Any, cache: torch.Tensor) -> None:
-    """Gives an attention layer its cache: as such, or where it was made with a list, in a list of one."""
-    layer.kv_cache = [cache] if isinstance(layer.kv_cache, list) else cache
+def bind_cache(layer: Any, caches: Sequence[torch.Tensor]) -> None:
+    """Gives a layer its cache: one tensor as such, several as a tuple; either in a list of virtual engines, if any.
+
+    A layer of one tensor is made with that list, one of several tensors is not.
+    """
+    cache, is_list = caches[0], isinstance(layer.kv_cache, list)
+    if len(caches) > 1:
+        cache, is_list = tuple(caches), HAS_VIRTUAL_ENGINES  # type: ignore[assignment]
+    layer.kv_cache = [cache] if is_list else cache
 
 
 def useful_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_lines: int | None) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from model_runner_base.attention.cache_ops import write_slots
+from model_runner_base.attention.cache_format import CacheFormat
 
 
 def reshape_and_cache(
@@ -37,7 +37,7 @@ def reshape_and_cache(
     key = torch.where(is_real.any(), key[source], kv_cache[0, 0, :kv_heads])
     value = torch.where(is_real.any(), value[source], kv_cache[0, 0, kv_heads:])
     blocks, offsets = split_slots(slots, kv_cache.shape[1])
-    write_slots(kv_cache, blocks, offsets, key, value)
+    CacheFormat(kv_heads, key.shape[2]).write(kv_cache, blocks, offsets, key, value)
 
 
 def split_slots(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
 from model_runner_base.attention.sight import CAUSAL, Sight
-from model_runner_base.caches import allocation
+from model_runner_base.caches.contiguous import num_lines, useful_memory
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches, plan_dims
@@ -258,7 +258,7 @@ def test_useful_memory_holds_every_request(
         specs[f"sliding.{index}"] = SlidingWindowSpec(**sizes, sliding_window=64)
     groups = get_kv_cache_groups(config, specs)
     for spare, missing in ((0, 0), (-1, 1)):
-        memory = int(allocation.useful_memory(config, specs)) + spare
+        memory = int(useful_memory(config, specs)) + spare
         blocks = get_kv_cache_config_from_groups(config, groups, memory).num_blocks
         assert blocks == 1 + 64 * len(groups) - missing
 
@@ -286,4 +286,4 @@ def test_when_decode_may_go_by_lines(block_size: int, num_blocks: int, num_group
         scheduler_config=SimpleNamespace(max_num_seqs=8),
     )
     groups: list[Any] = [None] * num_groups
-    assert allocation.num_lines(CacheLayout(num_blocks, groups, []), config) == lines  # type: ignore[arg-type]
+    assert num_lines(CacheLayout(num_blocks, groups, []), config) == lines  # type: ignore[arg-type]

@@ -19,12 +19,14 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from model_runner_base.attention.layout import CacheLayout, GroupLayout, TensorLayout
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.sight import CAUSAL, Sight
-from model_runner_base.caches.allocation import allocate, attention_groups, bind, step_limits
+from model_runner_base.caches.allocation import allocate, bind
+from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.kinds import make_caches, make_layout
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks
 from model_runner_base.caches.spans import NO_SPANS
+from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.requests.block_tables import BlockTable
@@ -380,7 +382,7 @@ def test_layers_of_vllm_share_a_scratch_cache(others: dict[str, None], config: V
     assert [type(kind) for kind in kinds] == [ScratchCaches, *([PagedCaches] if others else [])]
 
     caches, index_of = allocate(layout, config, device_ops, 64)
-    assert index_of == dict.fromkeys(others, 0) | dict.fromkeys(("first", "local", "last"), len(others))
+    assert index_of == dict.fromkeys(others, (0,)) | dict.fromkeys(("first", "local", "last"), (len(others),))
     assert caches[-1].shape == (13 + 4 + 1, 16, 4, HEAD_SIZE) and caches[-1].dtype == torch.float32
     bind(caches, index_of, config)
 

@@ -322,3 +322,15 @@ def test_items_in_a_cached_prefix_come_with_their_data() -> None:
 def first_arguments() -> dict[str, Any]:
     """What vLLM 0.16 asks for beside, and later releases do not."""
     return {"eos_token_id": None} if "eos_token_id" in signature(Request).parameters else {}
+
+
+def test_a_layer_of_several_tensors_gets_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's layers of recurrent states read them; a layer of one tensor beside it has that."""
+    config: Any = None
+    states, attention = SimpleNamespace(kv_cache=(torch.zeros(0),) * 2), SimpleNamespace(kv_cache=torch.zeros(0))
+    monkeypatch.setattr(allocation, "attention_layers", lambda _: {"states": states, "attention": attention})
+    caches = [torch.full((2,), float(index)) for index in range(3)]
+    allocation.bind(caches, {"states": (0, 2), "attention": (1,)}, config)
+    # As vllm/model_executor/layers/mamba/mamba_mixer2.py takes them.
+    own: Any = states.kv_cache[0] if kv_cache.HAS_VIRTUAL_ENGINES else states.kv_cache
+    assert own[0] is caches[0] and own[1] is caches[2] and attention.kv_cache is caches[1]  # type: ignore[comparison-overlap]

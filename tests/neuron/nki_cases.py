@@ -13,9 +13,9 @@ from test_attention import batch_of, dense_attention
 from model_runner_base.attention.metadata import PagedAttentionMetadata
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
 from model_runner_base.attention.sight import CAUSAL, Sight
-from model_runner_base.caches.allocation import whole_blocks
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.tiles import whole_blocks
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling

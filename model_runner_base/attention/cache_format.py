@@ -1,0 +1,72 @@
+"""What a layer's cache tensor holds: its shape, how keys and values are written, and how a plan's pairs read them.
+
+Attention layers, and whatever else puts keys and values into a cache, go through it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from model_runner_base.attention.metadata import PairPlan
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """Keys and values of K heads of size D side by side, in the cache's dtype: heads ``[:K]`` keys, ``[K:]`` values."""
+
+    num_kv_heads: int
+    head_size: int
+
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """The shape of a cache tensor."""
+        return (num_blocks, block_size, 2 * self.num_kv_heads, self.head_size)
+
+    def view(self, kv_cache: torch.Tensor, block_size: int) -> torch.Tensor:
+        """The cache in this shape: it may lie in memory shared with a layer that has other heads."""
+        shape = self.shape(1, block_size)[1:]
+        return kv_cache if kv_cache.shape[1:] == shape else kv_cache.view(-1, *shape)
+
+    def write(
+        self,
+        kv_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Writes the keys and values of T tokens in place.
+
+        The cache is indexed by block and offset, never flattened: a compiler then writes the rows where they lie, and
+        copies the whole cache otherwise.
+
+        Args:
+            kv_cache: of this format's shape.
+            blocks: [T] integers.
+            offsets: [T] integers, in the block.
+            key: [T, K, D] of the cache's dtype, or [T, K * D].
+            value: as ``key``.
+        """
+        heads = -1, self.num_kv_heads, self.head_size
+        kv_cache.index_put_((blocks, offsets), torch.cat((key.view(heads), value.view(heads)), dim=1))
+
+    def read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of every pair, each [P, S, K, D] with KV tiles of S positions."""
+        if plan.pair_blocks is None:
+            tiles = read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles)
+            return tiles[..., : self.num_kv_heads, :], tiles[..., self.num_kv_heads :, :]
+        shape = (-1, plan.kv_tile, self.num_kv_heads, self.head_size)
+        # Two gathers, not one that is split after: a compiler then gathers straight into each product's layout.
+        keys = kv_cache[:, :, : self.num_kv_heads][plan.pair_blocks]
+        values = kv_cache[:, :, self.num_kv_heads :][plan.pair_blocks]
+        return keys.view(shape), values.view(shape)
+
+
+def read_lines(kv_cache: torch.Tensor, num_lines: int, num_tiles: int) -> torch.Tensor:
+    """The first ``num_tiles`` KV tiles of every cache line but the null one, [lines, S, 2 * K, D]: a slice, no gather.
+
+    It applies to decode on a contiguous cache (``block_size=max_model_len``), whose blocks [lines * tiles, ...] are
+    whole lines, and pays where most lines are in use with contexts of like length: ``GraphPolicy.choose`` takes such
+    steps there, all others go tile by tile.
+    """
+    lines = kv_cache.view(num_lines + 1, -1, *kv_cache.shape[1:])
+    return lines[1:, :num_tiles].flatten(1, 2)

@@ -1,0 +1,109 @@
+"""Layers that are planned alike: which groups a model's attention layers make, and their block tables."""
+
+import math
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionBackend
+
+from model_runner_base.attention.layout import CacheLayout, LayerCache
+from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
+from model_runner_base.attention.plan import kv_tile_for
+from model_runner_base.attention.sight import Sight
+from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests
+from model_runner_base.caches.tiles import least_chunk_tile, least_tile, stored_size, whole_blocks
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.vllm_port.kv_cache import (
+    attends_to_encoder,
+    attention_layers,
+    cacheless_layers,
+    cross_length,
+    shared_caches,
+)
+
+
+def attention_groups(
+    layout: CacheLayout, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int, tiles: tuple[int, int]
+) -> tuple[list[BlockTable], list[AttentionGroup]]:
+    """One block table a KV-cache group, one attention group for each backend and sight among the group's layers, and
+    for each spec where metadata builders ask for it.
+
+    Layers without a cache of their own are in further attention groups, whose block table is not the scheduler's.
+
+    ``tiles``: the most positions of a decode row's KV tile, and of a chunk's.
+    """
+    layers = attention_layers(vllm_config)
+    sharing = shared_caches(vllm_config)
+    tables, groups = [], []
+    for group in layout.groups:
+        first = layers[next(iter(group.layers))]
+        cut = _Cut.of(group.block_size, first.get_attn_backend(), vllm_config, tiles)
+        parts = group.block_size // cut.block_size
+        cross_len = cross_length(vllm_config) if attends_to_encoder(first) else 0
+        table = BlockTable(max_num_reqs, cross_len or max_model_len, cut.block_size, cut.blocks_per_tile, parts)
+        tables.append(table)
+        readers = {name: group.layers[target] for name, target in sharing.items() if target in group.layers}
+        kept = group.layers | readers
+        seen = {name: sight_of(layers[name]) for name in kept}
+        for (backend, sight, _), names in _alike(seen, layers, kept).items():
+            spec = kept[names[0]].spec
+            parts_of_group = cut.kv_tile, cut.chunk_kv_tile, sight, backend, spec, cross_len
+            groups.append(AttentionGroup(names, table, *parts_of_group))
+    return tables, groups + _scratch_groups(vllm_config, max_num_reqs, max_model_len, tiles)
+
+
+def _scratch_groups(
+    vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int, tiles: tuple[int, int]
+) -> list[AttentionGroup]:
+    """Of layers without a cache of their own, all on one block table, of which the scheduler knows nothing."""
+    layers = cacheless_layers(vllm_config)
+    if not layers:
+        return []
+    check_serves_whole_requests(vllm_config)
+    cut = _Cut.of(vllm_config.cache_config.block_size, PagedAttentionBackend, vllm_config, tiles)
+    table = ScratchTable(max_num_reqs, max_model_len, cut.block_size, cut.blocks_per_tile)
+    seen = {name: sight_of(layer)._replace(is_whole=True) for name, layer in layers.items()}
+    return [
+        AttentionGroup(names, table, cut.kv_tile, cut.chunk_kv_tile, sight, backend)
+        for (backend, sight, _), names in _alike(seen, layers, {}).items()
+    ]
+
+
+class _Cut(NamedTuple):
+    """How the positions of a group's requests are cut."""
+
+    block_size: int
+    """Of the cache tensors."""
+    kv_tile: int
+    chunk_kv_tile: int
+    blocks_per_tile: int
+    """So many blocks are whole tiles of both kinds."""
+
+    @classmethod
+    def of(
+        cls, block_size: int, backend: type[AttentionBackend], vllm_config: VllmConfig, tiles: tuple[int, int]
+    ) -> "_Cut":
+        """From the scheduler's block size."""
+        stored = stored_size(block_size, backend, vllm_config, tiles[0])
+        kv_tile = kv_tile_for(block_size, tiles[0], least_tile(vllm_config, tiles[0]))
+        chunk_kv_tile = whole_blocks(stored, tiles[1], least_chunk_tile(vllm_config, tiles))
+        return cls(stored, kv_tile, chunk_kv_tile, math.lcm(max(1, kv_tile // stored), chunk_kv_tile // stored))
+
+
+def _alike(
+    seen: dict[str, Sight], layers: dict[str, Any], kept: dict[str, LayerCache]
+) -> dict[tuple[type[AttentionBackend], Sight, Any], list[str]]:
+    """Names of layers by their backend, by what their tokens see, and by what a metadata builder is made with."""
+    alike: dict[tuple[type[AttentionBackend], Sight, Any], list[str]] = {}
+    for name, sight in seen.items():
+        backend = layers[name].get_attn_backend()
+        spec = None if reads_plans(backend) else kept[name].spec
+        alike.setdefault((backend, sight, spec), []).append(name)
+    return alike
+
+
+def sight_of(layer: Any) -> Sight:
+    """What the tokens of an attention layer of vLLM's see, if no more than what comes before them."""
+    window, chunk = getattr(layer, "sliding_window", None), getattr(layer, "attention_chunk_size", None)
+    return Sight(window or 0, chunk or 0)

@@ -1,0 +1,39 @@
+"""What one step may be asked of, from vLLM's config and the device's tiles."""
+
+from vllm.config import VllmConfig
+
+from model_runner_base.attention.paged import reads_plans
+from model_runner_base.caches.builders import decode_dims
+from model_runner_base.caches.paged import plan_dims
+from model_runner_base.caches.tiles import least_chunk_tile, least_tile
+from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
+from model_runner_base.vllm_port.kv_cache import attention_layers, cross_length
+from model_runner_base.vllm_port.speculation import read_speculation
+
+
+def step_limits(
+    vllm_config: VllmConfig, max_model_len: int, kv_tile: int, chunk_query_tile: int, chunk_kv_tile: int, num_lines: int
+) -> StepLimits:
+    """What the scheduler may ask of a step, and how attention will be cut: tiles as ``ModelRunnerBase`` has them."""
+    scheduler = vllm_config.scheduler_config
+    speculation = read_speculation(vllm_config)
+    decode = Tiling(1 + speculation.num_drafts, least_tile(vllm_config, kv_tile))
+    chunk = Tiling(chunk_query_tile, least_chunk_tile(vllm_config, (kv_tile, chunk_kv_tile)))
+    layers = attention_layers(vllm_config).values()
+    has_plans = all(reads_plans(layer.get_attn_backend()) for layer in layers)
+    cross_len = cross_length(vllm_config)
+    return StepLimits(
+        max_num_tokens=scheduler.max_num_batched_tokens,
+        max_num_reqs=scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        decode=decode,
+        chunk=chunk,
+        dims=(*COMMON_DIMS, *(plan_dims(decode, chunk, cross_len) if has_plans else decode_dims(decode))),
+        num_lines=num_lines,
+        unread=speculation.unread,
+        ahead=speculation.ahead,
+        pass_tokens=speculation.pass_tokens,
+        cross_len=cross_len,
+        # A prompt comes whole, in the step that its sound is encoded in.
+        max_arrivals=max(1, scheduler.max_num_encoder_input_tokens // cross_len) if cross_len else None,
+    )
