@@ -53,11 +53,11 @@ class Launcher:
         return arguments(self.runner, self.step)
 
     def ours(self) -> Any:
-        return self.runner.parts.forward(self.size, *self.arguments())
+        return self.runner.parts.graph.forward(self.size, *self.arguments())
 
     def through_bridge(self) -> Callable[[], Any]:
         """The captured graph, called by the function that the bridge makes of it."""
-        forward = self.runner.parts.forward
+        forward = self.runner.parts.graph.forward
         (capture,) = forward._captures[(self.size.kind,)]
         state = forward.state
 
@@ -89,7 +89,7 @@ class Launcher:
 
     def through_torch_compile(self) -> Callable[[], Any]:
         """What a user would write, on caches of its own, since nothing is donated."""
-        forward, parts = self.runner.parts.forward, self.runner.parts
+        forward, parts = self.runner.parts.graph.forward, self.runner.parts
         kept = forward.state.copy()
         forward.state[:] = [self.runner.device_ops.zeros(cache.shape, cache.dtype) for cache in kept]
         parts.bind_kv_caches()  # For good: the other ways find theirs in the state.

@@ -44,7 +44,7 @@ def padded_graph(runner: Any, size: StepSize) -> Graph:
 def recorded(runner: Any) -> Iterator[list[Graph]]:
     """The graphs that ``runner`` runs inside the block, in a list that grows; each can be run again as it was."""
     parts, graphs = runner.parts, []
-    forward = parts.forward
+    forward = parts.graph.forward
 
     def record(size: StepSize, packed: torch.Tensor, entries: torch.Tensor, *others: torch.Tensor) -> Any:
         graphs.append(
@@ -53,14 +53,14 @@ def recorded(runner: Any) -> Iterator[list[Graph]]:
         return forward(size, packed, entries, *others)
 
     parts.bind_kv_caches()  # Tracing a new size reads the caches of now.
-    parts.forward = record
+    parts.graph.forward = record
     try:
         yield graphs
     finally:
-        parts.forward = forward
+        parts.graph.forward = forward
 
 
 def _run(runner: Any, size: StepSize, *tensors: torch.Tensor) -> Any:
     parts = runner.parts
     with torch.no_grad(), override_forward_context(parts.forward_context):
-        return parts.forward(size, *tensors)
+        return parts.graph.forward(size, *tensors)

@@ -93,7 +93,7 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
     runner = runner_of(llm)
 
     parts, limits = runner.parts, runner.parts.layout.limits
-    run_model, state = parts.forward.function, parts.forward.state
+    run_model, state = parts.graph.forward.function, parts.graph.forward.state
 
     def inputs(count: int) -> list[Any]:
         """A decode step of ``count`` rows of padding."""

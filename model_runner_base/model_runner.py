@@ -8,13 +8,12 @@ in the rooms that this file calls, and a device plugs itself in through four hoo
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.forward_context import override_forward_context
 from vllm.tasks import SupportedTask
 
 from model_runner_base import limits
@@ -45,10 +44,9 @@ from model_runner_base.start.behind import SizesBehind
 from model_runner_base.start.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.start.wiring import StepParts, wire
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
 from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
-from model_runner_base.step.schedule import Arrival, Schedule
+from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec, collect_specs, read_layout
 from model_runner_base.vllm_port.outputs import (
@@ -237,9 +235,7 @@ class ModelRunnerBase:
         if self.is_all_failed:
             return None
         batch, step = self._prepare_inputs(schedule)
-        with override_forward_context(parts.forward_context):
-            parts.components.prepare(batch, step, parts.rows)
-            logits, slots, hidden_states, *kept = self._launch(step)
+        logits, slots, hidden_states, *kept = parts.graph.run(batch, step)
         forward = Forward(schedule, batch, step, logits, slots, hidden_states, tuple(kept))
         answer = parts.head.answer(forward)
         if answer is not None:
@@ -273,137 +269,27 @@ class ModelRunnerBase:
         return self.parts.drafter.take(self.parts.requests.rows)
 
     def _update_states(self, schedule: Schedule) -> Schedule:
-        """Brings rows and block tables up to the scheduler's: finished, preempted, arriving, continued requests.
-
-        Returns the step less the requests that failed.
-        """
-        requests, head = self.parts.requests, self.parts.head
-        for req_id in schedule.finished:
-            requests.forget(req_id)
-            head.forget(req_id)
-        for req_id in schedule.preempted:
-            requests.release(req_id)
-        if self.errors:
-            self.errors.forget(schedule.finished)
-            schedule = schedule.without(self.errors)
-        if schedule.arrivals:
-            requests.make_room([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
-            for arrival in schedule.arrivals:
-                known = requests.infos.get(arrival.req_id)
-                with self.errors.of(arrival.req_id, known.items if known else arrival.items):
-                    self._admit(arrival)
-            schedule = self._leave_out_failed(schedule)
-        if any(schedule.new_blocks):
-            self._append_blocks(schedule)
-        if schedule.freed_items:  # Before others are encoded: they may have been promised the room.
-            self.encoder.give_up(schedule.freed_items)
-        return schedule
-
-    def _leave_out_failed(self, schedule: Schedule) -> Schedule:
-        """The step less the requests that failed in it, whose rows are given back."""
-        failed = [req_id for req_id in schedule.num_tokens if req_id in self.errors] if self.errors else ()
-        for req_id in failed:
-            self.parts.requests.forget(req_id)
-            self.parts.head.forget(req_id)
-        return schedule.without(self.errors) if failed else schedule
-
-    def _admit(self, arrival: Arrival) -> None:
-        """Gives a new or resumed request its row; whoever keeps something by row learns of it."""
-        parts, req_id = self.parts, arrival.req_id
-        info = known = parts.requests.infos.get(req_id)
-        if info is None or not arrival.resumes(info):
-            info = parts.head.info_of(arrival)
-            if known is None:  # Else a session goes on; its first prompt has been introduced.
-                parts.head.introduce(req_id, info)
-        if info.adapter is not None:
-            self.adapters.expect(info.adapter)
-        row = parts.requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
-        parts.head.admit(row, info, arrival.token_ids)
-        parts.components.admit(row, info, arrival.token_ids)
-        for table, block_ids in zip(parts.block_tables, arrival.block_ids, strict=True):
-            table.assign(row, block_ids)
-
-    def _append_blocks(self, schedule: Schedule) -> None:
-        """Gives continued requests their new blocks; while a step is repeated, most have none."""
-        every, parts = schedule.new_blocks, self.parts
-        rows = parts.repeat.rows_of(schedule.continued)
-        if rows is not None:
-            rows = list(compress(rows, every))
-        else:
-            rows = [parts.requests.rows[req_id] for req_id in compress(schedule.continued, every)]
-        by_table = zip(*filter(None, every), strict=True)
-        for table, block_ids in zip(parts.block_tables, by_table, strict=True):
-            table.append(rows, block_ids)
-
-    def _prepare_inputs(self, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
-        """The batch, and the packed buffer on the device at the size that the step runs at."""
-        return self.parts.repeat.follow(schedule) or self._pack(self.parts.batches.build(schedule))
-
-    def _pack(self, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
-        """Fills the buffer of the size that holds the batch, and sends it."""
-        return self._pack_at(self.graph_policy.choose(self.parts.layout.needs(batch)), batch)
-
-    def _pack_at(self, size: StepSize, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
-        parts, num_tokens = self.parts, batch.num_decode_tokens
-        step = parts.packer.at(size)
-        # Padding of decode rows lies between them and the chunks.
-        batch.query_start[batch.num_decodes :] += parts.layout.chunk_start(size, num_tokens) - num_tokens
-        parts.components.fill(batch, size, step.views)
-        step.send()
-        parts.repeat.watch(batch, step, parts.components)
-        return batch, step
-
-    def _launch(self, step: PackedStep) -> list[torch.Tensor]:
-        """Runs the model's graph on a packed step: logits, sample slots, hidden states, and what drafting needs."""
-        parts = self.parts
-        tokens, computed, *_ = parts.rows.tensors
-        sent = step.on_device, step.entries_on_device
-        *results, step.on_device = parts.forward(step.size, *sent, tokens, computed, *parts.components.tensors)
-        return results
-
-    def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
-        """Which rules, sampler and log probabilities the batch's requests ask for."""
-        return self.parts.head.plan(batch)
-
-    def _run_model(
-        self,
-        size: StepSize,
-        packed: torch.Tensor,
-        entries: torch.Tensor,
-        tokens: torch.Tensor,
-        computed: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """The function that becomes a graph: what the head makes of the model's hidden states, and the packed buffer.
-
-        Args:
-            size: the step's.
-            packed: [N] int32, the packed buffer.
-            entries: [2, E] int32, places in it and what is to stand there.
-            tokens, computed: those of ``DeviceRows``.
-            tensors: what components read beside.
-        """
-        parts = self.parts
-        packed = packed.index_put((entries[0],), entries[1])
-        call = ModelCall.unpack(size, packed, parts.components.sections(size), tokens, computed)
-        parts.components.bind(call, tensors)
-        context = get_forward_context()
-        context.moe_layer_index = 0  # Counted up by vLLM's own expert layers, step by step.
-        context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
-        output = self.model(**call.arguments)
-        context.attn_metadata = None  # type: ignore[assignment]
-        hidden_states, kept = parts.drafter.keep(output, call)
-        results = *parts.head.traced(hidden_states, call), *kept, packed
-        parts.components.unbind()
-        return results
-
-    # ---- Multimodal inputs ----
+        """Brings rows and block tables up to the scheduler's; returns the step less the requests that failed."""
+        return self.parts.updates.apply(schedule)
 
     def _execute_encoder(self, schedule: Schedule) -> None:
         """Runs the encoder on the items that the scheduler names."""
         if schedule.encoder_inputs or schedule.orphans:
             with override_forward_context(self.parts.forward_context):
                 self.encoder.run(schedule, self.parts.requests.infos)
+
+    def _prepare_inputs(self, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
+        """The batch, and the packed buffer on the device at the size that the step runs at."""
+        return self.parts.repeat.follow(schedule) or self._pack(self.parts.batches.build(schedule))
+
+    def _pack(self, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
+        """Packs the batch at the size that holds it."""
+        size = self.graph_policy.choose(self.parts.layout.needs(batch))
+        return batch, self.parts.graph.pack(size, batch)
+
+    def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
+        """Which rules, sampler and log probabilities the batch's requests ask for."""
+        return self.parts.head.plan(batch)
 
     def reset_encoder_cache(self) -> None:
         """Forgets all encoder outputs: the weights have changed."""
@@ -412,23 +298,8 @@ class ModelRunnerBase:
     # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
 
     def _dummy_run(self, size: StepSize) -> list[torch.Tensor]:
-        """Runs the model at a size on nothing but padding; returns as ``_launch``."""
-        parts = self.parts
-        parts.bind_kv_caches()
-        parts.repeat.stop()
-        step = parts.packer.at(size)
-        step.buffer[:] = 0
-        parts.components.fill_padding(size, step.views)
-        step.send()
-        with override_forward_context(parts.forward_context):
-            parts.components.prepare(None, step, parts.rows)
-            return self._launch(step)
-
-    def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
-        """Runs what drafts behind a step of a size, which returned ``results``."""
-        parts = self.parts
-        with override_forward_context(parts.forward_context):
-            parts.drafter.warm_up_at(parts.packer.at(size), results)
+        """Runs the model at a size on nothing but padding; returns as ``ModelGraph.run``."""
+        return self.parts.graph.dummy_run(size)
 
     def profile_step(self) -> None:
         """Runs the largest step without KV caches, for a device that measures its memory in ``profile_run``."""

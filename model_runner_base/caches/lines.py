@@ -58,7 +58,7 @@ class LineCaches(CacheKind):
 
     def _kv_tiles(self, size: StepSize) -> int:
         """KV tiles of each line."""
-        return size.plan.decode_pairs // self._limits.num_lines
+        return size.plan_dims()[1] // self._limits.num_lines
 
     def sections(self, size: StepSize) -> list[Section]:
         if size.kind != StepKind.LINES:

@@ -1,7 +1,5 @@
 """Which drafter ``speculative_config`` asks for."""
 
-from collections.abc import Callable
-
 from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import NO_DRAFTS, Drafter
 from model_runner_base.draft.eagle import Eagle3Drafter, EagleDrafter, MtpDrafter
@@ -14,8 +12,8 @@ from model_runner_base.requests.states import RequestStates
 from model_runner_base.vllm_port.speculation import Speculation
 
 
-def make_drafter(speculation: Speculation, requests: RequestStates, parts: Callable[[], DraftParts]) -> Drafter:
-    """``parts`` are made if the drafter runs on the device."""
+def make_drafter(speculation: Speculation, requests: RequestStates, parts: DraftParts) -> Drafter:
+    """The drafter; one on the device works with ``parts``."""
     if not speculation.num_drafts:
         return NO_DRAFTS
     if speculation.method == "ngram":
@@ -25,10 +23,10 @@ def make_drafter(speculation: Speculation, requests: RequestStates, parts: Calla
     is_parallel = speculation.mask_token is not None
     match speculation.method:
         case "draft_model":
-            return (ParallelDraftModel if is_parallel else DraftModelDrafter)(parts())
+            return (ParallelDraftModel if is_parallel else DraftModelDrafter)(parts)
         case "medusa":
-            return MedusaDrafter(parts())
+            return MedusaDrafter(parts)
         case "eagle3" if is_parallel:
-            return ParallelEagle3(requests, parts())
+            return ParallelEagle3(requests, parts)
     heads = {"eagle": EagleDrafter, "eagle3": Eagle3Drafter, "mtp": MtpDrafter}
-    return heads[speculation.method](requests, parts())
+    return heads[speculation.method](requests, parts)

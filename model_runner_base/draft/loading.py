@@ -60,8 +60,8 @@ def text_of(target: Any) -> Any:
 
 
 def draft_of(target: Any) -> Any:
-    """The draft model of a target."""
-    return getattr(target, ATTRIBUTE)
+    """The draft model of a target; None if it has none."""
+    return getattr(target, ATTRIBUTE, None)
 
 
 def share_embeddings(draft: Any, target: Any) -> None:

@@ -49,14 +49,6 @@ class Starting(Protocol):
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
-    def _dummy_run(self, size: StepSize) -> list[torch.Tensor]: ...
-
-    def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None: ...
-
-    def _pack_at(self, size: StepSize, batch: Any) -> Any: ...
-
-    def _prepare_sampling(self, batch: Any) -> Any: ...
-
 
 def profile_largest_step(runner: Starting) -> None:
     """The largest step without KV caches, attention left out, and the sampling that takes most memory."""
@@ -113,10 +105,10 @@ def parts_of(runner: Starting, size: StepSize) -> SizeParts:
     components, head = parts.components, parts.head
     results: list[torch.Tensor] = []
     yield "components", components.warm_up
-    yield size, lambda: results.extend(runner._dummy_run(size))
+    yield size, lambda: results.extend(parts.graph.dummy_run(size))
     yield ("tokens", size.num_tokens), lambda: head.warm_up_tokens(results[2])
     yield ("logits", size.num_logits), lambda: head.warm_up_logits(results[0], results[1])
-    yield ("drafts", size), lambda: runner.warm_up_drafter(size, results)
+    yield ("drafts", size), lambda: parts.graph.warm_up_drafter(size, results)
 
 
 def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:
@@ -145,9 +137,8 @@ def compile_host_loops(runner: Starting) -> None:
             table.append([row], [[]])
         step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens, computed)
         batch = parts.batches.build(step)
-        paged = runner.graph_policy.dispatch(parts.layout.needs(batch)[0])
-        runner._pack_at(paged, batch)
-        runner._prepare_sampling(batch)
+        parts.graph.pack(runner.graph_policy.dispatch(parts.layout.needs(batch)[0]), batch)
+        parts.head.plan(batch)
         block_size = max((table.block_size for table in parts.block_tables), default=0)
         for _ in range(min(block_size, (runner.max_model_len - num_computed) // query - 1)):
             computed[0] += query

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +28,13 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.model_graph import ModelGraph
 from model_runner_base.multimodal.encoder import Encoder
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.requests.failures import RequestErrors
 from model_runner_base.requests.states import RequestStates
+from model_runner_base.state_updates import StateUpdates
 from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.packing import Packer
@@ -57,6 +61,7 @@ class Unwired(Protocol):
     encoder: Encoder
     model: Any
     logits_processors: Any
+    errors: RequestErrors
     max_model_len: int
     KV_TILE: int
     CHUNK_KV_TILE: int
@@ -69,9 +74,6 @@ class Unwired(Protocol):
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 
-    @property
-    def _run_model(self) -> Callable[..., Any]: ...
-
 
 @dataclass
 class StepParts:
@@ -82,19 +84,18 @@ class StepParts:
     rows: DeviceRows
     kv_caches: HeldTensors
     bind_kv_caches: Callable[[], None]
-    """Points the layers at the caches, for eager runs and for tracing; a compiled run goes by ``kv_caches``."""
+    """Points the layers at the caches."""
     layout: TokenLayout
     caches: list[CacheKind]
     components: StepComponents
+    updates: StateUpdates
     batches: BatchBuilder
     repeat: Repeat
-    packer: Packer
     forward_context: ForwardContext
     """One for all steps: a step's attention metadata is put into it while the model runs."""
-    forward: StepFunction
-    """``_run_model`` as the device runs it."""
     head: GenerateHead
     drafter: Drafter
+    graph: ModelGraph
 
 
 def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
@@ -114,10 +115,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     tensors, index_of = runner.make_kv_caches(layout)
     kv_caches = state.hold(tensors)
     rows.tensors = state.hold(rows.tensors)
-
-    def bind_kv_caches() -> None:
-        bind(kv_caches, index_of, config)
-
+    bind_kv_caches = partial(bind, kv_caches, index_of, config)
     bind_kv_caches()
 
     # What a step sends: sizes, caches, inputs.
@@ -142,8 +140,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         ]
     )
 
-    # What runs on the device: the model, then its head.
-    forward = policy.wrap(runner._run_model, kv_caches)
+    # What the model's hidden states become.
     head = make_generate_head(
         config,
         runner.model,
@@ -158,26 +155,46 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     )
 
     # What drafts the next tokens.
-    def draft_parts() -> DraftParts:
-        return DraftParts(
-            model=draft_of(runner.model),
-            layout=token_layout,
-            caches=caches,
-            components=components,
-            rows=rows,
-            tables=head.sampling.tables,
-            num_drafts=speculation.num_drafts,
-            mask_token=speculation.mask_token or 0,
-            max_length=min(max_model_len, speculation.max_length),
-            is_async=speculation.is_async,
-            sort_limits=policy.sort_limits,
-            wrap=policy.wrap,
-            state=state.tensors,
-            device_ops=device_ops,
-        )
-
+    draft_parts = DraftParts(
+        model=draft_of(runner.model),
+        layout=token_layout,
+        caches=caches,
+        components=components,
+        rows=rows,
+        tables=head.sampling.tables,
+        num_drafts=speculation.num_drafts,
+        mask_token=speculation.mask_token or 0,
+        max_length=min(max_model_len, speculation.max_length),
+        is_async=speculation.is_async,
+        sort_limits=policy.sort_limits,
+        wrap=policy.wrap,
+        state=state.tensors,
+        device_ops=device_ops,
+    )
     drafter = make_drafter(speculation, requests, draft_parts)
     components.add(drafter)
+
+    # What runs on the device.
+    repeat, forward_context = Repeat(requests), create_forward_context(None, config)
+    graph = ModelGraph(
+        runner.model,
+        token_layout,
+        components,
+        head,
+        drafter,
+        rows,
+        repeat,
+        Packer(components.checked_sections, device_ops),
+        forward_context,
+        partial(policy.wrap, state=kv_caches),
+        bind_kv_caches,
+    )
+
+    # What a schedule is read into.
+    updates = StateUpdates(
+        requests, block_tables, head, components, runner.adapters, runner.encoder, repeat, runner.errors
+    )
+    order = token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)
     return StepParts(
         requests=requests,
         block_tables=block_tables,
@@ -187,11 +204,11 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         layout=token_layout,
         caches=caches,
         components=components,
-        batches=BatchBuilder(requests, token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)),
-        repeat=Repeat(requests),
-        packer=Packer(components.checked_sections, device_ops),
-        forward_context=create_forward_context(None, config),
-        forward=forward,
+        updates=updates,
+        batches=BatchBuilder(requests, order),
+        repeat=repeat,
+        forward_context=forward_context,
         head=head,
         drafter=drafter,
+        graph=graph,
     )

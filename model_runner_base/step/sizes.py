@@ -54,17 +54,9 @@ COMMON_DIMS = (
 """Those of every step. ``logits`` are rows of logits: one a request, more where drafts are verified."""
 
 
-class PlanDims(NamedTuple):
-    """The dims of a step with attention plans, behind those of every step."""
-
-    decode_rows: int
-    decode_pairs: int
-    chunk_tokens: int
-    chunk_tiles: int
-    chunk_pairs: int
-
-
-PLANNED = (*(dim.name for dim in COMMON_DIMS), *PlanDims._fields)
+PLAN_DIMS = ("decode_rows", "decode_pairs", "chunk_tokens", "chunk_tiles", "chunk_pairs")
+"""The dims of a step with attention plans, behind those of every step."""
+PLANNED = (*(dim.name for dim in COMMON_DIMS), *PLAN_DIMS)
 
 
 class StepSize(NamedTuple):
@@ -85,10 +77,9 @@ class StepSize(NamedTuple):
     def num_logits(self) -> int:
         return self.dims[2]
 
-    @property
-    def plan(self) -> PlanDims:
-        """Numbers of a step with attention plans."""
-        return PlanDims(*self.dims[3:8])
+    def plan_dims(self) -> tuple[int, ...]:
+        """Numbers of ``PLAN_DIMS``, of a step with attention plans: no property, which Dynamo would not look into."""
+        return self.dims[3:8]
 
     def holds(self, need: "StepSize") -> bool:
         """Whether a step of size ``need`` can be padded to this size."""

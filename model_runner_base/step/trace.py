@@ -1,7 +1,7 @@
-"""What a step hands to the model, told by request: the one joint by which anybody looks into a step.
+"""What a step hands to the model, told by request: the one way to look into a step.
 
 The conformance kit, the benchmarks and the tests compare ``StepTrace``s with what they expect, so they need to know
-nothing of buffers, sections or attention metadata. A step that nobody watches pays nothing for it.
+nothing of buffers, sections or attention metadata. A step that is not watched pays nothing for it.
 
 Example: request "a" is in decode at position 7, "b" has the first 3 tokens of its prompt. With blocks of 4 tokens, of
 which "a" has blocks 5 and 2 and "b" block 9, a layer without a window is handed
@@ -69,26 +69,27 @@ class StepTrace:
 
 @contextmanager
 def watch_steps(runner: Any) -> Iterator[list[StepTrace]]:
-    """The steps that ``runner``, a ``ModelRunnerBase``, prepares inside the block, in a list that grows.
+    """The steps that ``runner``, a ``ModelRunnerBase``, runs inside the block, in a list that grows.
 
     A trace is worked out on the host from what lies on the device: what the device's own arithmetic makes of that shows
     in its tokens.
     """
-    prepare = runner._prepare_inputs
+    graph = runner.parts.graph
+    run = graph.run
     steps: list[StepTrace] = []
 
-    def watched(*args: Any) -> Any:
-        prepared = prepare(*args)
-        for kind in runner.parts.caches:
-            kind.prepare(*prepared, runner.parts.rows)
-        steps.append(_trace(runner, *prepared))
-        return prepared
+    def watched(batch: InputBatch | None, step: PackedStep) -> Any:
+        if batch is not None:
+            for kind in runner.parts.caches:
+                kind.prepare(batch, step, runner.parts.rows)
+            steps.append(_trace(runner, batch, step))
+        return run(batch, step)
 
-    runner._prepare_inputs = watched
+    graph.run = watched
     try:
         yield steps
     finally:
-        del runner._prepare_inputs
+        del graph.run
 
 
 def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:

@@ -27,7 +27,7 @@ MUTATIONS = [
     ),
     Mutation(
         "while a step is repeated new blocks go to the first requests, whoever needs them",
-        "model_runner.py",
+        "state_updates.py",
         "rows = list(compress(rows, every))",
         "rows = rows[: len(every) - every.count(None)]",
         STEPS,
@@ -221,8 +221,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the padding of decode rows is not counted before chunks",
-        "model_runner.py",
-        "        batch.query_start[batch.num_decodes :] += parts.layout.chunk_start(size, num_tokens) - num_tokens\n",
+        "model_graph.py",
+        "        batch.query_start[batch.num_decodes :] += self._layout.chunk_start(size, num_tokens) - num_tokens\n",
         "",
         STEPS,
     ),

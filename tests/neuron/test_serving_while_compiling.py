@@ -112,14 +112,14 @@ def test_a_running_batch_changes_over_to_a_size_that_stands(
     monkeypatch.setattr(OpenXlaPolicy, "compile_behind", compile_slowly)
     with serving(model) as llm:
         runner, core, sizes = runner_of(llm), llm.llm_engine, list[StepSize]()
-        launch = runner._launch
+        run = runner.parts.graph.run
 
-        def record(step: Any) -> Any:
+        def record(batch: Any, step: Any) -> Any:
             if threading.current_thread() is threading.main_thread():
                 sizes.append(step.size)
-            return launch(step)
+            return run(batch, step)
 
-        runner._launch = record
+        runner.parts.graph.run = record
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
         core.add_request("0", {"prompt_token_ids": list(PROMPTS[1])}, params)
         while core.has_unfinished_requests():

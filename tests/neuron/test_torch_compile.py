@@ -24,7 +24,7 @@ def test_tokens_equal_the_default_path(tiny_model: Callable[[str], TinyModel]) -
     for backend in ("torch.compile", "openxla"):
         config = {"neuron_config": BUCKETS | {"compile_backend": backend}}
         with engine(model.path, max_model_len=128, additional_config=config) as llm:
-            assert isinstance(runner_of(llm).parts.forward, EachSize) == (backend == "torch.compile")
+            assert isinstance(runner_of(llm).parts.graph.forward, EachSize) == (backend == "torch.compile")
             warm = CompilationCount.now()
             assert generate(llm, PROMPTS) == expected(model, PROMPTS)
             outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], DRAWN, use_tqdm=False)

@@ -1,0 +1,120 @@
+"""The model's graph of a step: what is packed for it, the function that becomes the graph, and its runs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+
+from model_runner_base.draft.drafter import Drafter
+from model_runner_base.graph_policy import StepFunction
+from model_runner_base.heads.head import Head
+from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import StepComponents
+from model_runner_base.step.packing import PackedStep, Packer
+from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.sizes import StepSize
+from model_runner_base.step.token_layout import TokenLayout
+
+
+class ModelGraph:
+    """Packs a batch at a size, and runs the model on what was packed.
+
+    ``wrap`` makes a graph of a function; ``bind_kv_caches`` points the layers at the caches, which eager runs and
+    tracing read, while a compiled run goes by its state.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layout: TokenLayout,
+        components: StepComponents,
+        head: Head,
+        drafter: Drafter,
+        rows: DeviceRows,
+        repeat: Repeat,
+        packer: Packer,
+        forward_context: ForwardContext,
+        wrap: Callable[[Callable[..., Any]], StepFunction],
+        bind_kv_caches: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._components = components
+        self._head = head
+        self._drafter = drafter
+        self._rows = rows
+        self._repeat = repeat
+        self._packer = packer
+        self._forward_context = forward_context
+        self._bind_kv_caches = bind_kv_caches
+        self.forward = wrap(self._run)
+        """``_run`` as the device runs it."""
+
+    def pack(self, size: StepSize, batch: InputBatch) -> PackedStep:
+        """Fills the buffer of the size, which holds the batch, and sends it; the next step may repeat this one."""
+        step, num_tokens = self._packer.at(size), batch.num_decode_tokens
+        # Padding of decode rows lies between them and the chunks.
+        batch.query_start[batch.num_decodes :] += self._layout.chunk_start(size, num_tokens) - num_tokens
+        self._components.fill(batch, size, step.views)
+        step.send()
+        self._repeat.watch(batch, step, self._components)
+        return step
+
+    def run(self, batch: InputBatch | None, step: PackedStep) -> list[torch.Tensor]:
+        """Launches the graph on a packed step, without a batch on padding: what the head makes of the hidden states,
+        then the tensors that drafting needs beside."""
+        with override_forward_context(self._forward_context):
+            self._components.prepare(batch, step, self._rows)
+            tokens, computed, *_ = self._rows.tensors
+            sent = step.on_device, step.entries_on_device
+            *results, step.on_device = self.forward(step.size, *sent, tokens, computed, *self._components.tensors)
+        return results
+
+    def dummy_run(self, size: StepSize) -> list[torch.Tensor]:
+        """Runs the graph of a size on nothing but padding; returns as ``run``."""
+        self._bind_kv_caches()
+        self._repeat.stop()
+        step = self._packer.at(size)
+        step.buffer[:] = 0
+        self._components.fill_padding(size, step.views)
+        step.send()
+        return self.run(None, step)
+
+    def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
+        """Runs what drafts after a step of a size, which returned ``results``."""
+        with override_forward_context(self._forward_context):
+            self._drafter.warm_up_at(self._packer.at(size), results)
+
+    def _run(
+        self,
+        size: StepSize,
+        packed: torch.Tensor,
+        entries: torch.Tensor,
+        tokens: torch.Tensor,
+        computed: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:
+        """The function that becomes a graph: returns the results of ``run``, and the packed buffer.
+
+        Args:
+            size: the step's.
+            packed: [N] int32, the packed buffer.
+            entries: [2, E] int32, places in it and what is to stand there.
+            tokens, computed: those of ``DeviceRows``.
+            tensors: what components read beside.
+        """
+        packed = packed.index_put((entries[0],), entries[1])
+        call = ModelCall.unpack(size, packed, self._components.sections(size), tokens, computed)
+        self._components.bind(call, tensors)
+        context = get_forward_context()
+        context.moe_layer_index = 0  # Counted up by vLLM's own expert layers, step by step.
+        context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
+        output = self._model(**call.arguments)
+        context.attn_metadata = None  # type: ignore[assignment]
+        hidden_states, kept = self._drafter.keep(output, call)
+        results = *self._head.traced(hidden_states, call), *kept, packed
+        self._components.unbind()
+        return results

@@ -1,0 +1,100 @@
+"""Bringing the runner's states up to the scheduler's: rows, cache blocks, and what head and components keep by row."""
+
+from collections.abc import Sequence
+from itertools import compress
+
+from model_runner_base.adapters.adapters import Adapters
+from model_runner_base.heads.head import Head
+from model_runner_base.multimodal.encoder import Encoder
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.requests.failures import RequestErrors
+from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.components import StepComponents
+from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.schedule import Arrival, Schedule
+
+
+class StateUpdates:
+    """Finished, preempted, arriving and continued requests of each step."""
+
+    def __init__(
+        self,
+        requests: RequestStates,
+        block_tables: Sequence[BlockTable],
+        head: Head,
+        components: StepComponents,
+        adapters: Adapters,
+        encoder: Encoder,
+        repeat: Repeat,
+        errors: RequestErrors,
+    ) -> None:
+        self._requests = requests
+        self._block_tables = block_tables
+        self._head = head
+        self._components = components
+        self._adapters = adapters
+        self._encoder = encoder
+        self._repeat = repeat
+        self._errors = errors
+
+    def apply(self, schedule: Schedule) -> Schedule:
+        """Returns the step less the requests that failed."""
+        requests, errors = self._requests, self._errors
+        for req_id in schedule.finished:
+            self._forget(req_id)
+        for req_id in schedule.preempted:
+            requests.release(req_id)
+        if errors:
+            errors.forget(schedule.finished)
+            schedule = schedule.without(errors)
+        if schedule.arrivals:
+            requests.make_room([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
+            for arrival in schedule.arrivals:
+                known = requests.infos.get(arrival.req_id)
+                with errors.of(arrival.req_id, known.items if known else arrival.items):
+                    self._admit(arrival)
+            schedule = self._leave_out_failed(schedule)
+        if any(schedule.new_blocks):
+            self._append_blocks(schedule)
+        if schedule.freed_items:  # Before others are encoded: they may have been promised the memory.
+            self._encoder.give_up(schedule.freed_items)
+        return schedule
+
+    def _forget(self, req_id: str) -> None:
+        self._requests.forget(req_id)
+        self._head.forget(req_id)
+
+    def _leave_out_failed(self, schedule: Schedule) -> Schedule:
+        """The step less the requests that failed in it, whose rows are given back."""
+        failed = [req_id for req_id in schedule.num_tokens if req_id in self._errors] if self._errors else ()
+        for req_id in failed:
+            self._forget(req_id)
+        return schedule.without(self._errors) if failed else schedule
+
+    def _admit(self, arrival: Arrival) -> None:
+        """Gives a new or resumed request its row; all that keep something by row learn of it."""
+        requests, head, req_id = self._requests, self._head, arrival.req_id
+        info = known = requests.infos.get(req_id)
+        if info is None or not arrival.resumes(info):
+            info = head.info_of(arrival)
+            if known is None:  # Else a session goes on; its first prompt has been introduced.
+                head.introduce(req_id, info)
+        if info.adapter is not None:
+            self._adapters.expect(info.adapter)
+        row = requests.admit(req_id, info, arrival.token_ids, arrival.num_computed)
+        head.admit(row, info, arrival.token_ids)
+        self._components.admit(row, info, arrival.token_ids)
+        for table, block_ids in zip(self._block_tables, arrival.block_ids, strict=True):
+            table.assign(row, block_ids)
+
+    def _append_blocks(self, schedule: Schedule) -> None:
+        """Gives continued requests their new blocks; while a step is repeated, most have none."""
+        every = schedule.new_blocks
+        rows = self._repeat.rows_of(schedule.continued)
+        if rows is not None:
+            rows = list(compress(rows, every))
+        else:
+            rows = [self._requests.rows[req_id] for req_id in compress(schedule.continued, every)]
+        by_table = zip(*filter(None, every), strict=True)
+        for table, block_ids in zip(self._block_tables, by_table, strict=True):
+            table.append(rows, block_ids)
