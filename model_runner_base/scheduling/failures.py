@@ -5,16 +5,17 @@ The front end gets an output with finish reason ``error`` and the message as its
 """
 
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from model_runner_base.scheduling.capacity import longest_request
+from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 
 logger = init_logger(__name__)
 
@@ -22,22 +23,16 @@ MAX_ENDED = 4_096
 """Sessions that have ended and may still be sent input, which was under way."""
 
 
-class RequestFailures(Scheduler):
+class RequestFailures(StepHooks):
     """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
 
     reads_errors = True
     """Tells a worker that ``errors`` of its outputs are read."""
-    schedules_all = True
-    """Whether ``schedule`` sees all requests, rather than those that a subclass leaves to it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._errors: list[tuple[int, EngineCoreOutput]] = []
-        """Outputs that the next step hands to the front ends, by client."""
         self._ended_sessions: dict[str, None] = {}
         """Ids of the latest sessions that were aborted or failed, oldest first."""
-        self._failed_grammars: list[tuple[str, BaseException]] = []
-        """By request, as the threads that compile them found out."""
         longest = longest_request(self, self.kv_cache_config, self.kv_cache_manager.block_pool.num_gpu_blocks)
         if longest < self.max_model_len:
             logger.warning(
@@ -55,7 +50,7 @@ class RequestFailures(Scheduler):
             self._report(request, "this session has ended")
             return
         self._watch_grammar(request)
-        reason = None if request.request_id in self.requests else self._why_unservable(request)
+        reason = None if request.request_id in self.requests else self._unservable_reason(request)
         if reason is None:
             super().add_request(request)
             if not request.resumable:  # Nothing comes after a session's last input.
@@ -64,9 +59,9 @@ class RequestFailures(Scheduler):
             self._note_end(request)
             self._report(request, reason)
 
-    def _why_unservable(self, request: Request) -> str | None:
+    def _unservable_reason(self, request: Request) -> str | None:
         """What a request asks for that no step can ever do; it would wait for ever, and hold up those behind it."""
-        return why_too_long(request.num_prompt_tokens, self.max_model_len)
+        return too_long_reason(request.num_prompt_tokens, self.max_model_len)
 
     def _watch_grammar(self, request: Request) -> None:
         """A grammar that does not compile ends its request; vLLM's loop would raise the error, and end the engine."""
@@ -81,11 +76,15 @@ class RequestFailures(Scheduler):
             if error is None:
                 compiled.set_result(done.result())
             else:
-                self._failed_grammars.append((request.request_id, error))
+                self.before_schedule.append(partial(self._fail_grammar, request.request_id, error))
 
         assert structured is not None
         structured._grammar = compiled
         compiling.add_done_callback(hand_over)
+
+    def _fail_grammar(self, req_id: str, error: BaseException) -> None:
+        if (request := self.requests.get(req_id)) is not None:
+            self._fail(request, f"the grammar of structured_outputs does not compile: {error}")
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
@@ -99,54 +98,25 @@ class RequestFailures(Scheduler):
             while len(self._ended_sessions) > MAX_ENDED:
                 del self._ended_sessions[next(iter(self._ended_sessions))]
 
-    # ---- When a step is scheduled ----
+    # ---- In a step ----
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        while self._failed_grammars:
-            req_id, error = self._failed_grammars.pop()
-            if (request := self.requests.get(req_id)) is not None:
-                self._fail(request, f"the grammar of structured_outputs does not compile: {error}")
-        step = super().schedule(*args, **kwargs)
-        if not step.total_num_scheduled_tokens and not self.running and self.schedules_all:
-            self._when_nothing_runs()
-        return step
-
-    def _when_nothing_runs(self) -> None:
-        """Called after a step that has nothing to do, while requests may wait; does nothing here."""
-
-    # ---- When a step's output arrives ----
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+    def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
         """``errors`` of the runner's output end the requests that they name."""
-        for req_id, reason in errors_of(model_runner_output).items():
+        for req_id, reason in errors_of(output).items():
             if (request := self.requests.get(req_id)) is not None:
-                self._fail(request, reason or why_no_token(request))
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._errors:
-            errors, self._errors = self._errors, []
-            for client, output in errors:
-                outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
-        return outputs
+                self._fail(request, reason or no_token_reason(request))
+        return super()._before_update(scheduler_output, output)
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
-    ) -> tuple[list[int], bool]:
+    def _min_tokens(self, request: Request, new_token_ids: list[int]) -> int:
         """Two rules go before ``min_tokens``: a finished grammar, which leaves nothing but to stop, and the length.
 
         vLLM 0.16 never ends a request that has the longest length before ``min_tokens``, and computes no more of it.
         """
         params = request.sampling_params
-        if params is None or not params.min_tokens:
-            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        asked, most = params.min_tokens, self.max_model_len - request.num_prompt_tokens
-        is_stop = request.use_structured_output and not params.all_stop_token_ids.isdisjoint(new_token_ids)
-        params.min_tokens = 0 if is_stop else min(asked, most)
-        try:
-            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        finally:
-            params.min_tokens = asked
+        assert params is not None
+        if request.use_structured_output and not params.all_stop_token_ids.isdisjoint(new_token_ids):
+            return 0
+        return min(params.min_tokens, self.max_model_len - request.num_prompt_tokens)
 
     def _fail(self, request: Request, reason: str) -> None:
         """Ends a request that was queued or runs."""
@@ -156,20 +126,16 @@ class RequestFailures(Scheduler):
     def _report(self, request: Request, reason: str) -> None:
         logger.error("Request %s ended with an error: %s", request.request_id, reason)
         output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
-        self._errors.append((request.client_index, output))
+        self.after_update.append(partial(_hand_over, request.client_index, output))
         # So that there is a next step, though nothing may be scheduled any more.
         self.finished_req_ids.add(request.request_id)
 
 
-NO_ERRORS: dict[str, str | None] = {}
+def _hand_over(client: int, output: EngineCoreOutput, outputs: dict[int, EngineCoreOutputs]) -> None:
+    outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
 
-def errors_of(output: ModelRunnerOutput) -> dict[str, str | None]:
-    """Requests that failed in a step, as a runner of this library tells; None stands for "no token is allowed"."""
-    return getattr(output, "errors", NO_ERRORS)
-
-
-def why_no_token(request: Request) -> str:
+def no_token_reason(request: Request) -> str:
     """Which rules of a request met, that no token was left."""
     params = request.sampling_params
     assert params is not None
@@ -187,7 +153,7 @@ def why_no_token(request: Request) -> str:
     return f"no token is left that {names} allow after {request.num_output_tokens} output tokens: relax one of them"
 
 
-def why_too_long(num_tokens: int, longest: int) -> str | None:
+def too_long_reason(num_tokens: int, longest: int) -> str | None:
     """Why a prompt leaves no place for an output token; None if it does."""
     if num_tokens < longest:
         return None

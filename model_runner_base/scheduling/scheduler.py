@@ -18,11 +18,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from model_runner_base.scheduling.failures import errors_of
 from model_runner_base.scheduling.outputs import merge, plain_outputs
 from model_runner_base.scheduling.row_request import RowRequest
 from model_runner_base.scheduling.rows import Batch, DecodeRows, Due
 from model_runner_base.scheduling.sessions import SessionTurns
+from model_runner_base.scheduling.step_hooks import errors_of
 from model_runner_base.scheduling.support import has_steps_of_rows, why_not
 from model_runner_base.scheduling.turns import TurnParams
 from model_runner_base.scheduling.whole_items import WholeItems
@@ -66,19 +66,19 @@ class RowScheduling(SessionTurns, WholeItems):
     # ---- A step is scheduled ----
 
     def schedule(self) -> SchedulerOutput:
-        if self._rows is None:
+        rows = self._rows
+        if rows is None:
             return super().schedule()
-        due = self._look(self._rows)
+        due = self._look(rows) if len(self.running) >= self.least_rows else None
         if due is None:
-            self._rows.let_all_go()
-            self._steps.clear()
+            if rows.requests or self._steps:
+                rows.let_all_go()
+                self._steps.clear()
             return super().schedule()
-        return self._schedule_beside(self._rows, due)
+        return self._schedule_beside(rows, due)
 
     def _look(self, rows: DecodeRows) -> Due | None:
         """What the rows need of this step; None if vLLM's own code must decide on all requests."""
-        if len(self.running) < self.least_rows:
-            return None
         if self._steps and not self._is_async:
             return None  # Nobody decodes ahead of the token before.
         rows.settle(self.running, self.prev_step_scheduled_req_ids, [step.batch for step in self._steps])
@@ -178,7 +178,7 @@ class RowScheduling(SessionTurns, WholeItems):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if self._rows is None:
+        if self._rows is None or not (self._steps or self._rows.requests):
             return super().update_from_output(scheduler_output, model_runner_output)
         step = self._take_step(scheduler_output)
         found = None if step is None else _plain_tokens(step.batch, model_runner_output)
@@ -191,7 +191,7 @@ class RowScheduling(SessionTurns, WholeItems):
         set_apart = [place for place, req_id in enumerate(batch.req_ids) if req_id in told] if told else ()
         apart = self._rows.receive(batch, token_ids, set_apart)
         self._let_go(self._rows, step.others)
-        if apart or step.others or self.finished_req_ids_dict or self._errors:
+        if apart or step.others or self.finished_req_ids_dict or self.after_update:
             rest = copy(scheduler_output)
             rest.num_scheduled_tokens = {batch.req_ids[place]: 1 for place in apart} | step.others
             theirs = super().update_from_output(rest, model_runner_output)

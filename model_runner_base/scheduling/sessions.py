@@ -6,6 +6,8 @@ and no step was in flight. Elsewhere it computes tokens at wrong positions or no
 """
 
 from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,35 +18,29 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from model_runner_base.scheduling.turns import TurnParams
 
 
+@dataclass
+class LateOutputs:
+    """Outputs in flight of a request that nothing waits for.
+
+    They are of a turn that has ended since, or of a request that a reset of the prefix cache has begin anew.
+    """
+
+    count: int = 0
+    prompt_logprobs: Any = None
+    """Log probabilities that came with a late output and are not computed again."""
+
+
 class SessionTurns(TurnParams):
     """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._late: dict[str, int] = {}
-        """Outputs in flight, by request, that nothing waits for: of a turn that has ended since, or of a request that a
-        reset of the prefix cache has begin anew."""
-        self._late_prompt_logprobs: dict[str, Any] = {}
-        """What came with a late output and is not computed again."""
-        self._unqueued: list[Request] = []
-        """Sessions whose turn ended while they were preempted."""
+    late_outputs: dict[str, LateOutputs]
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+    def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
         """Late outputs are dropped, as those of a request that was aborted."""
-        if self._late:
-            scheduler_output = self._without_late(scheduler_output, model_runner_output)
-        if self._late_prompt_logprobs:
-            self._hand_over_prompt_logprobs(scheduler_output, model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._unqueued:
-            # vLLM takes what stopped out of the queue, though a session has just been put there again.
-            for session in self._unqueued:
-                if session.request_id in self.requests:
-                    self.waiting.add_request(session)
-            self._unqueued = []
-        return outputs
+        if self.late_outputs:
+            scheduler_output = self._without_late(scheduler_output, output)
+            self._hand_over_prompt_logprobs(scheduler_output, output)
+        return super()._before_update(scheduler_output, output)
 
     def _without_late(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
         """The step less the requests whose outputs are late.
@@ -52,30 +48,29 @@ class SessionTurns(TurnParams):
         A chunk of a prompt yields nothing, so it does not count.
         """
         counts = scheduler_output.num_scheduled_tokens
-        late = self._late.keys() & counts.keys()
+        late = {req_id: each for req_id, each in self.late_outputs.items() if each.count and req_id in counts}
         if not late:
             return scheduler_output
-        for req_id in late:
+        for req_id, each in late.items():
             if _yields(output, req_id):
-                self._late[req_id] -= 1
-                if req_id in output.prompt_logprobs_dict:
-                    self._late_prompt_logprobs[req_id] = output.prompt_logprobs_dict[req_id]
-        self._late = {req_id: count for req_id, count in self._late.items() if count and req_id in self.requests}
+                each.count -= 1
+                each.prompt_logprobs = output.prompt_logprobs_dict.get(req_id, each.prompt_logprobs)
+            if req_id not in self.requests or (not each.count and each.prompt_logprobs is None):
+                del self.late_outputs[req_id]
         scheduler_output = copy(scheduler_output)
         scheduler_output.num_scheduled_tokens = {name: counts[name] for name in counts if name not in late}
         return scheduler_output
 
     def _hand_over_prompt_logprobs(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """A request that began anew gets them with its first token."""
-        for req_id in self._late_prompt_logprobs.keys() & scheduler_output.num_scheduled_tokens.keys():
+        for req_id in self.late_outputs.keys() & scheduler_output.num_scheduled_tokens.keys():
             if _yields(output, req_id):
-                output.prompt_logprobs_dict[req_id] = self._late_prompt_logprobs.pop(req_id)
+                output.prompt_logprobs_dict[req_id] = self.late_outputs.pop(req_id).prompt_logprobs
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
         finished = super().finish_requests(request_ids, finished_status)
-        for kept in (self._late, self._late_prompt_logprobs):
-            for req_id in kept.keys() - self.requests.keys():
-                del kept[req_id]
+        for req_id in self.late_outputs.keys() - self.requests.keys():
+            del self.late_outputs[req_id]
         return finished
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -91,7 +86,7 @@ class SessionTurns(TurnParams):
             for request in self.waiting:
                 request.discard_latest_async_tokens = False
             for req_id, count in in_flight.items():
-                self._late[req_id] = self._late.get(req_id, 0) + count
+                self.late_outputs.setdefault(req_id, LateOutputs()).count += count
         return was_reset
 
     def _num_in_flight(self, num_placeholders: int) -> int:
@@ -99,22 +94,25 @@ class SessionTurns(TurnParams):
         # With drafts several stand for a step, but then no more than one is in flight.
         return min(num_placeholders, 1) if self.num_spec_tokens else num_placeholders
 
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int]) -> tuple[list[int], bool]:
-        num_accepted = len(new_token_ids)
-        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids)
-        if stopped and request.resumable:
-            # Placeholders stand for accepted tokens behind the stop, which are thrown away, and for steps in flight.
-            num_places = request.num_output_placeholders - (num_accepted - len(new_token_ids))
-            if num_places > 0:
-                self._late[request.request_id] = self._num_in_flight(num_places)
-        return new_token_ids, stopped
+    def _when_turn_stops(self, request: Request, num_dropped: int) -> None:
+        """Notes the outputs of steps in flight; other placeholders are of accepted drafts that follow the stop."""
+        num_places = request.num_output_placeholders - num_dropped
+        if num_places > 0:
+            late = self.late_outputs.setdefault(request.request_id, LateOutputs())
+            late.count = self._num_in_flight(num_places)
+        super()._when_turn_stops(request, num_dropped)
 
     def _handle_stopped_request(self, request: Request) -> bool:
         is_preempted = not request.num_computed_tokens
         is_over = super()._handle_stopped_request(request)
         if is_preempted and not is_over:
-            self._unqueued.append(request)
+            self.after_update.append(partial(self._queue_again, request))
         return is_over
+
+    def _queue_again(self, session: Request, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Puts back a session that has just been queued: vLLM takes what stopped while preempted out of the queue."""
+        if session.request_id in self.requests:
+            self.waiting.add_request(session)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """The session's next input follows the outputs of its turn, all but the last.

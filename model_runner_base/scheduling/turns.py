@@ -8,15 +8,15 @@ turn's predecessor is accounted for, whose last token would then advance the new
 from collections import deque
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from model_runner_base.scheduling.failures import RequestFailures, why_too_long
+from model_runner_base.scheduling.failures import RequestFailures, too_long_reason
 
 _STATUSES = RequestStatus.__members__
 WAITING_FOR_GRAMMAR = _STATUSES.get("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR") or _STATUSES["WAITING_FOR_FSM"]
@@ -35,13 +35,6 @@ class Turn(StreamingUpdate):
 
 class TurnParams(RequestFailures):
     """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._next_turns: list[tuple[Request, Turn]] = []
-        """Sessions whose turn has just ended, and whose next input was there already."""
-        self._compiling: set[str] = set()
-        """Sessions whose turn waits for its grammar, and some that did."""
 
     def add_request(self, request: Request) -> None:
         session = self.requests.get(request.request_id)
@@ -85,38 +78,26 @@ class TurnParams(RequestFailures):
                 self.encoder_cache_manager.free(session)
                 session.num_computed_tokens = 0
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+    def _before_bitmask(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Leaves out turns whose grammar is still being compiled: the step that asks is one of the turn before."""
-        if self._compiling:
-            self._compiling = {
-                req_id
-                for req_id in self._compiling
-                if (session := self.requests.get(req_id)) and session.status == WAITING_FOR_GRAMMAR
+        self.compiling_turns = {
+            req_id
+            for req_id in self.compiling_turns
+            if (session := self.requests.get(req_id)) and session.status == WAITING_FOR_GRAMMAR
+        }
+        counts = scheduler_output.num_scheduled_tokens
+        if not self.compiling_turns.isdisjoint(counts):
+            scheduler_output = copy(scheduler_output)
+            scheduler_output.num_scheduled_tokens = {
+                req_id: count for req_id, count in counts.items() if req_id not in self.compiling_turns
             }
-            counts = scheduler_output.num_scheduled_tokens
-            if not self._compiling.isdisjoint(counts):
-                scheduler_output = copy(scheduler_output)
-                scheduler_output.num_scheduled_tokens = {
-                    req_id: count for req_id, count in counts.items() if req_id not in self._compiling
-                }
-        return super().get_grammar_bitmask(scheduler_output)
+        return super()._before_bitmask(scheduler_output)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         """Resets the cache, and frees blocks of sessions that wait for input: with those vLLM raises an error."""
         if reset_running_requests:
             self._give_up_idle_blocks()
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._next_turns:
-            turns, self._next_turns = self._next_turns, []
-            for session, turn in turns:
-                if self.requests.get(session.request_id) is session:
-                    self._update_request_as_session(session, turn)
-        return outputs
 
     def _handle_stopped_request(self, request: Request) -> bool:
         queue = request.streaming_queue
@@ -127,13 +108,18 @@ class TurnParams(RequestFailures):
         request.streaming_queue = deque()
         super()._handle_stopped_request(request)
         request.streaming_queue = queue
-        self._next_turns.append((request, turn))
+        self.after_update.append(partial(self._begin_turn, request, turn))
         return False
+
+    def _begin_turn(self, session: Request, turn: Turn, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Called when the turn before has been accounted for."""
+        if self.requests.get(session.request_id) is session:
+            self._update_request_as_session(session, turn)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         assert isinstance(update, Turn)
         # All outputs but the last stay.
-        reason = why_too_long(session.num_tokens - 1 + len(update.prompt_token_ids or ()), self.max_model_len)
+        reason = too_long_reason(session.num_tokens - 1 + len(update.prompt_token_ids or ()), self.max_model_len)
         if reason is not None:
             self._fail(session, f"this session is too long: {reason}")
             return
@@ -144,7 +130,7 @@ class TurnParams(RequestFailures):
         session.skip_reading_prefix_cache = update.skip_reading_prefix_cache
         if session.structured_output_request is not None:
             session.status = WAITING_FOR_GRAMMAR
-            self._compiling.add(session.request_id)
+            self.compiling_turns.add(session.request_id)
 
 
 def _turn_of(request: Request) -> Turn:

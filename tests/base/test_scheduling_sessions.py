@@ -44,7 +44,7 @@ def test_what_a_step_in_flight_yields_for_an_ended_turn_is_nobodys(cls: type[Sch
     assert read(scheduler, following) == {"a": [9]}
     for _ in range(6):
         assert read(scheduler, scheduler.schedule()) == {"a": [9]}
-    assert scheduler.requests["a"].num_tokens == 13 and not scheduler._late
+    assert scheduler.requests["a"].num_tokens == 13 and not scheduler.late_outputs
 
 
 @pytest.mark.parametrize("cls", [AsyncTurns, EagerAsyncRows])

@@ -1,0 +1,106 @@
+"""vLLM's methods that run in every step, each overridden once for all corrections."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+NO_ERRORS: dict[str, str | None] = {}
+
+
+def errors_of(output: ModelRunnerOutput) -> dict[str, str | None]:
+    """Requests that failed in a step, as a runner of this library reports them; None means "no token is allowed"."""
+    return getattr(output, "errors", NO_ERRORS)
+
+
+class StepHooks(Scheduler):
+    """Base of corrections and rows, inherited from before ``Scheduler`` or ``AsyncScheduler``.
+
+    A correction puts its work into the attributes below, or overrides a hook. A step for which the attributes are empty
+    is vLLM's own: no hook is called in it, and each method of vLLM's once.
+    """
+
+    schedules_all = True
+    """Whether ``schedule`` sees all requests, rather than those that have no row."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.before_schedule: list[Callable[[], None]] = []
+        """Work for before the next step is scheduled; other threads may add to it."""
+        self.after_update: list[Callable[[dict[int, EngineCoreOutputs]], None]] = []
+        """Work for after the next output has been read, with what is returned of it by client."""
+        self.late_outputs: dict[str, Any] = {}
+        """Requests with outputs to be dropped (``_before_update``)."""
+        self.compiling_turns: set[str] = set()
+        """Requests whose grammar may still be compiled although a step of theirs is in flight (``_before_bitmask``)."""
+
+    # ---- Once a step ----
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        while self.before_schedule:
+            self.before_schedule.pop()()
+        step = super().schedule(*args, **kwargs)
+        if not step.total_num_scheduled_tokens and not self.running and self.schedules_all:
+            self._when_nothing_runs()
+        return step
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        if self.compiling_turns:
+            scheduler_output = self._before_bitmask(scheduler_output)
+        return super().get_grammar_bitmask(scheduler_output)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if self.late_outputs or errors_of(model_runner_output):
+            scheduler_output = self._before_update(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.after_update:
+            # What these add is for the next output.
+            works, self.after_update = self.after_update, []
+            for work in works:
+                work(outputs)
+        return outputs
+
+    # ---- Once a request of a step ----
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        num_sampled, params = len(new_token_ids), request.sampling_params
+        if params is None or not params.min_tokens:
+            kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        else:
+            asked, params.min_tokens = params.min_tokens, self._min_tokens(request, new_token_ids)
+            try:
+                kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+            finally:
+                params.min_tokens = asked
+        if stopped and request.resumable:
+            self._when_turn_stops(request, num_sampled - len(kept))
+        return kept, stopped
+
+    # ---- Hooks ----
+
+    def _when_nothing_runs(self) -> None:
+        """Called after a step that has nothing to do, while requests may wait."""
+
+    def _before_bitmask(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Returns the step whose bitmask vLLM computes; called while there are ``compiling_turns``."""
+        return scheduler_output
+
+    def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
+        """Returns the step whose output vLLM reads; called if a request failed, or while there are ``late_outputs``."""
+        return scheduler_output
+
+    def _min_tokens(self, request: Request, new_token_ids: list[int]) -> int:
+        """Returns ``min_tokens`` by which vLLM is to judge these tokens; called for requests that ask for some."""
+        assert request.sampling_params is not None
+        return request.sampling_params.min_tokens
+
+    def _when_turn_stops(self, request: Request, num_dropped: int) -> None:
+        """Called when a session's turn stops, with the number of sampled tokens that follow the stop."""
