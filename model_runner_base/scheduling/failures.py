@@ -4,7 +4,9 @@ The front end gets an output with finish reason ``error`` and the message as its
 (``vllm_port/request_errors.py`` raises it to the caller).
 """
 
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -107,16 +109,23 @@ class RequestFailures(StepHooks):
                 self._fail(request, reason or no_token_reason(request))
         return super()._before_update(scheduler_output, output)
 
-    def _min_tokens(self, request: Request, new_token_ids: list[int]) -> int:
+    @contextmanager
+    def _around_check(self, request: Request, new_token_ids: list[int]) -> Iterator[None]:
         """Two rules go before ``min_tokens``: a finished grammar, which leaves nothing but to stop, and the length.
 
         vLLM 0.16 never ends a request that has the longest length before ``min_tokens``, and computes no more of it.
         """
         params = request.sampling_params
-        assert params is not None
-        if request.use_structured_output and not params.all_stop_token_ids.isdisjoint(new_token_ids):
-            return 0
-        return min(params.min_tokens, self.max_model_len - request.num_prompt_tokens)
+        if params is None or not params.min_tokens:
+            yield
+            return
+        asked, most = params.min_tokens, self.max_model_len - request.num_prompt_tokens
+        is_stop = request.use_structured_output and not params.all_stop_token_ids.isdisjoint(new_token_ids)
+        params.min_tokens = 0 if is_stop else min(asked, most)
+        try:
+            yield
+        finally:
+            params.min_tokens = asked
 
     def _fail(self, request: Request, reason: str) -> None:
         """Ends a request that was queued or runs."""

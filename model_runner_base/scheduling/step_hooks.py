@@ -1,6 +1,7 @@
 """vLLM's methods that run in every step, each overridden once for all corrections."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -69,17 +70,14 @@ class StepHooks(Scheduler):
     # ---- Once a request of a step ----
 
     def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+        self, request: Request, new_token_ids: list[int], **options: Any
     ) -> tuple[list[int], bool]:
-        num_sampled, params = len(new_token_ids), request.sampling_params
-        if params is None or not params.min_tokens:
-            kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        else:
-            asked, params.min_tokens = params.min_tokens, self._min_tokens(request, new_token_ids)
-            try:
-                kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-            finally:
-                params.min_tokens = asked
+        params = request.sampling_params
+        if not request.resumable and (params is None or not params.min_tokens):
+            return super()._update_request_with_output(request, new_token_ids, **options)
+        num_sampled = len(new_token_ids)
+        with self._around_check(request, new_token_ids):
+            kept, stopped = super()._update_request_with_output(request, new_token_ids, **options)
         if stopped and request.resumable:
             self._when_turn_stops(request, num_sampled - len(kept))
         return kept, stopped
@@ -97,10 +95,9 @@ class StepHooks(Scheduler):
         """Returns the step whose output vLLM reads; called if a request failed, or while there are ``late_outputs``."""
         return scheduler_output
 
-    def _min_tokens(self, request: Request, new_token_ids: list[int]) -> int:
-        """Returns ``min_tokens`` by which vLLM is to judge these tokens; called for requests that ask for some."""
-        assert request.sampling_params is not None
-        return request.sampling_params.min_tokens
+    def _around_check(self, request: Request, new_token_ids: list[int]) -> AbstractContextManager[None]:
+        """Surrounds vLLM's check of tokens; called for sessions and for requests with ``min_tokens``."""
+        return nullcontext()
 
     def _when_turn_stops(self, request: Request, num_dropped: int) -> None:
         """Called when a session's turn stops, with the number of sampled tokens that follow the stop."""
