@@ -161,7 +161,7 @@ class PagedPlatform(Platform):
 
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
-        from model_runner_base.scheduling.support import has_steps_of_rows
+        from model_runner_base.scheduling.rows.support import has_steps_of_rows
         from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
 
         if vllm_config.parallel_config.worker_cls == "auto":

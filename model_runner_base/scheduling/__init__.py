@@ -1,10 +1,11 @@
-"""A scheduler of vLLM's that costs what changed, not what runs.
+"""vLLM's scheduler with corrections, and with rows, which cost what changed rather than what runs.
 
-Requests in steady decode become rows of arrays (``rows.py``), and vLLM's own code schedules everything else beside them
-(``scheduler.py``). Decisions are vLLM's. docs/scheduling.md says how to use it.
+``corrections/`` has classes over vLLM's scheduler, each for something that vLLM does wrong or not at all. ``rows/``
+keeps requests in steady decode in arrays and leaves everything else to vLLM's own code; decisions are vLLM's. Neither
+imports the other: both build on ``step_hooks.py``, and ``scheduler.py`` composes them. See docs/scheduling.md.
 """
 
-from model_runner_base.scheduling.failures import RequestFailures
+from model_runner_base.scheduling.corrections.failures import RequestFailures
 from model_runner_base.scheduling.scheduler import AsyncRowScheduler, RowScheduler, RowScheduling, make_scheduler
 
 __all__ = ["AsyncRowScheduler", "RequestFailures", "RowScheduler", "RowScheduling", "make_scheduler"]

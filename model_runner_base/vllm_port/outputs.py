@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass
 class FailedOutput(ModelRunnerOutput):
-    """An output of a step in which some requests failed; the scheduler ends those (``scheduling/failures.py``).
+    """An output of a step in which some requests failed; the scheduler ends those (``RequestFailures``).
 
     Raises RuntimeError where the scheduler would not: it would wait for their tokens for ever.
     """

@@ -26,8 +26,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
-from model_runner_base.scheduling.row_request import RowRequest
-from model_runner_base.scheduling.sessions import SessionTurns
+from model_runner_base.scheduling.corrections.session_turns import SessionTurns
+from model_runner_base.scheduling.rows.row_request import RowRequest
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256

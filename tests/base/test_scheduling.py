@@ -25,16 +25,18 @@ from scheduler_pair import (
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-import model_runner_base.scheduling.scheduler as mixin
-from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler, make_scheduler
-from model_runner_base.scheduling.columns import MAX_STOPS
-from model_runner_base.scheduling.row_request import RowRequest
-from model_runner_base.scheduling.rows import DecodeRows
-from model_runner_base.scheduling.support import why_not
+import model_runner_base.scheduling.rows.row_steps as row_steps
+from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler, RowScheduling, make_scheduler
+from model_runner_base.scheduling.rows.decode_rows import DecodeRows
+from model_runner_base.scheduling.rows.request_arrays import MAX_STOPS
+from model_runner_base.scheduling.rows.row_request import RowRequest
+from model_runner_base.scheduling.rows.row_steps import RowSteps
+from model_runner_base.scheduling.rows.support import unsupported_reason
 
 SETTINGS = st.builds(
     Setting,
@@ -78,6 +80,15 @@ def test_most_of_what_runs_has_rows(is_async: bool, caching: bool) -> None:
     pair = Pair(Setting(is_async, caching, num_blocks=45), Habits(0.5, sessions=0), seed=1).run(300, 0.1)
     assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
     assert pair.num_preempted
+
+
+class RowsAlone(RowSteps, AsyncScheduler):
+    least_rows = 1
+
+
+def test_rows_need_no_corrections() -> None:
+    pair = Pair(Setting(), Habits(sessions=0, forced_resets=0, structured=0), seed=4, ours=RowsAlone)
+    assert pair.run(100, 0.2).num_rows > 300
 
 
 def test_a_few_requests_are_left_to_vllm() -> None:
@@ -132,7 +143,7 @@ def _unmoved(self: DecodeRows, running: Any, before: Any, in_flight: Any) -> Non
 
 
 _IS_APART, _GROW, _SETTLE = DecodeRows._is_apart, DecodeRows.grow, DecodeRows.settle
-_MERGE = mixin.merge
+_MERGE = row_steps.merge
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a stop token is not seen": (DecodeRows, "_is_apart", _without_stops),
     "an aborted request gets a token": (DecodeRows, "_is_apart", _with_loose_rows),
@@ -143,15 +154,15 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a full block is not hashed": (DecodeRows, "_fill", _skip_if("_fill", lambda self, near: len(near) > 1)),
     "readers find what was": (DecodeRows, "bring_up_to_date", lambda self, request: None),
     "rows move under a step": (DecodeRows, "settle", _unmoved),
-    "an output loses its place": (mixin, "merge", _misplaced),
-    "grammars miss a token": (mixin.RowScheduling, "_accept", lambda self, batch, token_lists, apart: None),
+    "an output loses its place": (row_steps, "merge", _misplaced),
+    "grammars miss a token": (RowSteps, "_accept", lambda self, batch, token_lists, apart: None),
     "others are scheduled into the rows' share": (
-        mixin.RowScheduling,
+        RowSteps,
         "_schedule_others",
         lambda self, num_rows, num_active: _SCHEDULE_OTHERS(self, num_rows, 0),
     ),
 }
-_SCHEDULE_OTHERS = mixin.RowScheduling._schedule_others
+_SCHEDULE_OTHERS = RowSteps._schedule_others
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -282,7 +293,7 @@ class OwnHook(Scheduler):
         super()._update_after_schedule(scheduler_output)
 
 
-class OwnHookBelow(mixin.RowScheduling, OwnHook):
+class OwnHookBelow(RowScheduling, OwnHook):
     pass
 
 
@@ -320,9 +331,9 @@ def test_a_method_of_the_users_is_not_passed_over() -> None:
 )
 def test_what_rows_do_not_know_is_vllms(name: str, value: Any) -> None:
     scheduler = make(RowScheduler, Setting(False))
-    assert why_not(scheduler, mixin.RowScheduling) is None
+    assert unsupported_reason(scheduler, RowSteps) is None
     setattr(scheduler, name, value)
-    assert why_not(scheduler, mixin.RowScheduling)
+    assert unsupported_reason(scheduler, RowSteps)
 
 
 def test_the_platform_names_it_unless_the_user_names_one() -> None:

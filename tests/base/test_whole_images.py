@@ -16,7 +16,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from model_runner_base.attention.loops import FAR
 from model_runner_base.multimodal.spans import ItemSpans
-from model_runner_base.scheduling.whole_items import whole_items
+from model_runner_base.scheduling.corrections.bidirectional_images import without_cut_image
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read
 from model_runner_base.testing.images import SeeingModel, make_seeing_model, picture
@@ -119,4 +119,4 @@ def test_a_step_takes_images_whole(
     runs = [run for place in places for run in place.extract_embeds_range()]
     inner = {position for first, last in runs for position in range(first + 1, last + 1)}
     want = max(count for count in range(num_new + 1) if not count or num_computed + count not in inner)
-    assert whole_items(request, num_computed, num_new) == want
+    assert without_cut_image(request, num_computed, num_new) == want

@@ -335,7 +335,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a request that fails is left in the front end's queue",
-        "scheduling/failures.py",
+        "scheduling/corrections/failures.py",
         "        self.after_update.append(partial(_hand_over, request.client_index, output))",
         "        pass",
         "test_hostile_requests",

@@ -30,7 +30,8 @@ INSIDE = [
     path
     for package in ("model_runner_base", "gpu_runner", "neuron_runner", "examples")
     for path in sorted((ROOT / package).rglob("*.py"))
-    if path.parent not in (ROOT / "model_runner_base" / "vllm_port", ROOT / "model_runner_base" / "scheduling")
+    if path.parent != ROOT / "model_runner_base" / "vllm_port"
+    and ROOT / "model_runner_base" / "scheduling" not in path.parents
 ]
 
 
@@ -92,12 +93,20 @@ def test_whoever_reads_a_step_type_is_found() -> None:
 def test_the_scheduler_stands_apart() -> None:
     """It serves vLLM without our runner, too: it imports no other folder, and three modules know of it."""
     folder = ROOT / "model_runner_base" / "scheduling"
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         of_ours = re.findall(r"^\s*from (model_runner_base\S*) import", path.read_text(), re.MULTILINE)
         assert all(module.startswith("model_runner_base.scheduling") for module in of_ours), path.name
-    others = [path for path in (ROOT / "model_runner_base").rglob("*.py") if path.parent != folder]
+    others = [path for path in (ROOT / "model_runner_base").rglob("*.py") if folder not in path.parents]
     named_in = {path.name for path in others if "model_runner_base.scheduling" in path.read_text()}
     assert named_in == {"front_end.py", "platform.py", "worker.py"}
+
+
+@pytest.mark.parametrize(("part", "other"), [("corrections", "rows"), ("rows", "corrections")])
+def test_rows_and_corrections_of_the_scheduler_import_neither_the_other(part: str, other: str) -> None:
+    folder = ROOT / "model_runner_base" / "scheduling"
+    paths = [folder / "step_hooks.py", *(folder / part).glob("*.py")]
+    assert len(paths) > 5
+    assert [path.name for path in paths if f"model_runner_base.scheduling.{other}" in path.read_text()] == []
 
 
 def test_repeat_is_one_room() -> None:

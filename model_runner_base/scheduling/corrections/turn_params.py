@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from model_runner_base.scheduling.failures import RequestFailures, too_long_reason
+from model_runner_base.scheduling.corrections.failures import RequestFailures, too_long_reason
 
 _STATUSES = RequestStatus.__members__
 WAITING_FOR_GRAMMAR = _STATUSES.get("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR") or _STATUSES["WAITING_FOR_FSM"]
@@ -34,7 +34,7 @@ class Turn(StreamingUpdate):
 
 
 class TurnParams(RequestFailures):
-    """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
+    """Scheduler whose sessions have parameters by turn, inherited from before ``Scheduler`` or ``AsyncScheduler``."""
 
     def add_request(self, request: Request) -> None:
         session = self.requests.get(request.request_id)

@@ -1,4 +1,4 @@
-"""The arrays that rows are rows of, and their memory."""
+"""Per-request arrays of the scheduler, and how they grow."""
 
 import numpy as np
 
@@ -28,7 +28,7 @@ FIELDS = (
 )
 
 
-class Columns:
+class RequestArrays:
     """``FIELDS`` as int64 arrays [rows], and for each row a block of tokens and the tokens that end it."""
 
     computed: np.ndarray
@@ -53,13 +53,13 @@ class Columns:
     def __init__(self, block_size: int) -> None:
         self._numbers: np.ndarray = np.zeros((len(FIELDS), 0), np.int64)
         self._tokens: np.ndarray = np.zeros((0, block_size), np.int64)
-        """By row and position in the block: tokens that the request's own lists lack."""
+        """Tokens that the request's own lists lack, by row and position in the block."""
         self._stops: np.ndarray = np.zeros((MAX_STOPS, 0), np.int64)
         self._num_stops = 0
-        """The most of any row since there were none."""
+        """Maximum of any row since the rows were last empty."""
         self._show(0)
 
-    def _make_room(self, count: int) -> None:
+    def _reserve(self, count: int) -> None:
         capacity = self._numbers.shape[1]
         if count > capacity:
             more = max(count, 2 * capacity, 64) - capacity
@@ -68,13 +68,13 @@ class Columns:
             self._stops = np.hstack((self._stops, np.full((MAX_STOPS, more), -1)))
 
     def _keep(self, kept: np.ndarray) -> None:
-        """These rows move to the front, in order."""
+        """Moves these rows to the front, in order."""
         self._numbers[:, : len(kept)] = self._numbers[:, kept]
         self._tokens[: len(kept)] = self._tokens[kept]
         self._stops[:, : len(kept)] = self._stops[:, kept]
 
     def _show(self, count: int) -> None:
-        """There are so many rows."""
+        """Makes the arrays views of the first ``count`` rows."""
         for name, numbers in zip(FIELDS, self._numbers, strict=True):
             setattr(self, name, numbers[:count])
         self._all = np.arange(count)

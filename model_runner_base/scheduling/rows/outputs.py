@@ -1,4 +1,4 @@
-"""What a step's tokens become for the front ends: outputs of rows, merged with those that vLLM's own code made."""
+"""Outputs of rows for the front ends, merged with those that vLLM's own code made."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -6,7 +6,7 @@ from itertools import repeat
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
-from model_runner_base.scheduling.batch import Batch
+from model_runner_base.scheduling.rows.batch import Batch
 
 _FIELDS = EngineCoreOutput.__struct_fields__
 _BETWEEN = (_FIELDS.index("num_cached_tokens") if "num_cached_tokens" in _FIELDS else len(_FIELDS)) - 2

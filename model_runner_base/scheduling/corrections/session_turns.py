@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from model_runner_base.scheduling.turns import TurnParams
+from model_runner_base.scheduling.corrections.turn_params import TurnParams
 
 
 @dataclass
@@ -31,7 +31,7 @@ class LateOutputs:
 
 
 class SessionTurns(TurnParams):
-    """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
+    """Scheduler that keeps a session right where its turn ends early, inherited from before vLLM's."""
 
     late_outputs: dict[str, LateOutputs]
 

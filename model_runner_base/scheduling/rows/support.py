@@ -1,4 +1,4 @@
-"""Which schedulers may keep requests in rows; any other is vLLM's own, unchanged."""
+"""Schedulers that may keep requests in rows; any other has none."""
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -18,8 +18,8 @@ HOOKS = (
 """Methods of vLLM's that do not see requests of rows, or see only the others."""
 
 
-def why_not(scheduler: Scheduler, mixin: type) -> str | None:
-    """What the scheduler has that rows do not know; None if they know it all."""
+def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
+    """Name of something that the scheduler has and rows do not know; None if they know it all."""
     config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
     reasons = {
         "a KV connector": scheduler.connector is not None,

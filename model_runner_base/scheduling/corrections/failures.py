@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from model_runner_base.scheduling.capacity import longest_request
+from model_runner_base.scheduling.corrections.capacity import longest_request
 from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 
 logger = init_logger(__name__)
@@ -26,7 +26,7 @@ MAX_ENDED = 4_096
 
 
 class RequestFailures(StepHooks):
-    """To be inherited from before ``Scheduler`` or ``AsyncScheduler``."""
+    """Scheduler that ends failed requests alone, inherited from before ``Scheduler`` or ``AsyncScheduler``."""
 
     reads_errors = True
     """Tells a worker that ``errors`` of its outputs are read."""
@@ -62,7 +62,7 @@ class RequestFailures(StepHooks):
             self._report(request, reason)
 
     def _unservable_reason(self, request: Request) -> str | None:
-        """What a request asks for that no step can ever do; it would wait for ever, and hold up those behind it."""
+        """Error of a request that no step can serve, and that would hold up those after it; None if one can."""
         return too_long_reason(request.num_prompt_tokens, self.max_model_len)
 
     def _watch_grammar(self, request: Request) -> None:
@@ -145,7 +145,7 @@ def _hand_over(client: int, output: EngineCoreOutput, outputs: dict[int, EngineC
 
 
 def no_token_reason(request: Request) -> str:
-    """Which rules of a request met, that no token was left."""
+    """Error of a request whose rules leave no token, with the names of the rules."""
     params = request.sampling_params
     assert params is not None
     rules = {
@@ -163,7 +163,7 @@ def no_token_reason(request: Request) -> str:
 
 
 def too_long_reason(num_tokens: int, longest: int) -> str | None:
-    """Why a prompt leaves no place for an output token; None if it does."""
+    """Error of a prompt after which no output token fits; None if one does."""
     if num_tokens < longest:
         return None
     return (

@@ -1,4 +1,4 @@
-"""A request whose progress is kept in a row: whoever reads it is told the present, whoever writes it takes it back."""
+"""Request whose progress is kept in a row: reading it brings it up to date, writing it takes it out of the row."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,7 @@ from vllm.v1.request import Request
 
 
 class Rows(Protocol):
-    """What keeps the progress of requests."""
+    """Keeper of the progress of requests."""
 
     def bring_up_to_date(self, request: Request) -> None:
         """Writes the row's progress into the request, which stays in its row."""
@@ -15,8 +15,8 @@ class Rows(Protocol):
         """Writes the row's progress into the request, which leaves its row and is a plain ``Request`` again."""
 
 
-class Kept:
-    """An attribute that the row knows better than the request."""
+class GuardedAttribute:
+    """Attribute that the row knows better than the request."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -32,8 +32,8 @@ class Kept:
         setattr(request, self._name, value)
 
 
-class Watched(Kept):
-    """An attribute that is always up to date; who writes it takes the request out of its row."""
+class WriteGuardedAttribute(GuardedAttribute):
+    """Attribute that is always up to date; writing it takes the request out of its row."""
 
     def __get__(self, request: Any, owner: type) -> Any:
         return self if request is None else request.__dict__[self._name]
@@ -48,15 +48,15 @@ class RowRequest(Request):
 
     decode_rows: Rows
 
-    num_computed_tokens = Kept()  # type: ignore[assignment]
-    num_output_placeholders = Kept()  # type: ignore[assignment]
-    _output_token_ids = Kept()  # type: ignore[assignment]
-    _all_token_ids = Kept()  # type: ignore[assignment]
-    output_token_ids = Kept()  # type: ignore[assignment]
-    all_token_ids = Kept()  # type: ignore[assignment]
-    status = Watched()  # type: ignore[assignment]
-    spec_token_ids = Watched()  # type: ignore[assignment]
-    discard_latest_async_tokens = Watched()  # type: ignore[assignment]
+    num_computed_tokens = GuardedAttribute()  # type: ignore[assignment]
+    num_output_placeholders = GuardedAttribute()  # type: ignore[assignment]
+    _output_token_ids = GuardedAttribute()  # type: ignore[assignment]
+    _all_token_ids = GuardedAttribute()  # type: ignore[assignment]
+    output_token_ids = GuardedAttribute()  # type: ignore[assignment]
+    all_token_ids = GuardedAttribute()  # type: ignore[assignment]
+    status = WriteGuardedAttribute()  # type: ignore[assignment]
+    spec_token_ids = WriteGuardedAttribute()  # type: ignore[assignment]
+    discard_latest_async_tokens = WriteGuardedAttribute()  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies are of the plain request."""

@@ -8,12 +8,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
-from model_runner_base.scheduling.batch import Batch, Due
-from model_runner_base.scheduling.columns import MAX_STOPS, NEVER, Columns
-from model_runner_base.scheduling.row_request import RowRequest
+from model_runner_base.scheduling.rows.batch import Batch, RowEvents
+from model_runner_base.scheduling.rows.request_arrays import MAX_STOPS, NEVER, RequestArrays
+from model_runner_base.scheduling.rows.row_request import RowRequest
 
 
-class DecodeRows(Columns):
+class DecodeRows(RequestArrays):
     """The rows, in the order in which the requests run.
 
     Requests in a row are ``RowRequest``s. A row whose request has left it is ``loose`` until ``settle``.
@@ -31,14 +31,14 @@ class DecodeRows(Columns):
         self._has_placeholders = has_placeholders
         self._batch: Batch | None = None
         self._batches: set[Batch] = set()
-        """Of steps in flight: their rows are kept up when rows move."""
+        """Batches of steps in flight, whose rows are kept up when rows move."""
         self._row_of: dict[str, int] | None = None
         super().__init__(self.block_size)
 
-    # ---- Who has a row ----
+    # ---- Requests that have a row ----
 
     def settle(self, running: list[Request], scheduled_before: Set[str], in_flight: Iterable[Batch]) -> None:
-        """The longest run of requests from the first on that can be kept in rows has rows, and nobody else."""
+        """Gives rows to the longest run of requests, from the first on, that can be kept in rows, and to no other."""
         self._batches = set(in_flight)
         if self.loose:
             self._fill_loose(scheduled_before)
@@ -96,7 +96,7 @@ class DecodeRows(Columns):
             row += 1
         if row == start:
             return
-        self._make_room(row)
+        self._reserve(row)
         for request in running[start:row]:
             self.requests.append(request)
             self.req_ids.append(request.request_id)
@@ -109,7 +109,9 @@ class DecodeRows(Columns):
         size, params = self.block_size, request.sampling_params
         assert params is not None
         computed, known = request.num_computed_tokens, request.num_tokens
-        length = min(request.num_prompt_tokens + request.max_tokens, NEVER)  # Who asks for more than int64 holds.
+        length = min(
+            request.num_prompt_tokens + request.max_tokens, NEVER
+        )  # A request may ask for more than int64 holds.
         last, cap = min(length - 1, self._max_model_len - 1), min(length, self._max_model_len)
         next_full = (known // size + 1) * size
         next_block = len(self._manager.req_to_blocks[request.request_id]) * size
@@ -144,7 +146,7 @@ class DecodeRows(Columns):
         request.__class__ = RowRequest
 
     def _drop(self, dropped: list[int]) -> None:
-        """Takes rows out, which belong to nobody any more; the rows behind move up."""
+        """Takes rows out that belong to no request any more; the rows after them move up."""
         count = len(self.requests)
         is_kept = np.ones(count, bool)
         is_kept[dropped] = False
@@ -159,7 +161,7 @@ class DecodeRows(Columns):
         self._moved()
 
     def _moved(self) -> None:
-        """Other requests have the rows."""
+        """Forgets what depends on which request has which row."""
         self._show(len(self.requests))
         self._batch = self._row_of = None
 
@@ -177,7 +179,7 @@ class DecodeRows(Columns):
         self._release(self._row(request))
 
     def let_all_go(self) -> None:
-        """No request has a row."""
+        """Takes all requests out of their rows."""
         if not self.requests:
             return
         for row in range(len(self.requests)):
@@ -207,11 +209,11 @@ class DecodeRows(Columns):
 
     # ---- A step is scheduled ----
 
-    def due(self) -> Due | None:
-        """What the next step has to do; None if a request that was at its end is not any more."""
+    def events(self) -> RowEvents | None:
+        """Events of the next step; None if a request that was at its end is not any more."""
         rows = (self.computed >= self.next_event).nonzero()[0]
         if not len(rows):
-            return Due(rows, rows, rows)
+            return RowEvents(rows, rows, rows)
         computed = self.computed[rows]
         at_end = rows[computed >= self.last[rows]]
         if len(at_end):
@@ -225,7 +227,7 @@ class DecodeRows(Columns):
             computed = self.computed[rows]
         entering = rows[computed >= self.next_block[rows]]
         caching = rows[self.known[rows] >= self.next_cached[rows]]
-        return Due(rows, entering, caching)
+        return RowEvents(rows, entering, caching)
 
     def _is_at_end(self, rows: np.ndarray) -> np.ndarray:
         """Whether vLLM schedules no more of each: the token in flight is the last."""
@@ -239,29 +241,31 @@ class DecodeRows(Columns):
             self._batch = Batch(self, np.flatnonzero(self.idle == 0) if self.idle.any() else None)
         return self._batch
 
-    def grow(self, due: Due) -> list[int]:
+    def grow(self, events: RowEvents) -> list[int]:
         """Gives blocks to the rows that enter one, in order, and returns their ids; caches the blocks that are due."""
-        if not len(due.rows):
+        if not len(events.rows):
             return []
         size, ids = self.block_size, []
-        if len(due.entering):
-            for row, block in zip(due.entering.tolist(), self._pool.get_new_blocks(len(due.entering)), strict=True):
+        if len(events.entering):
+            for row, block in zip(
+                events.entering.tolist(), self._pool.get_new_blocks(len(events.entering)), strict=True
+            ):
                 self._manager.req_to_blocks[self.req_ids[row]].append(block)
                 ids.append(block.block_id)
-            self.next_block[due.entering] += size
-        if len(due.caching):
-            known = self.known[due.caching]
-            for row, num_tokens in zip(due.caching.tolist(), known.tolist(), strict=True):
+            self.next_block[events.entering] += size
+        if len(events.caching):
+            known = self.known[events.caching]
+            for row, num_tokens in zip(events.caching.tolist(), known.tolist(), strict=True):
                 self._manager.cache_blocks(self.requests[row], num_tokens)
-            self.next_cached[due.caching] = (known // size + 1) * size
-        rows = due.rows
+            self.next_cached[events.caching] = (known // size + 1) * size
+        rows = events.rows
         self.next_event[rows] = np.minimum(
             np.minimum(self.next_block[rows], self.next_cached[rows] - 1), self.last[rows]
         )
         return ids
 
     def advance(self, batch: Batch) -> None:
-        """The step has been scheduled."""
+        """Counts a step that has been scheduled."""
         at: slice | np.ndarray = slice(None) if batch.rows is None else batch.rows
         self.computed[at] += 1
         if self._has_placeholders:
@@ -304,7 +308,7 @@ class DecodeRows(Columns):
         return apart
 
     def _is_apart(self, at: slice | np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Whose token may be the last, and who has left the row."""
+        """Whether the token of each may be the last, or its request has left the row."""
         is_apart = np.zeros(len(tokens), bool)
         for stops in self._stops[: self._num_stops]:
             is_apart |= stops[: len(self.requests)][at] == tokens
@@ -315,7 +319,7 @@ class DecodeRows(Columns):
         return is_apart
 
     def _ends(self, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Who is as long as it may be. Scheduling caches a block in time, but where two outputs came since."""
+        """Whether each row is at its length limit, or two outputs came since its block was due to be cached."""
         ends = known >= self.cap[rows]
         return ends | (known > self.next_cached[rows]) if self._has_placeholders else ends
 
@@ -333,7 +337,7 @@ class DecodeRows(Columns):
         return whole.nonzero()[0].tolist()
 
     def _fill(self, near: np.ndarray) -> None:
-        """The requests' lists get the tokens of a block that is full, which is hashed."""
+        """Writes the tokens of full blocks into the requests' lists, and hashes the blocks."""
         rows = near[self.known[near] >= self.next_full[near]]
         if len(rows):
             ends = self.known[rows]
@@ -351,6 +355,6 @@ class DecodeRows(Columns):
 
 
 def _append_tokens(state: dict[str, Any], tokens: list[int]) -> None:
-    """To the lists of a request, whose attributes these are."""
+    """Appends to the lists of a request, whose attributes these are."""
     state["_output_token_ids"].extend(tokens)
     state["_all_token_ids"].extend(tokens)

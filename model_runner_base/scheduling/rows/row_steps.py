@@ -1,0 +1,268 @@
+"""Steps of a scheduler that keeps requests in steady decode in rows.
+
+A step takes the rows out of vLLM's sight, has vLLM's own code schedule what is left, and puts both together. The rows
+come first among the running requests, so vLLM would have looked at them first, too; they are looked at before.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from copy import copy
+from typing import Any, NamedTuple
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from model_runner_base.scheduling.rows.batch import Batch, RowEvents
+from model_runner_base.scheduling.rows.decode_rows import DecodeRows
+from model_runner_base.scheduling.rows.outputs import merge, plain_outputs
+from model_runner_base.scheduling.rows.row_request import RowRequest
+from model_runner_base.scheduling.rows.support import unsupported_reason
+from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
+
+logger = init_logger(__name__)
+
+MAX_IN_FLIGHT = 16
+"""Steps of which the rows are remembered. Outputs of older ones are vLLM's own code's to read."""
+
+
+class RowStep(NamedTuple):
+    """A step in flight that rows are part of."""
+
+    scheduler_output: SchedulerOutput
+    batch: Batch
+    others: dict[str, int]
+    """Tokens by request, of those that are not in rows."""
+
+
+class RowSteps(StepHooks):
+    """Steps of rows, and vLLM's own where rows cannot have them.
+
+    Inherited from before ``Scheduler``, ``AsyncScheduler`` or a class of the user's that changes neither. Corrections
+    come between the two, if there are any; rows need none.
+    """
+
+    least_rows = 4
+    """Number of requests from which on rows cost less than vLLM's own loops."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rows: DecodeRows | None = None
+        """None where vLLM's own code does everything."""
+        self._steps: deque[RowStep] = deque(maxlen=MAX_IN_FLIGHT)
+        self._is_async = isinstance(self, AsyncScheduler)
+        reason = unsupported_reason(self, RowSteps)
+        if reason is not None:
+            logger.info("Requests are scheduled by vLLM's own loops, because of %s.", reason)
+            return
+        manager = self.kv_cache_manager
+        self._rows = DecodeRows(
+            manager.coordinator.single_type_managers[0], manager.block_pool, self.max_model_len, self._is_async
+        )
+
+    # ---- A step is scheduled ----
+
+    def schedule(self) -> SchedulerOutput:
+        rows = self._rows
+        if rows is None:
+            return super().schedule()
+        events = self._row_events(rows) if len(self.running) >= self.least_rows else None
+        if events is None:
+            if rows.requests or self._steps:
+                rows.let_all_go()
+                self._steps.clear()
+            return super().schedule()
+        return self._schedule_rows(rows, events)
+
+    def _row_events(self, rows: DecodeRows) -> RowEvents | None:
+        """Events of the rows in this step; None if vLLM's own code must decide on all requests."""
+        if self._steps and not self._is_async:
+            return None  # The step before has not been read, and its tokens are the next step's input.
+        rows.settle(self.running, self.prev_step_scheduled_req_ids, [step.batch for step in self._steps])
+        num_rows = len(rows.requests)
+        events = rows.events() if num_rows else None
+        if events is None:
+            return None
+        budget = self.max_num_scheduled_tokens - len(rows.batch().req_ids)
+        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks() - len(events.entering)
+        if budget < 0 or num_free < 0:
+            return None
+        if self.policy == SchedulingPolicy.PRIORITY:
+            # The request that makes room for another may be one of the rows'.
+            num_others = len(self.running) - num_rows
+            if num_others and num_free < budget // rows.block_size + num_others:
+                return None
+        return events
+
+    def _schedule_rows(self, rows: DecodeRows, events: RowEvents) -> SchedulerOutput:
+        batch, before = rows.batch(), self.prev_step_scheduled_req_ids
+        num_rows, num_active = len(rows.requests), len(batch.req_ids)
+        block_ids = rows.grow(events)
+        is_alone = len(self.running) == num_rows and not self.waiting
+        output = self._schedule_none() if is_alone else self._schedule_others(num_rows, num_active)
+        counts = output.num_scheduled_tokens
+        if counts:
+            before = {*batch.req_ids, *counts}
+        elif before is not batch.id_set or len(before) != num_active:
+            before = batch.id_set = set(batch.req_ids)
+        self.prev_step_scheduled_req_ids = before
+        first = self.running[0].request_id
+        output.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
+        if num_active:
+            self._join(rows, batch, events, block_ids, output)
+            self._steps.append(RowStep(output, batch, counts))
+            rows.advance(batch)
+        return output
+
+    def _schedule_none(self) -> SchedulerOutput:
+        """Returns a step without tokens: vLLM's own code would find nothing to do."""
+        output = SchedulerOutput.make_empty()
+        output.preempted_req_ids = set()
+        output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
+        output.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()
+        return output
+
+    def _schedule_others(self, num_rows: int, num_active: int) -> SchedulerOutput:
+        """vLLM's own code decides on all requests that have no row, with what the rows leave of its limits."""
+        running, before = self.running, self.prev_step_scheduled_req_ids
+        limits = self.max_num_scheduled_tokens, self.max_num_running_reqs
+        self.running = running[num_rows:]
+        self.prev_step_scheduled_req_ids = {request.request_id for request in self.running} & before
+        self.max_num_scheduled_tokens -= num_active
+        self.max_num_running_reqs -= num_rows
+        self.schedules_all = False
+        try:
+            return super().schedule()
+        finally:
+            self.schedules_all = True
+            self.max_num_scheduled_tokens, self.max_num_running_reqs = limits
+            self.running = running[:num_rows] + self.running
+
+    def _join(
+        self, rows: DecodeRows, batch: Batch, events: RowEvents, block_ids: list[int], output: SchedulerOutput
+    ) -> None:
+        """Puts the batch before what vLLM has scheduled beside it."""
+        at: Any = slice(None) if batch.rows is None else batch.rows
+        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(batch.req_ids)
+        if block_ids:
+            places = events.entering if batch.rows is None else batch.rows.searchsorted(events.entering)
+            for place, block_id in zip(places.tolist(), block_ids, strict=True):
+                new_blocks[place] = ([block_id],)
+        computed = rows.computed[at]
+        cached = output.scheduled_cached_reqs
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=batch.req_ids + cached.req_ids if cached.req_ids else batch.req_ids,
+            resumed_req_ids=cached.resumed_req_ids,
+            new_token_ids=cached.new_token_ids,
+            all_token_ids=cached.all_token_ids,
+            new_block_ids=new_blocks + cached.new_block_ids,
+            num_computed_tokens=computed.tolist() + cached.num_computed_tokens,
+            num_output_tokens=(computed - (rows.prompt[at] - 1)).tolist() + cached.num_output_tokens,
+        )
+        counts = output.num_scheduled_tokens
+        output.num_scheduled_tokens = {**batch.counts, **counts} if counts else batch.counts
+        output.total_num_scheduled_tokens += len(batch.req_ids)
+        if batch.structured:
+            output.has_structured_output_requests = True
+            if self._is_async and (rows.placeholders[at][batch.structured] > 0).any():
+                output.pending_structured_output_tokens = True
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        if not scheduler_output.has_structured_output_requests:
+            return None  # vLLM would look at every request to see it.
+        return super().get_grammar_bitmask(scheduler_output)
+
+    # ---- A step's output arrives ----
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if self._rows is None or not (self._steps or self._rows.requests):
+            return super().update_from_output(scheduler_output, model_runner_output)
+        step = self._take_step(scheduler_output)
+        found = None if step is None else _plain_tokens(step.batch, model_runner_output)
+        if step is None or found is None:
+            self._let_go(self._rows, scheduler_output.num_scheduled_tokens)
+            return super().update_from_output(scheduler_output, model_runner_output)
+        places, token_lists, token_ids = found
+        batch = step.batch
+        told = model_runner_output.prompt_logprobs_dict
+        set_apart = [place for place, req_id in enumerate(batch.req_ids) if req_id in told] if told else ()
+        apart = self._rows.receive(batch, token_ids, set_apart)
+        self._let_go(self._rows, step.others)
+        if apart or step.others or self.finished_req_ids_dict or self.after_update:
+            rest = copy(scheduler_output)
+            rest.num_scheduled_tokens = {batch.req_ids[place]: 1 for place in apart} | step.others
+            theirs = super().update_from_output(rest, model_runner_output)
+        else:
+            stats = self.make_stats(cudagraph_stats=model_runner_output.cudagraph_stats)
+            theirs = {} if stats is None else {0: EngineCoreOutputs(scheduler_stats=stats)}
+        outputs: list[Any] = plain_outputs(batch, token_lists)
+        logprobs = model_runner_output.logprobs
+        if logprobs and batch.logprobs:
+            for place in batch.logprobs:
+                outputs[place].new_logprobs = logprobs.slice_request(places[place], 1)
+        if batch.structured:
+            self._accept(batch, token_lists, set(apart))
+        return merge(batch, outputs, apart, theirs)
+
+    def _take_step(self, scheduler_output: SchedulerOutput) -> RowStep | None:
+        for index, step in enumerate(self._steps):
+            if step.scheduler_output is scheduler_output:
+                del self._steps[index]
+                return step
+        return None
+
+    def _let_go(self, rows: DecodeRows, req_ids: Iterable[str]) -> None:
+        """vLLM's own code is about to read and write these requests."""
+        for req_id in req_ids:
+            request = self.requests.get(req_id)
+            if isinstance(request, RowRequest):
+                rows.let_go(request)
+
+    def _accept(self, batch: Batch, token_lists: list[list[int]], apart: set[int]) -> None:
+        """Grammars follow the tokens."""
+        for place in batch.structured:
+            if place in apart:
+                continue
+            req_id, token_ids = batch.req_ids[place], token_lists[place]
+            request: Request = self.requests[req_id]
+            if self.structured_output_manager.should_advance(request):
+                structured = request.structured_output_request
+                assert structured is not None and structured.grammar is not None
+                if not structured.grammar.accept_tokens(req_id, token_ids):
+                    logger.warning("Unexpected: grammar rejected tokens %s for request %s.", token_ids, req_id)
+
+
+def _plain_tokens(
+    batch: Batch, output: ModelRunnerOutput
+) -> tuple[range | list[int], list[list[int]], list[int]] | None:
+    """Places of a batch's requests in an output, their lists of tokens, and all tokens; None if there is more."""
+    sampled = output.sampled_token_ids
+    if (
+        not sampled
+        or errors_of(output)
+        or output.num_nans_in_logits
+        or output.pooler_output
+        or output.kv_connector_output is not None
+    ):
+        return None
+    count = len(batch.req_ids)
+    places: range | list[int] = range(count)
+    if output.req_ids == batch.req_ids:
+        token_lists = sampled
+    elif output.req_ids[:count] == batch.req_ids:
+        token_lists = sampled[:count]
+    else:
+        places = [output.req_id_to_index.get(req_id, -1) for req_id in batch.req_ids]
+        if min(places) < 0:
+            return None  # A request that failed in the step before.
+        token_lists = [sampled[place] for place in places]
+    try:
+        return places, token_lists, [token_id for (token_id,) in token_lists]
+    except ValueError:
+        return None
