@@ -1,6 +1,5 @@
 """Loading a checkpoint by vLLM's own loaders, and later another in its place; one clear line where it does not fit."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, VllmConfig, update_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader import get_model, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -19,6 +17,7 @@ from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.vllm_shapes.experts import experts_layers
+from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
 
 
 class CheckpointError(ValueError):
@@ -34,7 +33,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     rotary_embedding._ROPE_DICT.clear()
     is_draft = False
     try:
-        model = get_model(vllm_config=vllm_config)
+        model = get_model(vllm_config)
         is_draft = True
         load_draft(vllm_config, model)
         is_draft = False
@@ -72,7 +71,7 @@ def change_config(vllm_config: VllmConfig, overrides: dict[str, dict[str, Any]])
 def reload_checkpoint(
     model: nn.Module,
     vllm_config: VllmConfig,
-    weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
+    weights_iterator: Weights | None = None,
     weights_path: str | None = None,
     is_checkpoint_format: bool = True,
 ) -> None:
@@ -94,8 +93,10 @@ def reload_checkpoint(
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     old_path = model_config.model
     path = weights_path or old_path
-    if weights_iterator is None:
-        loader = get_model_loader(load_config)
+    if weights_iterator is not None:
+        weights = weights_of(model_config, weights_iterator)
+    else:
+        loader = make_loader(load_config)
         if not hasattr(loader, "get_all_weights"):
             raise CheckpointError(
                 f"load_format={load_config.load_format} cannot load a model again: hand over a weights_iterator, or "
@@ -104,13 +105,13 @@ def reload_checkpoint(
         if reason := _misfit(model_config, path):
             raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
         model_config.model = path
-        weights_iterator = loader.get_all_weights(model_config, model)
+        weights = loader.get_all_weights(model_config, model)
     device = load_config.device or vllm_config.device_config.device
     assert device is not None
     with torch.device(device):
         initialize_layerwise_reload(model)
         try:
-            model.load_weights(weights_iterator)  # type: ignore[operator]
+            model.load_weights(weights)  # type: ignore[operator]
             _check_complete(model)
         except Exception as error:
             for module in model.modules():

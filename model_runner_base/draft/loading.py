@@ -5,10 +5,10 @@ from typing import Any
 from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, replace
-from vllm.model_executor.model_loader import get_model
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
+from model_runner_base.weight_stream import get_model
 
 ATTRIBUTE = "draft_model"
 """Of the target: a device that moves or re-lays the target's weights does so with the draft's."""
@@ -29,10 +29,10 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
         return
     if method == "draft_model":
         with set_model_tag(ATTRIBUTE):
-            draft = get_model(vllm_config=_config_of_draft(vllm_config), prefix=ATTRIBUTE)
+            draft = get_model(_config_of_draft(vllm_config), prefix=ATTRIBUTE)
     else:
         with set_model_tag("eagle_head"):
-            draft = get_model(vllm_config=vllm_config, model_config=config.draft_model_config)
+            draft = get_model(vllm_config, config.draft_model_config)
         if method != "medusa":
             text = text_of(target)
             share_embeddings(draft, text)

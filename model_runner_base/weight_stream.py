@@ -1,0 +1,43 @@
+"""The one stream of weights into a model: its first load, its draft's, and every reload read it."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import get_model_loader
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Names and tensors as a checkpoint has them."""
+
+
+def weights_of(model_config: ModelConfig, source: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the weights that the model of ``model_config`` takes, one at a time, so that few are held at once.
+
+    ``source`` is what the loader of the configured format reads, or what was handed over to a reload. Whatever changes
+    weights on their way, such as a dequantiser, wraps ``source`` here.
+    """
+    yield from source
+
+
+def make_loader(load_config: LoadConfig) -> Any:
+    """vLLM's loader of the configured format; one that has a stream, ``get_all_weights``, reads ``weights_of`` it.
+
+    Others keep their own way: dummy and sharded_state in every release of vLLM, and runai_streamer in 0.16.
+    """
+    loader: Any = get_model_loader(load_config)
+    read = getattr(loader, "get_all_weights", None)
+    if read is not None:
+        loader.get_all_weights = lambda model_config, model: weights_of(model_config, read(model_config, model))
+    return loader
+
+
+def get_model(vllm_config: VllmConfig, model_config: ModelConfig | None = None, prefix: str = "") -> nn.Module:
+    """The model with its weights, as vLLM's function of this name returns it; ``model_config``: of a draft."""
+    loader = make_loader(vllm_config.load_config)
+    model: nn.Module = loader.load_model(
+        vllm_config=vllm_config, model_config=model_config or vllm_config.model_config, prefix=prefix
+    )
+    return model
