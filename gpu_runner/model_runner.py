@@ -1,6 +1,6 @@
 """GPUModelRunner: the four hooks."""
 
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
 from vllm.utils.mem_constants import GiB_bytes
@@ -27,7 +27,6 @@ class GPUModelRunner(ModelRunnerBase):
         mark_views()
         self.device_ops: CudaDeviceOps = CudaDeviceOps(self.device, self.model_config.enable_sleep_mode)
         self.graph_policy: CudaGraphPolicy = CudaGraphPolicy(self.vllm_config)
-        self.use_piecewise_graph = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
     def load_model(self) -> None:
         """By vLLM's loaders, straight to the device; layers keep their kernels, quantised ones too."""

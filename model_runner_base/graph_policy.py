@@ -128,6 +128,8 @@ class GraphPolicy:
 class BucketPolicy(GraphPolicy):
     """A fixed list of sizes; a step runs at the cheapest that holds it."""
 
+    _offered: Sequence[StepSize] = ()
+
     def set_sizes(self, sizes: Sequence[StepSize]) -> None:
         """``sizes`` in any order, repeats allowed; ``configure`` of this class comes first."""
         self.sizes = sorted(set(sizes), key=lambda size: (self.cost(size), size))

@@ -63,9 +63,6 @@ from model_runner_base.vllm_port.schedule import GrammarOutput, SchedulerOutput,
 class ModelRunnerBase:
     """A device's model runner, less what only the device knows."""
 
-    use_piecewise_graph = False
-    """Whether steps run as captured graphs; eager is the fallback."""
-
     KV_TILE = 64
     """Cache positions that an attention KV tile of a decode row has at most, unless a block has more.
 
@@ -94,8 +91,6 @@ class ModelRunnerBase:
         self.max_model_len = self.model_config.max_model_len
         self._reach: int | None = None
         """Tokens of a request that tables and graphs are made for; None before they are."""
-        self.tokenwise_graph_batch_sizes: list[int] = []
-        """Token counts that steps are padded to; empty when eager."""
         self.errors = RequestErrors(vllm_config.parallel_config.world_size)
         self.is_all_failed = False
         """Whether ``execute_model`` left out every request of its step, so that nothing is pending."""
@@ -201,7 +196,16 @@ class ModelRunnerBase:
         """Allocates and binds the KV caches, and wires the step, whose parts depend on them."""
         self._reach = self.max_model_len
         self.parts = wire(self, read_layout(kv_cache_config))
-        self.tokenwise_graph_batch_sizes = sorted({size.num_tokens for size in self.graph_policy.sizes})
+
+    @property
+    def use_piecewise_graph(self) -> bool:
+        """Whether steps are padded to sizes of graphs: where the graph policy has sizes, else they run at their own."""
+        return bool(self.tokenwise_graph_batch_sizes)
+
+    @property
+    def tokenwise_graph_batch_sizes(self) -> list[int]:
+        """Token counts that steps are padded to by now; empty when eager."""
+        return sorted({size.num_tokens for size in self.graph_policy.offered})
 
     def step_limits(self, num_lines: int = 0) -> StepLimits:
         """What steps may be asked of; ``num_lines`` of a contiguous cache, where decode may read all of them."""

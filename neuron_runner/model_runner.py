@@ -26,7 +26,6 @@ class NeuronModelRunner(ModelRunnerBase):
 
         self.device_ops = device_ops_for(config, self.device)
         self.graph_policy: GraphPolicy = policy_for(config, self.vllm_config.parallel_config.world_size)
-        self.use_piecewise_graph = True
         if not config.runs_on_xla:
             return
         self._has_attention_kernel = use_nki()

@@ -26,6 +26,7 @@ NEWEST = [
     "base/test_limits.py",
     "base/test_lora.py",
     "base/test_lora_refusals.py",
+    "base/test_padding.py",
     "base/test_prompt_embeds.py",
     "base/test_refused_embeddings.py",
     "base/test_reload.py",

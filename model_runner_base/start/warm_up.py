@@ -39,9 +39,11 @@ class Starting(Protocol):
     @property
     def graph_policy(self) -> GraphPolicy: ...
 
+    @property
+    def use_piecewise_graph(self) -> bool: ...
+
     vocabulary: Vocabulary
     adapters: Adapters
-    use_piecewise_graph: bool
     model: Any
     parts: StepParts
     sizes_behind: SizesBehind

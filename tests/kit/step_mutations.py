@@ -271,6 +271,14 @@ MUTATIONS = [
         "        held[:] = [tensor.clone() for tensor in held]\n        parts.bind_kv_caches()\n",
         "test_caches_are_written_in_place",
     ),
+    Mutation(
+        "the sizes that steps are padded to are not named",
+        "model_runner.py",
+        "for size in self.graph_policy.offered})",
+        "for size in ()})",
+        "test_padding_ends",
+        device="padded_device",
+    ),
     # Sampling
     Mutation(
         "top-k keeps one token more",

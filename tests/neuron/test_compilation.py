@@ -46,6 +46,7 @@ def test_every_bucket_serves_captured_once_and_compiled_ahead(tiny_model: Callab
 
         def record(need: StepSize) -> StepSize:
             size = dispatch(need)
+            assert size.num_tokens in runner.tokenwise_graph_batch_sizes
             served.add(size)
             return size
 

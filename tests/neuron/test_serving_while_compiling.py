@@ -75,6 +75,7 @@ def test_tokens_are_right_while_sizes_are_compiled(
 
         def record(need: Any) -> Any:
             size = dispatch(need)
+            assert size.num_tokens in runner_of(llm).tokenwise_graph_batch_sizes
             served.add(size)
             return size
 

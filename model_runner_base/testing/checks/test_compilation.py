@@ -65,6 +65,27 @@ def test_no_compilation_after_warm_up(text_engine: Callable[..., LLM]) -> None:
     assert "greedy" not in refused
 
 
+def test_padding_ends_at_sizes_that_the_runner_names(
+    text_engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is padded to a token count that ``tokenwise_graph_batch_sizes`` names, or runs at its own size."""
+    llm = text_engine()
+    runner = runner_of(llm)
+    runner.sizes_behind.wait()
+    choose, padded = runner.graph_policy.choose, set[int]()
+
+    def record(needs: Any) -> Any:
+        size = choose(needs)
+        padded.update([] if size in needs else [size.num_tokens])
+        return size
+
+    monkeypatch.setattr(runner.graph_policy, "choose", record)
+    generate(llm, random_prompts(3, LENGTHS), greedy(8))
+    named = runner.tokenwise_graph_batch_sizes
+    assert padded <= set(named), f"steps are padded to {padded} tokens, {named} are named"
+    assert runner.use_piecewise_graph or not padded
+
+
 def test_caches_are_written_in_place(text_engine: Callable[..., LLM]) -> None:
     """The KV caches stay where they are, so that no step's memory or time grows with them."""
     llm = text_engine()
