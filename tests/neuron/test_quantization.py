@@ -53,11 +53,6 @@ def rounded_checkpoint(model: TinyModel, directory: Path) -> TinyModel:
     return TinyModel(directory)
 
 
-def weight_bytes(llm: LLM) -> int:
-    (model,) = llm.collective_rpc(lambda worker: worker.get_model())
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
 @given(arrays(np.float32, (5, 7), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
 @settings(max_examples=50, deadline=None)
 def test_a_rounded_weight_is_half_a_step_away_at_most(weight: np.ndarray) -> None:
