@@ -16,8 +16,8 @@ from vllm import SamplingParams
 from benchmarks.graphs import Graph
 from benchmarks.report import interleaved, parse, show
 from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind, bind_step
-from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.inputs.tokens import TokenInputs

@@ -25,9 +25,9 @@ from benchmarks.fake_device import FakeDevice
 from benchmarks.graphs import Graph, recorded
 from benchmarks.models import BUNDLED_MODEL
 from model_runner_base import BucketPolicy, GraphPolicy, ModelRunnerBase, ModelRunnerWorker, StepSize, load_checkpoint
-from model_runner_base.graph_policy import StepFunction
-from model_runner_base.vllm_port.hand_made import Continued, HandMadeStep
-from model_runner_base.vllm_port.schedule import SchedulerOutput
+from model_runner_base.graphs.policy import StepFunction
+from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
+from model_runner_base.vllm_compat.types.schedule import SchedulerOutput
 from neuron_runner.model_runner import NeuronModelRunner
 from neuron_runner.worker import NeuronWorker
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.graphs import padded_step
 from model_runner_base import BucketPolicy, ModelRunnerBase, StepKind, StepLimits, StepSize
-from model_runner_base.graph_policy import StepFunction
+from model_runner_base.graphs.policy import StepFunction
 from model_runner_base.step.sizes import geometric
 
 VOCAB_SIZE = 512

@@ -28,8 +28,8 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 
 from benchmarks.report import make_parser, show_tables, take_turns
-from model_runner_base.multimodal.encoder_graphs import EAGER
-from model_runner_base.multimodal.towers import copied, towers_of
+from model_runner_base.multimodal.towers.encoder_graphs import EAGER
+from model_runner_base.multimodal.towers.placement import copied, towers_of
 from model_runner_base.testing.engine import runner_of, shut_down
 from model_runner_base.testing.processed import TEXT, hf, special_tokenizer
 from neuron_runner.metrics import CompilationCount

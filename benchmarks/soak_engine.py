@@ -12,7 +12,7 @@ from vllm.inputs import TokensPrompt
 from model_runner_base.testing.engine import generate, greedy, metric, runner_of
 from model_runner_base.testing.leftovers import check_nothing_left, count_infos
 from model_runner_base.testing.reference import Request
-from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput
+from model_runner_base.vllm_compat.types.outputs import AsyncModelRunnerOutput
 
 NAME = "soak-"
 LOGPROB_TOLERANCE = 1e-3

@@ -14,11 +14,11 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from gpu_runner.cuda_graphs import StepGraphs
-from gpu_runner.vllm_port import compile_range_ends
-from model_runner_base.graph_policy import GraphPolicy, StepFunction
+from gpu_runner.vllm_compat import compile_range_ends
+from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
-from model_runner_base.vllm_port.kv_cache import attention_layers
-from model_runner_base.vllm_port.speculation import max_step_tokens
+from model_runner_base.vllm_compat.types.kv_cache import attention_layers
+from model_runner_base.vllm_compat.types.speculation import max_step_tokens
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -15,7 +15,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.utils.flashinfer import autotune, has_flashinfer
 from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
-from gpu_runner import vllm_port
+from gpu_runner import vllm_compat
 from gpu_runner.model_runner import GPUModelRunner
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
@@ -50,7 +50,7 @@ class GPUWorker(ModelRunnerWorker):
         device = torch.device(f"cuda:{self.local_rank}")
         current_platform.set_device(device)
         current_platform.check_if_supports_dtype(self.model_config.dtype)  # type: ignore[arg-type]
-        vllm_port.init_batch_invariance(self.vllm_config)
+        vllm_compat.init_batch_invariance(self.vllm_config)
         set_custom_all_reduce(not self.parallel_config.disable_custom_all_reduce)
         init_workspace_manager(device)
         return device

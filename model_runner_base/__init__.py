@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from model_runner_base.device_ops import DeviceOps, MemoryInfo
-    from model_runner_base.graph_policy import BucketPolicy, GraphPolicy
+    from model_runner_base.graphs.policy import BucketPolicy, GraphPolicy
     from model_runner_base.loader import load_checkpoint
     from model_runner_base.model_runner import ModelRunnerBase
     from model_runner_base.platform import PagedPlatform

@@ -31,12 +31,12 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     from model_runner_base.limits import check_config
     from model_runner_base.multimodal.item_checks import check_fields, check_shares
     from model_runner_base.request_checks import RequestChecks
-    from model_runner_base.vllm_port.adapter_requests import load_adapters_first
-    from model_runner_base.vllm_port.item_data import keep_item_data
-    from model_runner_base.vllm_port.refusals import refuse_in_words
-    from model_runner_base.vllm_port.refused_items import forget_refused_items
-    from model_runner_base.vllm_port.request_errors import hold_requests
-    from model_runner_base.vllm_port.whole_sounds import keep_sounds_whole
+    from model_runner_base.vllm_compat.patches.adapter_requests import load_adapters_first
+    from model_runner_base.vllm_compat.patches.item_data import keep_item_data
+    from model_runner_base.vllm_compat.patches.refusals import refuse_in_words
+    from model_runner_base.vllm_compat.patches.refused_items import forget_refused_items
+    from model_runner_base.vllm_compat.patches.request_errors import hold_requests
+    from model_runner_base.vllm_compat.patches.whole_sounds import keep_sounds_whole
 
     check_config(vllm_config)
     scheduler = vllm_config.scheduler_config
@@ -78,7 +78,7 @@ def _names_another_scheduler(record: logging.LogRecord) -> bool:
 
 def _extend(platform: Any) -> None:
     """Makes a platform's hooks prepare engines of this library, and check their requests."""
-    from model_runner_base.vllm_port.patches import wrap_once
+    from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
     def preparing(check_and_update_config: Any) -> classmethod:
         @wraps(check_and_update_config)

@@ -12,12 +12,14 @@ theirs: int64 for what describes a batch, int32 for what is sent to the device.
 
 import hashlib
 import os
+import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from filelock import FileLock
 from vllm import envs
 
@@ -88,3 +90,15 @@ def cache_folder(file: Path) -> Path:
     time, checks = file.stat().st_mtime_ns, numba.config.BOUNDSCHECK
     version = hashlib.sha256(f"{numba.__version__} {checks} {time}\0".encode() + file.read_bytes())
     return cache_root() / version.hexdigest()[:16]
+
+
+def put_ints(values: Collection[int], into: np.ndarray) -> None:
+    """Writes Python's integers to the front of an array, which takes a third of the time that an assignment does."""
+    struct.pack_into(f"{len(values)}{into.dtype.char}", into.data, 0, *values)
+
+
+def int_array(values: Collection[int]) -> np.ndarray:
+    """[len(values)] int64"""
+    array = np.empty(len(values), np.int64)
+    put_ints(values, array)
+    return array

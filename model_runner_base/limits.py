@@ -14,9 +14,9 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, check_prompt
-from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
-from model_runner_base.vllm_shapes import multimodal
-from model_runner_base.vllm_shapes.config import returns_routed_experts, setting, uses_second_runner
+from model_runner_base.vllm_compat.probes import multimodal
+from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_second_runner
+from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
 
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
 """Fields of ``SamplingParams`` of newer releases of vLLM that are refused."""
@@ -241,7 +241,7 @@ def _size_of(parallel_config: ParallelConfig | None) -> int | None:
 
 
 def _has_recurrent_layers(model: ModelConfig) -> bool:
-    """Told by the config where it lists its layers; else the layers' cache specs tell (caches/kinds.py)."""
+    """Told by the config where it lists its layers; else the layers' cache specs tell (caches/factory.py)."""
     config = model.hf_text_config
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return model.is_attention_free or any(kind in ("mamba", "linear_attention", "conv") for kind in kinds)

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import use_plain_experts
-from model_runner_base.vllm_shapes.experts import experts_layers
+from model_runner_base.vllm_compat.probes.experts import experts_layers
 from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
 
 

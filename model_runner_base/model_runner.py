@@ -22,12 +22,14 @@ from model_runner_base.adapters.lora import check_adapters, make_adapters
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import allocate
 from model_runner_base.caches.contiguous import useful_memory
+from model_runner_base.caches.factory import make_caches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.kinds import make_caches
 from model_runner_base.caches.spans import Spans
 from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import GraphPolicy, StepFunction
+from model_runner_base.graphs.background import SizesBehind
+from model_runner_base.graphs.policy import GraphPolicy, StepFunction
+from model_runner_base.heads.generate import supported_tasks
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.logits_processors import load_processors
@@ -37,10 +39,9 @@ from model_runner_base.heads.sampling.pipeline import SamplingPlan
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.loader import change_config, reload_checkpoint
-from model_runner_base.multimodal.choice import choose_encoder, supported_tasks
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
+from model_runner_base.multimodal.factory import choose_encoder
 from model_runner_base.requests.failures import RequestErrors
-from model_runner_base.start.behind import SizesBehind
 from model_runner_base.start.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.start.wiring import StepParts, wire
 from model_runner_base.step.batch import InputBatch
@@ -48,8 +49,8 @@ from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec, collect_specs, read_layout
-from model_runner_base.vllm_port.outputs import (
+from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec, collect_specs, read_layout
+from model_runner_base.vllm_compat.types.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
     DraftTokenIds,
@@ -57,7 +58,7 @@ from model_runner_base.vllm_port.outputs import (
     ModelRunnerOutput,
     StepOutput,
 )
-from model_runner_base.vllm_port.schedule import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
+from model_runner_base.vllm_compat.types.schedule import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 
 
 class ModelRunnerBase:
@@ -136,7 +137,7 @@ class ModelRunnerBase:
             return allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
     def make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> list[CacheKind]:
-        """Kinds of caches, each with some of the groups, as caches/kinds.py chooses them."""
+        """Kinds of caches, each with some of the groups, as caches/factory.py chooses them."""
         return make_caches(groups, limits, spans, self.vllm_config, self.device_ops)
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction:

@@ -13,7 +13,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from model_runner_base.front_end import SCHEDULER, quiet_scheduler_warning, stand_before
 from model_runner_base.our_engines import check_arriving
-from model_runner_base.vllm_shapes.config import forgo_kv_scales, offloads_weights, set_default_block_size
+from model_runner_base.vllm_compat.probes.config import forgo_kv_scales, offloads_weights, set_default_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -136,7 +136,7 @@ class PagedPlatform(Platform):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
 
-        from model_runner_base.vllm_port.eagle_marker import recognise_marked_heads
+        from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
 
         def batch_defaults(world_size: int) -> tuple[dict[UsageContext | None, int], dict[UsageContext | None, int]]:
             contexts = (None, *UsageContext)
@@ -162,7 +162,7 @@ class PagedPlatform(Platform):
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.scheduling.rows.support import has_steps_of_rows
-        from model_runner_base.vllm_port.kv_cache import make_room_for_encoder
+        from model_runner_base.vllm_compat.types.kv_cache import make_room_for_encoder
 
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls

@@ -8,9 +8,9 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base import limits
+from model_runner_base.errors import RequestError
 from model_runner_base.inputs.embeddings import check_embeds
 from model_runner_base.multimodal.item_checks import check_items, item_width
-from model_runner_base.vllm_shapes.errors import RequestError
 
 
 @dataclass(frozen=True)

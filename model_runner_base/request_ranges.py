@@ -15,7 +15,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from model_runner_base.vllm_shapes.errors import RequestError
+from model_runner_base.errors import RequestError
 
 INT64_MAX = (1 << 63) - 1
 INT32_MAX = (1 << 31) - 1

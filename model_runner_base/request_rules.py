@@ -5,7 +5,7 @@ import math
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.vllm_shapes.errors import RequestError
+from model_runner_base.errors import RequestError
 
 
 def check_rules(params: SamplingParams, vocab_size: int) -> None:

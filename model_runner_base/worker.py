@@ -24,9 +24,14 @@ from vllm.v1.worker.worker_base import WorkerBase
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.start.memory import DeviceMemoryProfiler
-from model_runner_base.vllm_port.kv_cache import KVCacheConfig, KVCacheSpec
-from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, DraftTokenIds, FailedOutput, ModelRunnerOutput
-from model_runner_base.vllm_port.schedule import GrammarOutput, SchedulerOutput
+from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
+from model_runner_base.vllm_compat.types.outputs import (
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    FailedOutput,
+    ModelRunnerOutput,
+)
+from model_runner_base.vllm_compat.types.schedule import GrammarOutput, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")
 

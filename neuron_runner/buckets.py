@@ -3,8 +3,8 @@
 from itertools import product
 
 from model_runner_base.caches.lines import line_sizes
-from model_runner_base.graph_policy import BucketPolicy
-from model_runner_base.start.size_placement import place_sizes, prompts_alone
+from model_runner_base.graphs.policy import BucketPolicy
+from model_runner_base.graphs.size_placement import place_sizes, prompts_alone
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from neuron_runner.config import NeuronConfig
 from neuron_runner.sampling import sort_limits

@@ -1,9 +1,9 @@
 """NeuronModelRunner: the four hooks."""
 
-from model_runner_base.graph_policy import GraphPolicy
+from model_runner_base.graphs.policy import GraphPolicy
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
-from model_runner_base.multimodal.towers import towers_left_out
+from model_runner_base.multimodal.towers.placement import towers_left_out
 from model_runner_base.start.step_memory import estimate_step_memory
 from neuron_runner.config import read_neuron_config
 from neuron_runner.nki import use_nki

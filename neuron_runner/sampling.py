@@ -1,6 +1,6 @@
 """What the device's graphs may sort when they draw."""
 
-from model_runner_base.graph_policy import SortLimits
+from model_runner_base.graphs.policy import SortLimits
 from neuron_runner import environment
 from neuron_runner.config import NeuronConfig, OnDeviceSamplingConfig
 

@@ -34,7 +34,7 @@ NEWEST = [
     "base/test_request_ranges.py",
     "base/test_session_turns.py",
     "base/test_streaming_input.py",
-    "base/test_vllm_port.py",
+    "base/test_vllm_types.py",
     "base/test_weight_stream.py",
     "gpu/test_cuda_graphs.py",
     "gpu/test_gpu_device_ops.py",

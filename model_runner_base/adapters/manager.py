@@ -22,8 +22,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from model_runner_base.adapters.checks import Names, check_config, check_fit, widths_of
 from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
-from model_runner_base.vllm_port.speculation import read_speculation
-from model_runner_base.vllm_shapes.experts import ExpertsLayer
+from model_runner_base.vllm_compat.probes.experts import ExpertsLayer
+from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -25,8 +25,8 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from model_runner_base.adapters.slots import SlotLayer, SlottedLayer, SlotWriter
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import WrapFunction
-from model_runner_base.vllm_shapes.lora import embeddings_indices
+from model_runner_base.graphs.policy import WrapFunction
+from model_runner_base.vllm_compat.probes.lora import embeddings_indices
 
 
 class MaskedPunicaWrapper(PunicaWrapperBase):

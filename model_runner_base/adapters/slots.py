@@ -16,7 +16,7 @@ import torch
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import StepFunction, WrapFunction
+from model_runner_base.graphs.policy import StepFunction, WrapFunction
 
 STACKS = ("lora_a_stacked", "lora_b_stacked")
 """What vLLM's layers call their matrices of all slots: a tensor, or a tuple of one a slice of the output."""

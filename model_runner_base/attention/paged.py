@@ -9,6 +9,7 @@ Shapes: P pairs, Q query tokens a tile, S KV tile, H heads, K KV heads, G = H / 
 from typing import Any, ClassVar
 
 import torch
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -20,7 +21,6 @@ from vllm.v1.attention.backend import (
 from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.attention.capture import OneNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
-from model_runner_base.vllm_shapes.cache_layout import layouts_of_pages
 
 MASK_VALUE = -1e30
 SEES_NOTHING = -1e29
@@ -68,8 +68,9 @@ class PagedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Which of vLLM's layouts ``get_kv_cache_shape`` is, where vLLM asks by them."""
-        return layouts_of_pages()
+        """Which of vLLM's layouts ``get_kv_cache_shape`` is; releases that ask have them."""
+        interface: Any = kv_cache_interface
+        return (interface.KVCacheLayout.LBNHC,)
 
     @staticmethod
     def get_kv_cache_shape(

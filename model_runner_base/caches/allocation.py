@@ -14,7 +14,7 @@ from model_runner_base.caches.scratch import scratch_caches
 from model_runner_base.caches.tiles import stored_size
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_port.kv_cache import attention_layers, bind_cache, shared_caches
+from model_runner_base.vllm_compat.types.kv_cache import attention_layers, bind_cache, shared_caches
 
 
 def allocate(

@@ -25,7 +25,7 @@ from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, unpack
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
-from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
+from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata
 
 NO_SLOT = -1
 """Kernels write nothing there."""

@@ -1,9 +1,9 @@
 """What the step asks of a kind of KV-cache groups: from a batch to what the attention layers read.
 
-A group's kind is chosen once, from what its layers keep and read (caches/kinds.py); a model may have several kinds side
-by side. ``caches/paged.py`` plans attention in plain torch, ``caches/lines.py`` reads whole lines of a contiguous
-cache, ``caches/scratch.py`` serves layers that keep nothing for a later step, ``caches/cross.py`` layers that see an
-encoder's output, ``caches/builders.py`` hands groups to backends with kernels and metadata builders of their own.
+A group's kind is chosen once, from what its layers keep and read (caches/factory.py). A model may have several
+kinds side by side. ``caches/paged.py`` plans attention in plain torch, ``caches/lines.py`` reads whole lines of a
+contiguous cache, ``caches/scratch.py`` serves layers that keep nothing for a later step, ``caches/cross.py`` layers
+that see an encoder's output, ``caches/builders.py`` hands groups to backends with metadata builders of their own.
 
 Where tokens lie is the layout's (step/token_layout.py), a component before the kinds. Work comes in halves, since the
 size a step runs at may depend on its plan: ``need`` counts on the unpadded batch; once a size is chosen, ``fill``

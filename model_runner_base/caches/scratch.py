@@ -29,7 +29,7 @@ from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_port.kv_cache import cacheless_layers
+from model_runner_base.vllm_compat.types.kv_cache import cacheless_layers
 
 
 def scratch_caches(

@@ -7,8 +7,8 @@ from model_runner_base.caches.builders import decode_dims
 from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
-from model_runner_base.vllm_port.kv_cache import attention_layers, cross_length
-from model_runner_base.vllm_port.speculation import read_speculation
+from model_runner_base.vllm_compat.types.kv_cache import attention_layers, cross_length
+from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
 def step_limits(

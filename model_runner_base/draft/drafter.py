@@ -15,7 +15,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.packing import PackedStep
-from model_runner_base.vllm_port.outputs import DraftTokenIds, ModelRunnerOutput
+from model_runner_base.vllm_compat.types.outputs import DraftTokenIds, ModelRunnerOutput
 
 
 class Drafter(StepComponent):

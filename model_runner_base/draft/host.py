@@ -10,7 +10,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize
-from model_runner_base.vllm_port.outputs import DraftTokenIds, ModelRunnerOutput
+from model_runner_base.vllm_compat.types.outputs import DraftTokenIds, ModelRunnerOutput
 
 
 class HostDrafter(Drafter):

@@ -7,7 +7,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, replace
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_port.speculation import HOST_METHODS, read_speculation
+from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
 from model_runner_base.weight_stream import get_model
 
 ATTRIBUTE = "draft_model"

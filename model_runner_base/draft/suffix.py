@@ -10,8 +10,8 @@ import numpy as np
 
 from model_runner_base.draft.host import HostDrafter
 from model_runner_base.requests.states import RequestStates
-from model_runner_base.vllm_port.outputs import DraftTokenIds
-from model_runner_base.vllm_port.speculation import SuffixOptions
+from model_runner_base.vllm_compat.types.outputs import DraftTokenIds
+from model_runner_base.vllm_compat.types.speculation import SuffixOptions
 
 
 class SuffixDrafter(HostDrafter):

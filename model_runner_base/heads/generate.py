@@ -7,10 +7,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import supports_transcription
+from vllm.tasks import SupportedTask
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import GraphPolicy, StepFunction, WrapFunction
+from model_runner_base.graphs.policy import GraphPolicy, StepFunction, WrapFunction
 from model_runner_base.heads.head import Forward, Head
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.params import SamplingMode
@@ -138,3 +140,8 @@ def make_generate_head(
         device_ops,
     )
     return GenerateHead(logits, sampling)
+
+
+def supported_tasks(model: Any) -> tuple[SupportedTask, ...]:
+    """Tasks that the API server offers: a model that only transcribes has no prompts of text."""
+    return ("transcription",) if supports_transcription(model) and model.supports_transcription_only else ("generate",)

@@ -12,7 +12,8 @@ import torch
 from vllm.config import ModelConfig
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.errors import RequestError
+from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
@@ -21,8 +22,7 @@ from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepSize
-from model_runner_base.vllm_shapes.config import rotary_dims
-from model_runner_base.vllm_shapes.errors import RequestError
+from model_runner_base.vllm_compat.probes.config import rotary_dims
 
 SECTION = "embed_source"
 LOOKED_UP = -1

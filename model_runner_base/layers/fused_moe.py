@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from model_runner_base.layers.routing import check_router, select_experts
-from model_runner_base.vllm_shapes.experts import ExpertsView, activation_name, experts_layers
+from model_runner_base.vllm_compat.probes.experts import ExpertsView, activation_name, experts_layers
 
 GATHER_COST = 3
 """Reading an expert's weights through a gather costs this many times what reading them in place does."""

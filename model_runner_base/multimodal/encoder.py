@@ -20,24 +20,24 @@ from vllm.platforms import current_platform
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.spans import NO_SPANS, Spans
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
-from model_runner_base.multimodal.encoder_graphs import EAGER, EncoderGraphs, check_rows
 from model_runner_base.multimodal.inputs import MultiModalInputs, RotaryInputs
 from model_runner_base.multimodal.levels import Levels
-from model_runner_base.multimodal.patch_graphs import PatchGraphs
-from model_runner_base.multimodal.patches import PATCH_TOWERS
 from model_runner_base.multimodal.positions import calc_mrope_positions, calc_xdrope_positions
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.multimodal.spans import ItemSpans
-from model_runner_base.multimodal.tile_graphs import TileGraphs
-from model_runner_base.multimodal.tiles import tiled_tower
+from model_runner_base.multimodal.towers.encoder_graphs import EAGER, EncoderGraphs, check_rows
+from model_runner_base.multimodal.towers.patch_graphs import PatchGraphs
+from model_runner_base.multimodal.towers.patches import PATCH_TOWERS
+from model_runner_base.multimodal.towers.tile_graphs import TileGraphs
+from model_runner_base.multimodal.towers.tiles import tiled_tower
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.schedule import Schedule
-from model_runner_base.vllm_port.speculation import max_step_tokens
-from model_runner_base.vllm_shapes.config import rotary_dims
-from model_runner_base.vllm_shapes.multimodal import group_by_modality, largest_items
+from model_runner_base.vllm_compat.probes.config import rotary_dims
+from model_runner_base.vllm_compat.probes.multimodal import group_by_modality, largest_items
+from model_runner_base.vllm_compat.types.speculation import max_step_tokens
 
 
 class Encoder(StepComponent):

@@ -11,7 +11,7 @@ import torch
 from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalFieldConfig
 
-from model_runner_base.vllm_shapes.errors import RequestError
+from model_runner_base.errors import RequestError
 
 SUFFIX = "_embeds"
 WITHOUT_EMBEDS = (

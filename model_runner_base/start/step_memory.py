@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_port.kv_cache import is_of_encoder, layer_caches
+from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
 
 def estimate_step_memory(

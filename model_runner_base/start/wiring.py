@@ -14,15 +14,15 @@ from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import bind
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.contiguous import num_lines
+from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.spans import Spans
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.draft.choice import make_drafter
 from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import Drafter
+from model_runner_base.draft.factory import make_drafter
 from model_runner_base.draft.loading import draft_of
-from model_runner_base.graph_policy import GraphPolicy, StepFunction
+from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.heads.generate import GenerateHead, make_generate_head
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
@@ -42,7 +42,7 @@ from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.state import GraphState, HeldTensors
 from model_runner_base.step.token_layout import TokenLayout
-from model_runner_base.vllm_port.speculation import read_speculation
+from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
 class Unwired(Protocol):

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model_runner_base.host_loops import compiled
-from model_runner_base.requests.states import RequestStates, int_array
+from model_runner_base.host_loops import compiled, int_array
+from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.schedule import Schedule
 

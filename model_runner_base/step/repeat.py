@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model_runner_base.host_loops import compiled
-from model_runner_base.requests.states import RequestStates, put_ints
+from model_runner_base.host_loops import compiled, put_ints
+from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.components import RepeatPart, StepComponents
 from model_runner_base.step.packing import PackedStep

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from model_runner_base.attention.trace import LayerTrace
+from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import CacheKind
-from model_runner_base.caches.kinds import make_layout
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.device_rows import DeviceRows, commit

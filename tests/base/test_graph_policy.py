@@ -11,14 +11,14 @@ from test_attention import SIGHTS, batch_of
 
 from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.attention.sight import Sight
+from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.lines import LineCaches, line_sizes
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.tiles import whole_blocks
-from model_runner_base.graph_policy import BucketPolicy, GraphPolicy, NoGraphSizeError
+from model_runner_base.graphs.policy import BucketPolicy, GraphPolicy, NoGraphSizeError
+from model_runner_base.graphs.size_placement import expect_steps, place_sizes
 from model_runner_base.requests.block_tables import BlockTable
-from model_runner_base.start.size_placement import expect_steps, place_sizes
 from model_runner_base.step.sizes import (
     COMMON_DIMS,
     Dim,

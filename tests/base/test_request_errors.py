@@ -17,7 +17,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, greedy, runner_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.tokenizer import EOS, add_tokenizer
-from model_runner_base.vllm_port.outputs import FailedOutput
+from model_runner_base.vllm_compat.types.outputs import FailedOutput
 
 PROMPTS = random_prompts(70, [5, 30, 12])
 LONGEST = 129 if HAS_OPENXLA else 128
@@ -125,7 +125,7 @@ def test_what_the_front_end_lets_through_ends_in_the_engine(
     llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may not know what a cache holds: windows, or a length that was fitted in another process."""
-    monkeypatch.setattr("model_runner_base.vllm_port.request_errors.check_fits", lambda *_: None)
+    monkeypatch.setattr("model_runner_base.vllm_compat.patches.request_errors.check_fits", lambda *_: None)
     output = check_beside(llm, model, greedy(20), random_prompts(71, [200])[0])
     assert output.finish_reason == "error" and "do not fit the 129 tokens" in output.stop_reason
 

@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from vllm import LLM, SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import SortLimits
+from model_runner_base.graphs.policy import SortLimits
 from model_runner_base.heads.sampling.logprobs import NO_LOGPROBS
 from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
 from model_runner_base.heads.sampling.pipeline import most_asked

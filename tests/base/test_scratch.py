@@ -21,8 +21,8 @@ from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.caches.allocation import allocate, bind
 from model_runner_base.caches.attention_groups import attention_groups
+from model_runner_base.caches.factory import make_caches, make_layout
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.kinds import make_caches, make_layout
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks
 from model_runner_base.caches.spans import NO_SPANS
@@ -33,7 +33,7 @@ from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
-from model_runner_base.vllm_port.kv_cache import collect_specs, layer_caches
+from model_runner_base.vllm_compat.types.kv_cache import collect_specs, layer_caches
 
 MAX_LENGTH = 200
 NUM_ROWS = 8

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner_base.graph_policy import BucketPolicy, Wait
-from model_runner_base.start import behind
-from model_runner_base.start.behind import SizesBehind
+from model_runner_base.graphs import background
+from model_runner_base.graphs.background import SizesBehind
+from model_runner_base.graphs.policy import BucketPolicy, Wait
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 
@@ -195,7 +195,7 @@ def test_several_workers_leave_nothing() -> None:
 
 def test_a_failure_keeps_out_what_needs_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     served, warnings = Served(), list[str]()
-    monkeypatch.setattr(behind.logger, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(background.logger, "warning", lambda text, *values: warnings.append(text % values))
     served.behind.start()
     served.policy.end("rows 2", MemoryError("too large\nin many lines"))
     for what in ("model 4", "model 2", "rows 1"):

@@ -7,8 +7,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base import DeviceOps, StepLimits
+from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.kinds import make_layout
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.block_tables import BlockTable

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from model_runner_base.caches.builders import BuilderCaches, decode_dims
+from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, bind_rows
-from model_runner_base.caches.kinds import make_layout
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.block_tables import BlockTable

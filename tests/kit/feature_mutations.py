@@ -97,7 +97,7 @@ MUTATIONS = [
     ),
     Mutation(
         "log probabilities of one wrong draft go to the next request",
-        "vllm_port/outputs.py",
+        "vllm_compat/types/outputs.py",
         "return LogprobsLists(ids[kept], values[kept], ranks[kept], first.tolist())",
         "return LogprobsLists(ids, values, ranks, first.tolist())",
         "test_rules and wrong",
@@ -197,7 +197,7 @@ MUTATIONS = [
     # Start
     Mutation(
         "a size is offered before it is compiled",
-        "start/behind.py",
+        "graphs/background.py",
         "        for wait in self._begin(size):\n            wait()\n",
         "        self._begin(size)\n",
         "test_serving_while_sizes_are_made",
@@ -205,7 +205,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a size is offered when its model is compiled, and sampling is not",
-        "start/behind.py",
+        "graphs/background.py",
         "for wait in self._begin(size):",
         "for wait in self._begin(size)[:2]:",
         "test_serving_while_sizes_are_made",
@@ -272,7 +272,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a graph makes of a tile is put one row off",
-        "multimodal/tile_graphs.py",
+        "multimodal/towers/tile_graphs.py",
         "= rows[order != BETWEEN]",
         "= np.roll(rows, 1)[order != BETWEEN]",
         "test_tokens and llava",
@@ -280,7 +280,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what pads a graph of patches is seen by an image",
-        "multimodal/patch_graphs.py",
+        "multimodal/towers/patch_graphs.py",
         "constant_values=PADDING)",
         "constant_values=0)",
         "test_tokens and qwen3",
@@ -288,7 +288,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what pads a graph of patches is left in the pool",
-        "multimodal/patch_graphs.py",
+        "multimodal/towers/patch_graphs.py",
         "constant_values=self._pool.num_rows)",
         "constant_values=0)",
         "test_tokens and qwen3",
@@ -296,7 +296,7 @@ MUTATIONS = [
     ),
     Mutation(
         "patches are rotated as if an image were one row of them",
-        "multimodal/patches.py",
+        "multimodal/towers/patches.py",
         "rot_pos_emb(self._on_host, [list(grid)])",
         "rot_pos_emb(self._on_host, [[count, self.unit // 2, height * width * 2 // self.unit]])",
         "test_tokens and qwen3",

@@ -48,7 +48,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed request starts where it was when it lost its blocks",
-        "vllm_port/schedule.py",
+        "vllm_compat/types/schedule.py",
         "Arrival(req_id, token_ids, num_computed, block_ids)",
         "Arrival(req_id, token_ids, len(token_ids) - 1, block_ids)",
         REPEAT,
@@ -237,14 +237,14 @@ MUTATIONS = [
     # Output
     Mutation(
         "results are handed out in sorted order",
-        "vllm_port/outputs.py",
+        "vllm_compat/types/outputs.py",
         "req_ids=self._req_ids,",
         "req_ids=sorted(self._req_ids),",
         STEPS,
     ),
     Mutation(
         "the tokens of unfinished prompts are handed out",
-        "vllm_port/outputs.py",
+        "vllm_compat/types/outputs.py",
         "            tokens[index] = []",
         "            pass",
         STEPS,

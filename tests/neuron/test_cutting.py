@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch_xla
 
-from model_runner_base.graph_policy import SortLimits
+from model_runner_base.graphs.policy import SortLimits
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import CutVocabulary

@@ -14,7 +14,7 @@ from model_runner_base.step.sizes import Tiling
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.vllm_port.kv_cache import attention_layers
+from model_runner_base.vllm_compat.types.kv_cache import attention_layers
 from neuron_runner.model_runner import NeuronModelRunner
 from neuron_runner.nki.attention import NkiAttentionBackend, NkiAttentionImpl
 

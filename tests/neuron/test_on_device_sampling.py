@@ -15,7 +15,7 @@ from test_sampling import VOCAB, distribution
 from vllm import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import SortLimits
+from model_runner_base.graphs.policy import SortLimits
 from model_runner_base.heads.sampling.likeliest import likeliest
 from model_runner_base.heads.sampling.logprobs import _top
 from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates

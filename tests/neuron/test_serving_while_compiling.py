@@ -13,7 +13,7 @@ from test_reload import other_weights
 from torch_xla import _XLAC
 from vllm import LLM, SamplingParams
 
-from model_runner_base.start import behind
+from model_runner_base.graphs import background
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import DEFAULTS, runner_of, shut_down
@@ -141,7 +141,7 @@ def test_a_failing_compilation_harms_nobody(
     """Every third one fails: larger sizes serve in place of what it was for, with a line each."""
     model, warnings = tiny_model("llama"), list[str]()
     reference, compile_one = expected(model, PROMPTS), _XLAC._xla_warm_up_cache
-    monkeypatch.setattr(behind.logger, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(background.logger, "warning", lambda text, *values: warnings.append(text % values))
     with serving(model) as llm:
         policy, attempts = runner_of(llm).graph_policy, itertools.count()
 

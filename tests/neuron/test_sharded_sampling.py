@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import SortLimits
+from model_runner_base.graphs.policy import SortLimits
 from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import WHOLE, CutVocabulary

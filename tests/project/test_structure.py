@@ -30,7 +30,8 @@ INSIDE = [
     path
     for package in ("model_runner_base", "gpu_runner", "neuron_runner", "examples")
     for path in sorted((ROOT / package).rglob("*.py"))
-    if path.parent != ROOT / "model_runner_base" / "vllm_port"
+    if path.parent != ROOT / "model_runner_base" / "vllm_compat" / "types"
+    and path != ROOT / "model_runner_base" / "testing" / "scheduler_outputs.py"
     and ROOT / "model_runner_base" / "scheduling" not in path.parents
 ]
 
@@ -65,7 +66,7 @@ def is_step_type(name: str) -> bool:
 
 @pytest.mark.parametrize("path", INSIDE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_one_room_alone_reads_vllms_step_types(path: Path) -> None:
-    """model_runner_base/vllm_port: a release that changes them changes nothing else.
+    """model_runner_base/vllm_compat/types: a release that changes them changes nothing else.
 
     model_runner_base/scheduling is a piece of vLLM's own scheduler, which makes them.
     """
@@ -83,9 +84,12 @@ def test_whoever_reads_a_step_type_is_found() -> None:
         "import vllm.v1.attention.backend as backend\nbackend.CommonAttentionMetadata",
     ):
         assert any(map(is_step_type, of_vllm(ast.parse(line)))), line
-    for line in ("from model_runner_base.vllm_port.schedule import SchedulerOutput", "from vllm import SamplingParams"):
+    for line in (
+        "from model_runner_base.vllm_compat.types.schedule import SchedulerOutput",
+        "from vllm import SamplingParams",
+    ):
         assert not any(map(is_step_type, of_vllm(ast.parse(line)))), line
-    port = (ROOT / "model_runner_base" / "vllm_port").glob("*.py")
+    port = (ROOT / "model_runner_base" / "vllm_compat" / "types").glob("*.py")
     found = {name for path in port for name in of_vllm(ast.parse(path.read_text())) if is_step_type(name)}
     assert {name.rpartition(".")[2] for name in found} >= STEP_TYPES
 

@@ -10,7 +10,7 @@ import pytest
 from lane import HAS_OPENXLA, NEWEST, ROOT
 
 BASE = ROOT / "model_runner_base"
-PORTS = (BASE / "vllm_port", BASE / "vllm_shapes", ROOT / "gpu_runner" / "vllm_port.py")
+PORTS = (BASE / "vllm_compat", BASE / "testing" / "scheduler_outputs.py", ROOT / "gpu_runner" / "vllm_compat.py")
 PACKAGES = ("model_runner_base", "gpu_runner", "neuron_runner", "examples", "benchmarks")
 TESTS = [path for path in (ROOT / "tests").rglob("*.py") if HAS_OPENXLA]
 TESTS = TESTS or [ROOT / "tests" / name for name in NEWEST]

@@ -15,7 +15,7 @@ from vllm.config.model import LogprobsMode
 from vllm.v1.outputs import LogprobsLists
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.heads.sampling.likeliest import likeliest
 
 NUM_ON_DEVICE = 20

@@ -15,7 +15,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.requests.device_rows import DeviceRows

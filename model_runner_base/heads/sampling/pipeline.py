@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import LogitsProcessor, MinPLogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import SortLimits, StepFunction, WrapFunction
+from model_runner_base.graphs.policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.prompt_logprobs import PromptLogprobs
 from model_runner_base.heads.sampled import SampledStep

@@ -7,7 +7,7 @@ every request's top-k (``SortLimits.max_candidates``): the cap is one more top-k
 
 import torch
 
-from model_runner_base.graph_policy import SortLimits
+from model_runner_base.graphs.policy import SortLimits
 from model_runner_base.heads.sampling.params import GREEDY_TEMPERATURE, SamplingMode
 from model_runner_base.heads.sampling.random import gumbel_noise
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary

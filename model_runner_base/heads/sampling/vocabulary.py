@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model_runner_base.graph_policy import SortLimits, StepFunction, WrapFunction
+from model_runner_base.graphs.policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.heads.sampling.likeliest import likeliest
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.requests.device_rows import NO_TOKEN

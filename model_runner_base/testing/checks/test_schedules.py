@@ -25,11 +25,11 @@ from model_runner_base.testing.brute_force import check_step
 from model_runner_base.testing.engine import core_of, greedy, runner_of, sampled
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import check_tokens
+from model_runner_base.testing.scheduler_outputs import frees_unseen_blocks
 from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Request, Sees, Share
 from model_runner_base.testing.table import refusal
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
-from model_runner_base.vllm_port.hand_made import frees_unseen_blocks
-from model_runner_base.vllm_port.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from model_runner_base.vllm_compat.types.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 4, 32, 352
 OPTIONS = {

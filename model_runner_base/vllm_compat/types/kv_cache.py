@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from model_runner_base.attention.layout import CacheLayout, GroupLayout, LayerCache, TensorLayout
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_port.speculation import read_speculation
+from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 planning: Any = kv_cache_utils
 if not hasattr(planning, "get_kv_cache_groups"):

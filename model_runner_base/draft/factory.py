@@ -9,7 +9,7 @@ from model_runner_base.draft.ngram import NgramDrafter
 from model_runner_base.draft.parallel import ParallelDraftModel, ParallelEagle3
 from model_runner_base.draft.suffix import SuffixDrafter
 from model_runner_base.requests.states import RequestStates
-from model_runner_base.vllm_port.speculation import Speculation
+from model_runner_base.vllm_compat.types.speculation import Speculation
 
 
 def make_drafter(speculation: Speculation, requests: RequestStates, parts: DraftParts) -> Drafter:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from model_runner_base.multimodal.towers import copied
+from model_runner_base.multimodal.towers.placement import copied
 
 PADDING = -1
 """The segment of patches that are not there."""

@@ -30,13 +30,12 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.vllm_port import kv_cache
-from model_runner_base.vllm_port.attention_metadata import StepBounds, StepOnDevice, common_metadata
-from model_runner_base.vllm_port.hand_made import Continued, HandMadeStep
-from model_runner_base.vllm_port.item_data import keep_item_data
-from model_runner_base.vllm_port.kv_cache import planning, read_layout
-from model_runner_base.vllm_port.schedule import read_grammar, read_schedule
-from model_runner_base.vllm_shapes.cache_layout import layouts_of_pages
+from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
+from model_runner_base.vllm_compat.patches.item_data import keep_item_data
+from model_runner_base.vllm_compat.types import kv_cache
+from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata
+from model_runner_base.vllm_compat.types.kv_cache import planning, read_layout
+from model_runner_base.vllm_compat.types.schedule import read_grammar, read_schedule
 
 BLOCKS = st.tuples(st.lists(st.integers(1, 99), min_size=1, max_size=3), st.lists(st.integers(1, 99), max_size=3))
 TOKENS = st.lists(st.integers(0, 500), min_size=1, max_size=6)
@@ -223,7 +222,7 @@ def spec(num_kv_heads: int, head_size: int, window: int | None = None, chunk: in
 @pytest.fixture(scope="module")
 def config(tiny_model: Callable[[str], TinyModel]) -> VllmConfig:
     config = EngineArgs(str(tiny_model("llama").path), max_model_len=256, block_size=16).create_engine_config()
-    for layout in layouts_of_pages() if kv_cache.IS_ONE_BUFFER else ():
+    for layout in PagedAttentionBackend.supported_kv_cache_layouts() if kv_cache.IS_ONE_BUFFER else ():
         config.cache_config.kv_cache_layout = layout.name
     return config
 

@@ -1,27 +1,20 @@
-"""Which encoder a loaded model has, and what requests may ask of it."""
+"""The encoder of a loaded model."""
 
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.model_executor.models.interfaces import supports_transcription
-from vllm.tasks import SupportedTask
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.multimodal.cross import CrossEncoder
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder, ItemEncoder
-from model_runner_base.vllm_port.item_data import keep_item_data
+from model_runner_base.vllm_compat.patches.item_data import keep_item_data
 
 
 def choose_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Encoder:
-    """Of the loaded ``model``; one that does nothing for a model of text alone."""
+    """The encoder of the loaded ``model``; one that does nothing for a model of text alone."""
     config = vllm_config.model_config
     if not config.is_multimodal_model:
         return NO_ENCODER
     keep_item_data()  # An engine core that was spawned has not seen the platform check the config.
     return (CrossEncoder if config.is_encoder_decoder else ItemEncoder)(vllm_config, model, wrap, device_ops)
-
-
-def supported_tasks(model: Any) -> tuple[SupportedTask, ...]:
-    """What the API server offers: a model that only transcribes has no prompts of text."""
-    return ("transcription",) if supports_transcription(model) and model.supports_transcription_only else ("generate",)

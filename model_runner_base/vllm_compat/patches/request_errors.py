@@ -14,11 +14,11 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
+from model_runner_base.errors import RequestError
 from model_runner_base.our_engines import Checks, arriving, is_ours
 from model_runner_base.request_ranges import check_rest
 from model_runner_base.request_rules import check_fits, check_rules
-from model_runner_base.vllm_port.patches import wrap_once
-from model_runner_base.vllm_shapes.errors import RequestError
+from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 CHECKS = "_request_checks"
 """Attribute of an ``InputProcessor`` that holds the checks of its engine."""

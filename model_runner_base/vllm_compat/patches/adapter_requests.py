@@ -11,9 +11,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from model_runner_base.errors import RequestError
 from model_runner_base.our_engines import is_ours
-from model_runner_base.vllm_port.patches import wrap_once
-from model_runner_base.vllm_shapes.errors import RequestError
+from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 KNOWN = "_adapters_that_were_loaded"
 """Attribute of a front end: what it has had the workers load."""

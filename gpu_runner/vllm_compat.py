@@ -1,6 +1,6 @@
 """What vLLM has at one place or another on CUDA: the only file of this package that asks.
 
-``model_runner_base/vllm_port/`` is the same for all devices.
+``model_runner_base/vllm_compat/`` is the same for all devices.
 """
 
 from importlib import import_module

@@ -12,12 +12,12 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graph_policy import WrapFunction
+from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
-from model_runner_base.multimodal.encoder_graphs import EncoderGraphs, check_rows
 from model_runner_base.multimodal.rows import EncoderRows
-from model_runner_base.multimodal.tiles import BETWEEN, TiledTower, tile_shape
-from model_runner_base.multimodal.towers import towers_of
+from model_runner_base.multimodal.towers.encoder_graphs import EncoderGraphs, check_rows
+from model_runner_base.multimodal.towers.placement import towers_of
+from model_runner_base.multimodal.towers.tiles import BETWEEN, TiledTower, tile_shape
 
 TILES = (16, 4, 1)
 """In one graph."""

@@ -1,4 +1,4 @@
-"""What of a multimodal model no step's graph runs: towers, which are the encoders and the projectors behind them."""
+"""Finding the towers of a multimodal model, which no graph of a step runs, and where they are placed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from model_runner_base.graph_policy import GraphPolicy, Wait
+from model_runner_base.graphs.policy import GraphPolicy, Wait
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.sizes import StepSize
 

@@ -16,7 +16,7 @@ from vllm.multimodal.parse import DictEmbeddingItems, MultiModalDataParser
 from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.v1.engine.input_processor import InputProcessor
 
-from model_runner_base.vllm_shapes.errors import RequestError
+from model_runner_base.errors import RequestError
 
 _processed = threading.local()
 """``items``: a list for each call under way in this thread, of the caches and hashes of what it has processed."""

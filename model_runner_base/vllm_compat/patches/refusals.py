@@ -14,7 +14,7 @@ from vllm import platforms
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from model_runner_base.vllm_port.patches import wrap_once
+from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 
 class RefusedCallError(HTTPException, ValueError):

@@ -1,0 +1,1 @@
+"""Everything that follows a release of vLLM: its step types, its differences, the methods that are wrapped."""
