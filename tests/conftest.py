@@ -31,8 +31,9 @@ from model_runner_base.testing.fixtures import tiny_model
 vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
 
 LONGEST = [
-    "conformance",
+    "conformance_openxla",
     "mutations",
+    "conformance",
     "architectures",
     "lora",
     "lora_server",

@@ -1,6 +1,5 @@
-"""The conformance kit holds this repository's own devices to vLLM's promises, and a broken device to account."""
+"""The conformance kit holds the example device to vLLM's promises, and a broken device to account."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,22 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from devices import COMPILING, FROM_SCRATCH, PADDED
+from kit_runs import FEWER_SCHEDULES, assert_all_pass, run, run_forked
 from lane import HAS_OPENXLA
 
 from model_runner_base.testing.table import refusal
 
 ROOT = Path(__file__).parents[2]
-# Of the schedules, which the example device meets all, enough for every size and for donated caches.
-FEWER_SCHEDULES = ["--schedules", "6"]
-NEURON = ["neuron_runner.worker.NeuronWorker", *FEWER_SCHEDULES, "--engine-options"]
-# The largest sizes alone, since each is traced anew for each of some forty engines; five where sizes matter: they are
-# compiled behind the steps, and steps choose among them.
-LARGEST = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 1}}})]
-SEVERAL = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 0.5}}})]
-OF_SIZES = "(test_compilation or test_schedules)"
-# Of the distributions, which the example device meets all, one: in openxla's graphs 2,000 requests take a while.
-SOME = "(not distributions or under_penalties)"
-OPENXLA = [*LARGEST, "-k", f"{SOME} and not {OF_SIZES}"]
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 CHOSEN = ["-k", "presence or eos"]
 # The newest lane leaves out what draws by chance alone, which vLLM has no part in, what needs the base's scheduler, and
@@ -62,33 +51,9 @@ class PlainWorker(Finished):
 """
 
 
-def run(arguments: list[str], path: Path = ROOT) -> tuple[int, dict[str, str], str]:
-    """Exit status, results by promise, and everything printed."""
-    out = subprocess.run(
-        [sys.executable, "-m", "model_runner_base.testing", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "300"},
-        cwd=path,
-        capture_output=True,
-        text=True,
-    )
-    row = r"^  \w[\w ]*? {2,}(\S.*?) {2,}((?:passes|FAILS|not supported).*?)(?: {2,}|$)"
-    rows = re.findall(row, out.stdout, re.M)
-    return out.returncode, dict(rows), out.stdout + out.stderr
-
-
-@pytest.mark.parametrize("device", [PLAIN, pytest.param(OPENXLA, marks=pytest.mark.openxla)], ids=["plain", "openxla"])
-def test_keeps_every_promise(device: list[str]) -> None:
-    status, results, printed = run([*device, *ALL])
-    assert status == 0, printed[-8000:]
-    assert len(results) > 40, printed[-8000:]
-    assert [promise for promise, result in results.items() if not result.startswith("passes")] == []
-
-
-@pytest.mark.openxla
-def test_sizes_that_are_compiled_behind_and_chosen_from() -> None:
-    status, results, printed = run([*SEVERAL, "-k", OF_SIZES])
-    assert status == 0, printed[-8000:]
-    assert len(results) == 8 and all(result.startswith("passes") for result in results.values()), printed[-8000:]
+def test_keeps_every_promise() -> None:
+    status, results, printed = run([*PLAIN, *ALL])
+    assert_all_pass(status, results, printed)
 
 
 @pytest.mark.once
@@ -104,7 +69,7 @@ def test_sizes_that_are_compiled_behind_and_chosen_from() -> None:
 def test_broken_device(module: str, status: int, result: str, words: str, tmp_path: Path) -> None:
     """A device that ignores what it is asked fails; one that says so does not; neither harms the other checks."""
     (tmp_path / "vendor.py").write_text(module)
-    got, results, printed = run(["vendor.PlainWorker", "--platform", "vendor.PlainPlatform", *CHOSEN], tmp_path)
+    got, results, printed = run_forked(["vendor.PlainWorker", "--platform", "vendor.PlainPlatform", *CHOSEN], tmp_path)
     assert (got, results["presence penalty"]) == (status, result), printed[-8000:]
     assert re.search(words, printed), printed[-8000:]
     others = {value for promise, value in results.items() if promise != "presence penalty"}
@@ -118,7 +83,7 @@ def test_schedules_hold_on_variants_of_a_device(module: str, tmp_path: Path) -> 
     steps are padded, so that repeated ones have room to grow."""
     (tmp_path / "vendor.py").write_text(module)
     device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
-    status, results, printed = run([*device, "-k", "test_schedules", *FEWER_SCHEDULES], tmp_path)
+    status, results, printed = run_forked([*device, "-k", "test_schedules", *FEWER_SCHEDULES], tmp_path)
     assert status == 0 and results, printed[-8000:]
     assert all(result.startswith("passes") for result in results.values()), printed[-8000:]
 
@@ -127,7 +92,7 @@ def test_schedules_hold_on_variants_of_a_device(module: str, tmp_path: Path) -> 
 def test_sizes_that_are_made_behind_the_steps(tmp_path: Path) -> None:
     (tmp_path / "vendor.py").write_text(COMPILING)
     device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
-    status, results, printed = run([*device, "-k", "test_serving_while_sizes_are_made"], tmp_path)
+    status, results, printed = run_forked([*device, "-k", "test_serving_while_sizes_are_made"], tmp_path)
     assert status == 0 and list(results.values()) == ["passes"], printed[-8000:]
 
 

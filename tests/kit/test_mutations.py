@@ -1,33 +1,18 @@
 """The conformance kit catches deliberate faults: each is put into the base of one process, which the kit must fail."""
 
-import multiprocessing
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import forkserver
 from pathlib import Path
-from typing import NamedTuple
-from unittest import mock
 
 import pytest
 from devices import MODULES
-from fault import run_kit
+from fault import BASE, FaultyModule
+from forks import Run, run_kit
 from mutation import REPEAT, Mutation
 from mutations import MUTATIONS
 
-ROOT = Path(__file__).parents[2]
-BASE = "model_runner_base"
-TIMEOUT_S = 600
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["vllm_alone"])
-
-
-class Run(NamedTuple):
-    status: int | None
-    """None after the timeout."""
-    printed: str
+ROOT = BASE.parent
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +23,26 @@ def verdicts(
     directory = tmp_path_factory.mktemp("mutations")
     for name, text in MODULES.items():
         (directory / f"{name}.py").write_text(text)
-    # The server imports by this alone.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(ROOT)])):
-        forkserver.ensure_running()
     tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_the_kit_catches"]
     with ThreadPoolExecutor(2) as pool:
         control = Mutation("control", "__init__.py", "", "", f"{REPEAT} or test_min_tokens")
         runs = [control, *(test.callspec.params["mutation"] for test in tests)]  # type: ignore[attr-defined]
-        yield {
-            mutation.name: pool.submit(run_forked, mutation, directory, directory / str(number))
-            for number, mutation in enumerate(runs)
-        }
+        yield {mutation.name: pool.submit(run_with, mutation, directory) for mutation in runs}
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def run_forked(mutation: Mutation, directory: Path, printed: Path) -> Run:
-    """Runs the kit over a base with the fault, in a process of its own."""
-    process = FORKS.Process(target=run_kit, args=(mutation, directory, printed))
-    process.start()
-    process.join(TIMEOUT_S)
-    status = process.exitcode
-    process.kill()
-    return Run(status, printed.read_text() if printed.exists() else "")
+def run_with(mutation: Mutation, directory: Path) -> Run:
+    """Runs the kit on the example device, or a variant of it, over a base with the fault."""
+    device = [f"{mutation.device}.PlainWorker", "--platform", f"{mutation.device}.PlainPlatform"]
+    options = ["-x", "--no-shrinking", "--assert=plain", "-k", mutation.selection]
+    environment = {"VLLM_PLUGINS": "", "COLUMNS": "200"}
+    # The host's loops as plain Python: what is kept of them, compiled, goes by the files, and not by the faults.
+    return run_kit([*device, *options], directory, FaultyModule(mutation), compiles_loops=False, **environment)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_replaces_one_place(mutation: Mutation) -> None:
-    assert (ROOT / BASE / mutation.file).read_text().count(mutation.old) == 1
+    assert (BASE / mutation.file).read_text().count(mutation.old) == 1
     assert mutation.old != mutation.new
 
 

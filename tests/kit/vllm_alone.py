@@ -5,11 +5,7 @@ device's own class where the base is imported.
 """
 
 import gc
-import os
 from importlib import import_module
-
-# The host's loops as plain Python: what is kept of them, compiled, goes by the files, and not by the faults.
-os.environ |= {"VLLM_PLUGINS": "", "COLUMNS": "200", "NUMBA_DISABLE_JIT": "1"}
 
 import vllm.platforms
 from vllm.platforms.interface import Platform, PlatformEnum

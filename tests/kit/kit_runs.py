@@ -1,0 +1,43 @@
+"""Runs of the kit's command on a whole device, and the rows of the table that each prints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from forks import ROOT, run_kit
+
+# Of the schedules, which the example device meets all, enough for every size and for donated caches.
+FEWER_SCHEDULES = ["--schedules", "6"]
+
+
+def results_of(printed: str) -> dict[str, str]:
+    """By promise."""
+    row = r"^  \w[\w ]*? {2,}(\S.*?) {2,}((?:passes|FAILS|not supported).*?)(?: {2,}|$)"
+    return dict(re.findall(row, printed, re.M))
+
+
+def run_forked(arguments: list[str], path: Path = ROOT) -> tuple[int | None, dict[str, str], str]:
+    """As ``run``, for a device that is no platform of vLLM's own finding."""
+    status, printed = run_kit(arguments, path, COLUMNS="300")
+    return status, results_of(printed), printed
+
+
+def run(arguments: list[str], path: Path = ROOT) -> tuple[int | None, dict[str, str], str]:
+    """Exit status, results by promise, and everything printed."""
+    out = subprocess.run(
+        [sys.executable, "-m", "model_runner_base.testing", *arguments],
+        env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "300"},
+        cwd=path,
+        capture_output=True,
+        text=True,
+    )
+    return out.returncode, results_of(out.stdout), out.stdout + out.stderr
+
+
+def assert_all_pass(status: int | None, results: dict[str, str], printed: str) -> None:
+    """Every promise of the table is kept, and none refused."""
+    assert status == 0, printed[-8000:]
+    assert len(results) > 40, printed[-8000:]
+    assert [promise for promise, result in results.items() if not result.startswith("passes")] == []
