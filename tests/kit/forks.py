@@ -60,15 +60,15 @@ def _kit(
     printed: str,
 ) -> None:
     """The kit's command, which ends the process."""
+    out = os.open(printed, os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
     import numba
     import vllm.platforms
     from vllm_alone import PLATFORM
 
     loaded = [name for name in sys.modules if name.startswith("model_runner_base")]
     assert not loaded, f"{loaded} came before the fork"
-    out = os.open(printed, os.O_WRONLY | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
     os.environ |= environment
     os.chdir(path)
     sys.path[:0] = [str(path), str(ROOT)]

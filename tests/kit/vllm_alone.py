@@ -5,6 +5,7 @@ device's own class where the base is imported.
 """
 
 import gc
+from contextlib import suppress
 from importlib import import_module
 
 import vllm.platforms
@@ -48,7 +49,8 @@ MODULES = [
     "vllm.v1.engine.core",
 ]
 for module in MODULES:
-    import_module(module)
+    with suppress(ModuleNotFoundError):  # One vLLM has a module that another lacks.
+        import_module(module)
 # Elsewhere vLLM looks at a model's class in a process of its own, which imports all of this again.
 vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
 # A fork copies the pages that the collector looks at.
