@@ -2,6 +2,8 @@
 
     python3.11 dev.py generate [options]   text from the bundled model, through vLLM
     python3.11 dev.py test [options]       the tests in up to four processes, with pytest's options (-n 0: in one)
+    python3.11 dev.py test --quick         a test of each kind, about five minutes; --full: every random case, too
+    python3.11 dev.py check                style and types, by ruff and mypy
     python3.11 dev.py run COMMAND ...      any command of the environment, such as `vllm serve`
 
 The environment is .venv, whose vLLM is the last one with torch_xla. `--lane newest` before the job takes .venv-newest,
@@ -20,6 +22,8 @@ ROOT = Path(__file__).resolve().parent
 # Whole files, since the tests of one share engines; the longest come first (tests/conftest.py).
 SIDE_BY_SIDE = ["-n", "logical", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
 
+CHECK = "ruff check . && ruff format --check . && mypy model_runner_base gpu_runner neuron_runner benchmarks"
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -29,6 +33,8 @@ class Lane:
     folder: str
     vllm: str
     extras: str
+    minutes: int
+    """The tests take about so long on two cores."""
     overrides: str | None = None
     """A file of dependencies that are not to be as their dependents say."""
 
@@ -65,8 +71,8 @@ class Lane:
 LANES = {
     lane.name: lane
     for lane in (
-        Lane("0.16", ".venv", "0.16.0", "neuron,test"),
-        Lane("newest", ".venv-newest", "0.33.0", "newest,test", "newest-overrides.txt"),
+        Lane("0.16", ".venv", "0.16.0", "neuron,test", 30),
+        Lane("newest", ".venv-newest", "0.33.0", "newest,test", 12, "newest-overrides.txt"),
     )
 }
 """The first is the default."""
@@ -81,6 +87,7 @@ def main(arguments: list[str]) -> None:
     jobs = {
         "generate": [str(lane.bin / "python"), str(ROOT / "examples" / "generate.py")],
         "test": [str(lane.bin / "python"), "-m", "pytest", *SIDE_BY_SIDE],
+        "check": ["sh", "-c", CHECK],
         "run": [],
     }
     if not arguments or arguments[0] not in jobs:
@@ -92,8 +99,10 @@ def main(arguments: list[str]) -> None:
     environment = {**os.environ, "PATH": f"{lane.bin}{os.pathsep}{os.environ.get('PATH', '')}"}
     # The tests start some fifty processes, each of which would compile vLLM's modules for ten seconds.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    if arguments[0] == "test":
+    if arguments[0] in ("test", "check"):
         os.chdir(ROOT)
+    if arguments[0] == "test":
+        print(f"Lane {lane.name} on two cores: all tests take about {lane.minutes} minutes, --quick 5", flush=True)
     os.execvpe(command[0], command, environment)
 
 

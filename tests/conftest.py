@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
+import quick
 import vllm.model_executor.models.registry
 from vllm import LLM
 
@@ -65,13 +66,26 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return str(collection_path.relative_to(ROOT / "tests")) not in NEWEST or None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tests of this repository")
+    group.addoption("--quick", action="store_true", help="a test of each kind, with a bar: about five minutes")
+    group.addoption("--full", action="store_true", help="every random case, not a quarter")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["TESTS_ARE_FULL"] = str(int(config.getoption("full")))  # Read when a test is imported.
+    if config.getoption("quick") and not hasattr(config, "workerinput"):
+        config.option.verbose -= 1  # The bar stands in place of the names of files.
+        config.pluginmanager.register(quick.Bar())
     config.addinivalue_line("markers", "openxla: needs torch_xla, which the newest vLLM is not made for")
     config.addinivalue_line("markers", "once: of the base and the kit alone, so it runs in the lane with torch_xla")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first: side by side, no process is left alone with one at the end."""
+    if config.getoption("quick"):
+        config.hook.pytest_deselected(items=[item for item in items if not quick.kind_of(item.nodeid)])
+        items[:] = [item for item in items if quick.kind_of(item.nodeid)]
     if not HAS_OPENXLA:
         reasons = {"openxla": "torch_xla is not there", "once": "the other lane runs it"}
         for item in items:

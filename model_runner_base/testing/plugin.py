@@ -30,6 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--schedules", type=int, default=15, metavar="N", help="random schedules of each architecture: fewer find less"
     )
     group.addoption(
+        "--draws", type=int, default=2000, metavar="N", help="tokens drawn for each distribution: fewer show less"
+    )
+    group.addoption(
         "--soak", type=int, default=0, metavar="N", help="requests of the soak, and a twentieth as many schedules"
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bare_step import BareStep, padded
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -221,7 +222,7 @@ def check_pairs(case: Case, plan: PairPlan, tokens: dict[int, tuple[int, int]], 
 
 
 @given(cases(), st.integers(0, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: Case, padding: int) -> None:
     size, metadata, trace, tokens = pack(case, padding)
     rows, table, block_size = metadata.num_decode_tokens, case.table.table, case.table.block_size
@@ -255,7 +256,7 @@ def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: Case, padding:
 
 @pytest.mark.parametrize("is_decode", [True, False])
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(0, 30), st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_merge_tree_reaches_each_pair_of_a_tile_once(
     is_decode: bool, counts: list[int], spare_pairs: int, spare_tiles: int
 ) -> None:
@@ -329,7 +330,7 @@ def dense_attention(
     st.sampled_from([None, -3.0, 3.0, 200.0]),
     st.integers(0, 40),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_paged_attention_equals_dense(
     case: Case, heads: tuple[int, int], cap: float | None, has_slopes: bool, sink: float | None, padding: int
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from bare_step import BareStep, padded, scheduled
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ def make_caches(has_plans: bool, length: int = MAX_LENGTH) -> tuple[list[CacheKi
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
     orders = [None, BatchOrder(1), BatchOrder(1, fresh_last=True), BatchOrder(3, True)]
     orders.append(BatchOrder(3, fresh_last=True, prompts_in_chunks=True))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bare_step import BareStep, scheduled
 from conftest import engine
+from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
@@ -143,7 +144,7 @@ def test_length_between_tiles_and_synchronous_scheduling(
     steps=st.integers(0, 40),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_lines_equal_dense_attention_while_they_are_repeated(
     contexts: list[int], idle: int, sight: Sight, heads: tuple[int, int], steps: int, seed: int
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
@@ -66,7 +67,7 @@ def choices(draw: st.DrawFn) -> tuple[int, np.ndarray]:
 
 
 @given(choices(), st.sampled_from(list(ACTIVATIONS)), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_experts_equal_one_by_one(case: tuple[int, np.ndarray], activation: str, has_bias: bool) -> None:
     num_experts, ids = case
     rng = np.random.default_rng(0)
@@ -85,7 +86,7 @@ def test_experts_equal_one_by_one(case: tuple[int, np.ndarray], activation: str,
 
 
 @given(choices(), st.integers(1, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_every_choice_gets_a_row_of_its_own_expert(case: tuple[int, np.ndarray], tile: int) -> None:
     num_experts, ids = case
     flat = ids.ravel()
@@ -126,7 +127,7 @@ def layer_with(**router_options: Any) -> Any:
     scale=st.sampled_from([1.0, 2.5]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_routing_equals_brute_force(
     scoring: str, renormalize: bool, has_bias: bool, groups: tuple[int, int] | None, scale: float, seed: int
 ) -> None:

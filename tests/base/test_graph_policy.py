@@ -5,6 +5,7 @@ from math import lcm
 
 import numpy as np
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import SIGHTS, batch_of
@@ -89,7 +90,7 @@ def needs_of(limits: StepLimits, steps: Steps, block_size: int, sight: Sight) ->
     st.sampled_from([1, 4, 16, 64]),
     st.sampled_from(SIGHTS),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_every_step_within_the_limits_fits(
     case: tuple[StepLimits, Steps], given_lists: set[str], max_padding: float, block_size: int, sight: Sight
 ) -> None:
@@ -117,7 +118,7 @@ def test_every_step_within_the_limits_fits(
 
 
 @given(limits_and_steps(), st.sampled_from([1, 4, 16, 64]), st.sampled_from(SIGHTS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_largest_sizes_hold_every_step(case: tuple[StepLimits, Steps], block_size: int, sight: Sight) -> None:
     """Devices without a list of sizes go by them: their memory is estimated, and warmed up."""
     limits, steps = case
@@ -270,7 +271,7 @@ def test_prompts_alone_pay_for_no_decode_rows(buckets: list[int] | None, prompts
 
 
 @given(limits_and_steps())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_expected_steps_lie_within_the_limits(case: tuple[StepLimits, Steps]) -> None:
     limits = replace(case[0], num_lines=0)
     decode, mixed = limits.largest_sizes

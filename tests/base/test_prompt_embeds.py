@@ -9,6 +9,7 @@ import pytest
 import torch
 from bare_step import BareStep, padded, scheduled
 from conftest import compilations, engine
+from counts import examples
 from greedy import expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,7 +120,7 @@ class CountingOps(DeviceOps):
     has_plans=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_pool_on_the_device_gives_each_token_its_embedding(
     prompts: list[tuple[int, bool]], chunks: list[int], padding: int, has_plans: bool, dtype: torch.dtype
 ) -> None:

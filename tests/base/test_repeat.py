@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from bare_step import BareStep, padded, scheduled
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import first_key
@@ -211,7 +212,7 @@ class Decoding:
     room=st.integers(1, 40),
     interruptions=st.sets(st.integers(1, 60), max_size=2),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_repeated_step_means_what_one_from_scratch_means(
     block_size: int,
     blocks_per_tile: int,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_xla
 from conftest import engine
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -87,7 +88,7 @@ def test_draws_follow_the_distribution(params: SamplingParams, vary: str) -> Non
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100000), st.integers(1, VOCAB), st.floats(0.05, 1.0), st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_draws_stay_in_the_kept_set(seed: int, position: int, top_k: int, top_p: float, min_p: float) -> None:
     logits = np.random.default_rng(seed % 1000).normal(size=VOCAB) * 3
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)

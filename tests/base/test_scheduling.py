@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import BUNDLED_MODEL, engine
+from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_pair import (
@@ -67,7 +68,7 @@ HABITS = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(SETTINGS, HABITS, st.integers(0, 1 << 32), st.sampled_from([1.0, 0.2, 0.02]))
 def test_lockstep(setting: Setting, habits: Habits, seed: int, look: float) -> None:
     Pair(setting, habits, seed).run(100, look)

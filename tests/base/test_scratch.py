@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from bare_step import BareStep, padded
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -229,7 +230,7 @@ def test_equals_dense_attention_to_both_sides(lengths: list[int], heads: tuple[i
     st.sampled_from([None, -3.0, 200.0]),
     st.integers(0, 20),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_steps_one_after_another(
     steps: list[list[int]],
     block_size: int,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
@@ -102,7 +103,7 @@ def no_plan(size: StepSize) -> list[Section]:
     return [Section("numbers", (size.num_tokens,))]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.data())
 def test_a_packed_buffer_outlasts_replays_of_other_sizes(data: st.DataObject) -> None:
     """A step that repeats another sends what changed: the rest has to be there, whatever ran meanwhile.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gpu_runner import run
@@ -52,7 +53,7 @@ slots_of_step = st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=MA
 
 
 @given(steps=st.lists(st.tuples(slots_of_step, slots_of_step), min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_each_program_finds_the_tokens_of_its_slot(steps: list[tuple[list[int], list[int]]]) -> None:
     """Step after step in the same buffers, which graphs know by their addresses."""
     wrapper = make_wrapper()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.utils.mem_utils
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.utils.mem_utils import MemorySnapshot, memory_profiling
@@ -64,7 +65,7 @@ class CountingGpu:
 sizes_in_bytes = st.integers(0, 5 << 30)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(*[sizes_in_bytes] * 6, st.floats(0.5, 0.93))
 def test_kv_cache_gets_what_vllms_worker_would_give_it(
     others: int, weights: int, kept: int, activations: int, early: int, late: int, utilization: float

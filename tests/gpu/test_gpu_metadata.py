@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -151,7 +152,7 @@ def fill(bench: Bench, requests: list[Request], size: StepSize) -> tuple[InputBa
 
 
 @pytest.mark.parametrize("backend", [ViewsBackend, PlanningBackend])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(steps(), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 def test_kernels_are_told_of_every_token(
     backend: type[ViewsBackend], every: list[tuple[list[Request], StepSize]], seed: int

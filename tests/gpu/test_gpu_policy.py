@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
@@ -82,7 +83,7 @@ def make_dispatcher(config: Any, layer: Layer, query: int) -> CudagraphDispatche
     return dispatcher
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     mode=st.sampled_from(list(CUDAGraphMode)),
     support=st.sampled_from(list(AttentionCGSupport)),

@@ -6,10 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from counts import IS_FULL
 from forks import ROOT, run_kit
 
-# Of the schedules, which the example device meets all, enough for every size and for donated caches.
+# Of the schedules, enough for every size and for donated caches; a deliberate fault has 15 of each architecture to be
+# caught by.
 FEWER_SCHEDULES = ["--schedules", "6"]
+# tests/base/test_sampling.py draws 20,000 tokens of each distribution on the sampler alone.
+FEWER_DRAWS = ["--draws", "500"]
+FEWER = [] if IS_FULL else [*FEWER_SCHEDULES, *FEWER_DRAWS]
 
 
 def results_of(printed: str) -> dict[str, str]:

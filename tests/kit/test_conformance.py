@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import COMPILING, FROM_SCRATCH, PADDED
-from kit_runs import FEWER_SCHEDULES, assert_all_pass, run, run_forked
+from kit_runs import FEWER, FEWER_SCHEDULES, assert_all_pass, run, run_forked
 from lane import HAS_OPENXLA
 
 from model_runner_base.testing.table import refusal
@@ -20,7 +20,7 @@ CHOSEN = ["-k", "presence or eos"]
 # The newest lane leaves out what draws by chance alone, which vLLM has no part in, what needs the base's scheduler, and
 # encoder-decoder models, which are refused there.
 NEWEST = ["-k", "not distributions and not (multimodal and gemma3) and not transcription", *FEWER_SCHEDULES]
-ALL = [] if HAS_OPENXLA else NEWEST
+ALL = FEWER if HAS_OPENXLA else NEWEST
 
 # The platform first: what comes below asks vLLM for it.
 SILENT = """

@@ -3,17 +3,19 @@
 import json
 
 import pytest
-from kit_runs import FEWER_SCHEDULES, assert_all_pass, run
+from counts import IS_FULL
+from kit_runs import FEWER_DRAWS, FEWER_SCHEDULES, assert_all_pass, run
 
 pytestmark = pytest.mark.openxla
 
-NEURON = ["neuron_runner.worker.NeuronWorker", *FEWER_SCHEDULES, "--engine-options"]
+DRAWS = [] if IS_FULL else FEWER_DRAWS
+NEURON = ["neuron_runner.worker.NeuronWorker", *FEWER_SCHEDULES, *DRAWS, "--engine-options"]
 # The largest sizes alone, since each is traced anew for each of some forty engines; five where sizes matter: they are
 # compiled behind the steps, and steps choose among them.
 LARGEST = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 1}}})]
 SEVERAL = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 0.5}}})]
 OF_SIZES = "(test_compilation or test_schedules)"
-# Of the distributions, which the example device meets all, one: in openxla's graphs 2,000 requests take a while.
+# Of the distributions, which the example device meets all, one: in openxla's graphs its requests take a while.
 SOME = "(not distributions or under_penalties)"
 
 

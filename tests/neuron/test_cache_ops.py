@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +64,7 @@ def copied(cache: np.ndarray, pairs: np.ndarray) -> np.ndarray:
 
 
 @given(writes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_reshape_and_cache_writes_what_numpy_writes(case: tuple) -> None:
     cache, slots, brought = case
     got, both = torch.from_numpy(cache.copy()), torch.from_numpy(brought)
@@ -72,7 +73,7 @@ def test_reshape_and_cache_writes_what_numpy_writes(case: tuple) -> None:
 
 
 @given(copies())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_copy_blocks_copies_what_numpy_copies(case: tuple) -> None:
     cache, pairs = case
     caches = [torch.from_numpy(cache.copy()), torch.from_numpy((cache * 100).astype(np.int32))]

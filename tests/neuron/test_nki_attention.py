@@ -7,6 +7,7 @@ from dataclasses import replace
 import nki_standin
 import pytest
 import torch
+from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nki_cases import DECODE, MIXED, PREFILL, WHOLE, Case, Step, make_step, plan_padding, sights
@@ -128,7 +129,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_kernel_equals_dense_in_drawn_steps(runtime: str, case: Case) -> None:
     check(case)
 

@@ -7,6 +7,7 @@ import nki_standin
 import numpy as np
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nki_cases import DECODE, MIXED, Case, make_step
@@ -159,7 +160,7 @@ def test_indices_out_of_bounds_are_passed_over_if_asked() -> None:
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_bfloat16_rounds_as_torch_does(values: list[float]) -> None:
     want = torch.tensor(values, dtype=torch.float32).bfloat16().float().numpy()
     np.testing.assert_array_equal(memory.rounded(np.array(values, np.float32), nl.bfloat16), want)

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 
 import numpy as np
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nki_cases import Case, Planned, plan_step, sights
@@ -119,7 +120,7 @@ def check_pairs(case: Case, plan: PairPlan, wanted: list[Counter]) -> None:
 
 
 @given(cases(is_decode=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_tiles_see_exactly_their_context_beside_decode_rows(case: Case) -> None:
     planned = plan_step(case)
     wanted, rows = rows_seen(case, planned), planned.batch.num_decodes
@@ -129,7 +130,7 @@ def test_tiles_see_exactly_their_context_beside_decode_rows(case: Case) -> None:
 
 
 @given(cases(is_decode=True))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_pairs_and_merge_tree_see_exactly_the_context(case: Case) -> None:
     planned = plan_step(case)
     assert planned.metadata.decode is not None and planned.metadata.chunks is None
@@ -137,7 +138,7 @@ def test_pairs_and_merge_tree_see_exactly_the_context(case: Case) -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.sampled_from([8, 64, 128]), st.integers(1, PARTITIONS))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_passes_fit_the_partitions_and_cover_the_heads(kv_heads: int, group: int, head_size: int, tile: int) -> None:
     heads, together = heads_of_pass(kv_heads * group, kv_heads, head_size, tile)
     assert heads * tile <= PARTITIONS and (kv_heads * group) % heads == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_xla
 from conftest import engine
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampling import VOCAB, distribution
@@ -33,7 +34,7 @@ NEURON_LIMITS = SortLimits(max_candidates=256, max_width=MAX_SORT_WIDTH)
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_likeliest_are_found_piece_by_piece(data: st.DataObject) -> None:
     """Against NumPy; forbidden tokens, ties and pieces that end raggedly included."""
     width, rows = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 3))

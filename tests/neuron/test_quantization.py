@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_xla
 from conftest import BUNDLED_MODEL, engine
+from counts import examples
 from greedy import expected, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ def rounded_checkpoint(model: TinyModel, directory: Path) -> TinyModel:
 
 
 @given(arrays(np.float32, (5, 7), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_a_rounded_weight_is_half_a_step_away_at_most(weight: np.ndarray) -> None:
     weight[0] = 0
     values, scale = quantize(torch.from_numpy(weight), dim=1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -77,7 +78,7 @@ SORTED_REQUESTS = REQUESTS | st.fixed_dictionaries(
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_ranks_draw_what_one_draws_from_whole_rows(data: st.DataObject) -> None:
     """Any mixture of requests; vocabularies that end raggedly, ranks of nothing but padding, ties, forbidden tokens."""
     num_ranks, width = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 40))

@@ -14,9 +14,15 @@ from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, distribution
 from model_runner_base.testing.statistics import check_counts
 
-DRAWS = 2000
 Start = Callable[..., LLM]
 PROMPT = random_prompts(20, [4])[0]
+
+
+@pytest.fixture
+def draws(pytestconfig: pytest.Config) -> int:
+    """The number of tokens, each with a seed of its own; 2,000 unless ``--draws`` says otherwise."""
+    count: int = pytestconfig.getoption("draws")
+    return count
 
 
 def draw(llm: LLM, count: int, seeds: Sequence[int | None], options: dict[str, Any]) -> np.ndarray:
@@ -43,28 +49,28 @@ def check(llm: LLM, model: TinyModel, seeds: Sequence[int | None], options: dict
     ],
     ids=str,
 )
-def test_distribution(options: dict[str, Any], text_engine: Start, text_model: TinyModel) -> None:
-    """One token drawn with each of 2,000 seeds follows temperature, top_k, top_p and min_p."""
-    check(text_engine(), text_model, range(DRAWS), options)
+def test_distribution(options: dict[str, Any], text_engine: Start, text_model: TinyModel, draws: int) -> None:
+    """One token drawn with each of many seeds follows temperature, top_k, top_p and min_p."""
+    check(text_engine(), text_model, range(draws), options)
 
 
-def test_distribution_under_penalties(text_engine: Start, text_model: TinyModel) -> None:
+def test_distribution_under_penalties(text_engine: Start, text_model: TinyModel, draws: int) -> None:
     """The same under penalties, bias and allowed tokens."""
     options = {"repetition_penalty": 2.0, "logit_bias": {7: 4.0}, "allowed_token_ids": list(range(3, 100))}
-    check(text_engine(), text_model, range(DRAWS), options)
+    check(text_engine(), text_model, range(draws), options)
 
 
-def test_seeds_that_differ_in_high_bits(text_engine: Start, text_model: TinyModel) -> None:
+def test_seeds_that_differ_in_high_bits(text_engine: Start, text_model: TinyModel, draws: int) -> None:
     """Seeds that differ only above their lowest 32 bits are different seeds."""
-    check(text_engine(), text_model, [1 + (i << 32) for i in range(DRAWS)], {"top_k": 8})
+    check(text_engine(), text_model, [1 + (i << 32) for i in range(draws)], {"top_k": 8})
 
 
-def test_without_seed(text_engine: Start, text_model: TinyModel) -> None:
+def test_without_seed(text_engine: Start, text_model: TinyModel, draws: int) -> None:
     """Requests without a seed follow the distribution too."""
-    check(text_engine(), text_model, [None] * DRAWS, {"top_k": 8})
+    check(text_engine(), text_model, [None] * draws, {"top_k": 8})
 
 
-def test_positions_are_independent(text_engine: Start, text_model: TinyModel) -> None:
+def test_positions_are_independent(text_engine: Start, text_model: TinyModel, draws: int) -> None:
     """The first two tokens of a seed are drawn independently."""
     # From the same few tokens both times: noise used twice would show.
     options: dict[str, Any] = {"temperature": 2.0, "allowed_token_ids": [10, 20, 30, 40]}
@@ -73,7 +79,7 @@ def test_positions_are_independent(text_engine: Start, text_model: TinyModel) ->
     joint = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
     for token in np.flatnonzero(first):
         joint[token] = first[token] * distribution(text_model, request, [int(token)])
-    tokens = draw(text_engine(), 2, range(DRAWS), options)
+    tokens = draw(text_engine(), 2, range(draws), options)
     counts = np.zeros_like(joint)
     np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
     check_counts(counts.ravel(), joint.ravel(), request)
