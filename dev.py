@@ -71,8 +71,8 @@ class Lane:
 LANES = {
     lane.name: lane
     for lane in (
-        Lane("0.16", ".venv", "0.16.0", "neuron,test", 30),
-        Lane("newest", ".venv-newest", "0.33.0", "newest,test", 12, "newest-overrides.txt"),
+        Lane("0.16", ".venv", "0.16.0", "neuron,test", 45),
+        Lane("newest", ".venv-newest", "0.33.0", "newest,test", 15, "newest-overrides.txt"),
     )
 }
 """The first is the default."""

@@ -35,12 +35,14 @@ LONGEST = [
     "conformance_openxla",
     "mutations",
     "conformance",
+    "gpu_runner",
     "architectures",
     "lora",
     "lora_server",
     "tensor_parallel",
-    "gpu_runner",
+    "plain_device",
     "gpu_benchmark",
+    "suffix_decoding",
     "examples",
     "images",
     "quantization",
@@ -51,9 +53,8 @@ LONGEST = [
     "speculation",
     "compilation",
     "server",
-    "plain_device",
-    "streaming_input",
     "ways_to_run",
+    "streaming_input",
 ]
 """The files that take longest."""
 
