@@ -283,6 +283,8 @@ def _trace(
         # Without duck shaping, sizes that happen to be equal at this call stay apart.
         symbolic_shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         mock.patch.object(functional, "layer_norm", _layer_norm),
+        # Dynamo asks for every tensor; where there is no driver, each answer is a search for one.
+        mock.patch.object(torch.cuda, "is_available", lambda: False),
         attention_as_one_node(),
         suppress(_Captured),
     ):
