@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from model_runner_base.worker import ModelRunnerWorker
 
 _HOMES = {
-    "BucketPolicy": "graph_policy",
+    "BucketPolicy": "graphs.policy",
     "DeviceMemoryProfiler": "start.memory",
     "DeviceOps": "device_ops",
-    "GraphPolicy": "graph_policy",
+    "GraphPolicy": "graphs.policy",
     "MemoryInfo": "device_ops",
     "ModelRunnerBase": "model_runner",
     "ModelRunnerWorker": "worker",

@@ -257,6 +257,14 @@ MUTATIONS = [
         "test_host_does_not_wait",
     ),
     Mutation(
+        "a head answers a step twice",
+        "model_runner.py",
+        "        self.pending = forward\n        return None\n",
+        "        self.pending = forward\n        sampled = parts.head.sample(parts.head.plan(batch), forward, None)\n"
+        "        return self.make_output(batch, sampled).get_output()\n",
+        REPEAT,
+    ),
+    Mutation(
         "what lasts of a request outlives it",
         "requests/states.py",
         "        self.infos.pop(req_id, None)",

@@ -172,11 +172,12 @@ class Run:
             assert result is not None and not result.req_ids and not self.bench.seen
             self.read_all()
             return
-        assert result is None
         (seen,) = self.bench.seen
         check_step(seen, shares, MAX_NUM_SEQS, self.bench.groups)
         self._note_fed_early(shares, seen)
-        self._unread.append((shares, self.bench.worker.sample_tokens(None)))
+        later = self.bench.worker.sample_tokens(None)
+        assert (result is None) != (later is None), "a step is answered at once, or by sample_tokens"
+        self._unread.append((shares, result or later))
         while len(self._unread) > self.is_async:
             self._read()
 
