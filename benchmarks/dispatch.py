@@ -28,7 +28,7 @@ from torch_xla._dynamo.dynamo_bridge import extract_internal
 from vllm import LLM
 from vllm.forward_context import override_forward_context
 
-from benchmarks.graphs import arguments, padded_step
+from benchmarks.graphs import arguments
 from benchmarks.models import random_llama
 from benchmarks.report import parse, show_tables
 from model_runner_base import StepKind, StepSize
@@ -45,7 +45,7 @@ class Launcher:
     def __init__(self, runner: Any, size: StepSize) -> None:
         self.runner = runner
         self.size = size
-        self.step = padded_step(runner, size)
+        self.step = runner.parts.graph.pad(size)
 
     def arguments(self) -> list[Any]:
         """What the graph is run with: the buffer is sent anew."""

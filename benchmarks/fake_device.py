@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.graphs import padded_step
 from model_runner_base import BucketPolicy, ModelRunnerBase, StepKind, StepLimits, StepSize
 from model_runner_base.graphs.policy import StepFunction
 from model_runner_base.step.sizes import geometric
@@ -144,4 +143,4 @@ class FakeDeviceRunner(ModelRunnerBase):
     def make_buffers(self, num_decodes: int, num_chunk_tokens: int) -> None:
         """The packed buffers of such steps, as an engine's warm-up leaves them."""
         for size in self.graph_policy.sizes_for(num_decodes, num_chunk_tokens):
-            padded_step(self, size)
+            self.parts.graph.pad(size)

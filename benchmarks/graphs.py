@@ -18,16 +18,6 @@ class Graph(NamedTuple):
     run: Callable[[], Any]
 
 
-def padded_step(runner: Any, size: StepSize) -> PackedStep:
-    """The packed step of a size, of nothing but padding and sent, as an engine's warm-up leaves it."""
-    parts = runner.parts
-    step = parts.packer.at(size)
-    step.buffer[:] = 0
-    parts.components.fill_padding(size, step.views)
-    step.send()
-    return step
-
-
 def arguments(runner: Any, step: PackedStep) -> list[Any]:
     """What the graph of a step is run with, behind its size."""
     parts = runner.parts
@@ -36,7 +26,7 @@ def arguments(runner: Any, step: PackedStep) -> list[Any]:
 
 def padded_graph(runner: Any, size: StepSize) -> Graph:
     """Runs a size on nothing but padding."""
-    step = padded_step(runner, size)
+    step = runner.parts.graph.pad(size)
     return Graph(size, lambda: _run(runner, size, *arguments(runner, step)))
 
 

@@ -74,7 +74,7 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
     from vllm import LLM
     from vllm.forward_context import override_forward_context
 
-    from benchmarks.graphs import arguments, padded_step
+    from benchmarks.graphs import arguments
     from model_runner_base.testing.engine import runner_of
 
     with random_llama(num_layers) as model:
@@ -97,7 +97,7 @@ def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], li
 
     def inputs(count: int) -> list[Any]:
         """A decode step of ``count`` rows of padding."""
-        step = padded_step(runner, limits.decode_size(count, count))
+        step = runner.parts.graph.pad(limits.decode_size(count, count))
         return [step.size, *arguments(runner, step)]
 
     forward = runner.graph_policy.wrap(run_model, state)

@@ -63,6 +63,14 @@ class ModelGraph:
         self._repeat.watch(batch, step, self._components)
         return step
 
+    def pad(self, size: StepSize) -> PackedStep:
+        """Fills the buffer of the size with nothing but padding, and sends it."""
+        step = self._packer.at(size)
+        step.buffer[:] = 0
+        self._components.fill_padding(size, step.views)
+        step.send()
+        return step
+
     def run(self, batch: InputBatch | None, step: PackedStep) -> list[torch.Tensor]:
         """Launches the graph on a packed step, without a batch on padding: what the head makes of the hidden states,
         then the tensors that drafting needs beside."""
@@ -77,11 +85,7 @@ class ModelGraph:
         """Runs the graph of a size on nothing but padding; returns as ``run``."""
         self._bind_kv_caches()
         self._repeat.stop()
-        step = self._packer.at(size)
-        step.buffer[:] = 0
-        self._components.fill_padding(size, step.views)
-        step.send()
-        return self.run(None, step)
+        return self.run(None, self.pad(size))
 
     def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
         """Runs what drafts after a step of a size, which returned ``results``."""

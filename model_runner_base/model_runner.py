@@ -1,7 +1,7 @@
 """ModelRunnerBase: one step of the engine, from the scheduler's output to sampled tokens.
 
 What may never enter this file: a device's name, a branch on a feature, a formula of attention or sampling. Those live
-in the rooms that this file calls, and a device plugs itself in through four hooks (``_cache_device_properties``,
+in the files that this one calls, and a device plugs itself in through four hooks (``_cache_device_properties``,
 ``load_model``, ``profile_run``, ``capture_model``) and the two objects that the first of them may install.
 """
 

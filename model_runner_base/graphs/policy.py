@@ -30,7 +30,7 @@ class SortLimits:
 
 StepFunction = Callable[..., Any]
 WrapFunction = Callable[[StepFunction, MutableSequence[torch.Tensor]], StepFunction]
-"""``GraphPolicy.wrap``, as it is handed to the rooms that have functions of their own."""
+"""``GraphPolicy.wrap``, as components and heads with functions of their own are given it."""
 
 
 Wait = Callable[[], None]

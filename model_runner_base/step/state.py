@@ -1,6 +1,6 @@
-"""The tensors that a graph updates in place: a room appends its own before the graph is made.
+"""Tensors that a graph updates in place: each owner appends its own before the graph is made.
 
-A policy that compiles a function may replace the tensors by new ones (``GraphPolicy.wrap``), so rooms read theirs
+A policy that compiles a function may replace the tensors by new ones (``GraphPolicy.wrap``), so owners read theirs
 through what ``hold`` returned.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 
 class GraphState:
-    """One list of tensors, of which each room holds a part."""
+    """One list of tensors, of which each owner holds a part."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
