@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> None:
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if arguments[0] in ("test", "check"):
         os.chdir(ROOT)
-    if arguments[0] == "test":
+    if arguments == ["test"]:
         print(f"Lane {lane.name} on two cores: all tests take about {lane.minutes} minutes, --quick 5", flush=True)
     os.execvpe(command[0], command, environment)
 

@@ -244,6 +244,8 @@ class ModelRunnerBase:
         forward = Forward(schedule, batch, step, logits, slots, hidden_states, tuple(kept))
         answer = parts.head.answer(forward)
         if answer is not None:
+            if self.errors:
+                answer.errors = self.errors.take()
             return self.make_output(batch, answer).get_output()
         self.pending = forward
         return None

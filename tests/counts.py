@@ -1,4 +1,4 @@
-"""How much of what is drawn at random the tests draw: a part by default, everything for ``dev.py test --full``."""
+"""Share of random cases that the tests draw: a part by default, everything for ``dev.py test --full``."""
 
 import os
 

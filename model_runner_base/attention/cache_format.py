@@ -1,4 +1,4 @@
-"""What a layer's cache tensor holds: its shape, how keys and values are written, and how a plan's pairs read them.
+"""Format of a layer's cache tensor: its shape, how keys and values are written, and how a plan's pairs read them.
 
 Attention layers, and whatever else puts keys and values into a cache, go through it.
 """

@@ -46,7 +46,8 @@ class PagedAttentionBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     reads_plans: ClassVar[bool] = True
-    """Whether the base plans attention; else metadata builders of the backend do."""
+    """Whether the base plans attention; else metadata builders of the backend do. The layers' ``impl`` has a
+    ``cache_format`` then."""
     reads_lines: ClassVar[bool] = True
     """Whether decode may read whole lines of a contiguous cache (caches/lines.py)."""
 
@@ -68,7 +69,7 @@ class PagedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Which of vLLM's layouts ``get_kv_cache_shape`` is; releases that ask have them."""
+        """The one of vLLM's layouts that ``get_kv_cache_shape`` has; releases that ask have them."""
         interface: Any = kv_cache_interface
         return (interface.KVCacheLayout.LBNHC,)
 

@@ -56,7 +56,7 @@ def attention_groups(
 def _scratch_groups(
     vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int, tiles: tuple[int, int]
 ) -> list[AttentionGroup]:
-    """Of layers without a cache of their own, all on one block table, of which the scheduler knows nothing."""
+    """Groups of layers without a cache of their own, all on one block table, of which the scheduler knows nothing."""
     layers = cacheless_layers(vllm_config)
     if not layers:
         return []
@@ -74,17 +74,17 @@ class _Cut(NamedTuple):
     """How the positions of a group's requests are cut."""
 
     block_size: int
-    """Of the cache tensors."""
+    """Block size of the cache tensors."""
     kv_tile: int
     chunk_kv_tile: int
     blocks_per_tile: int
-    """So many blocks are whole tiles of both kinds."""
+    """Smallest number of blocks that fills whole tiles of both kinds."""
 
     @classmethod
     def of(
         cls, block_size: int, backend: type[AttentionBackend], vllm_config: VllmConfig, tiles: tuple[int, int]
     ) -> "_Cut":
-        """From the scheduler's block size."""
+        """Cuts the scheduler's block size."""
         stored = stored_size(block_size, backend, vllm_config, tiles[0])
         kv_tile = kv_tile_for(block_size, tiles[0], least_tile(vllm_config, tiles[0]))
         chunk_kv_tile = whole_blocks(stored, tiles[1], least_chunk_tile(vllm_config, tiles))
@@ -104,6 +104,6 @@ def _alike(
 
 
 def sight_of(layer: Any) -> Sight:
-    """What the tokens of an attention layer of vLLM's see, if no more than what comes before them."""
+    """Keys that the tokens of an attention layer of vLLM's see, if no more than what comes before them."""
     window, chunk = getattr(layer, "sliding_window", None), getattr(layer, "attention_chunk_size", None)
     return Sight(window or 0, chunk or 0)

@@ -24,6 +24,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, unpack
+from model_runner_base.step.request_layout import QUERY_START, STARTS
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata
 
@@ -65,6 +66,8 @@ class BuilderCaches(CacheKind):
     attribute, ``metadata_are_views = True``: a captured step needs no builder when it is run again. Builders of other
     backends also plan each step, and are called before each.
     """
+
+    reads = (STARTS, QUERY_START, "rows")
 
     def __init__(
         self, groups: Sequence[AttentionGroup], limits: StepLimits, vllm_config: VllmConfig, device_ops: DeviceOps
@@ -148,8 +151,8 @@ class BuilderCaches(CacheKind):
 
     def _requests_of_step(self, size: StepSize, arrays: dict[str, torch.Tensor], computed: torch.Tensor) -> _Requests:
         """Those of the step itself. A run of padding stands for the largest step of its size."""
-        batch, loc = self._batch, arrays["query_start_loc"]
-        host_loc = self._step.views["query_start_loc"].copy()
+        batch, loc = self._batch, arrays[QUERY_START]
+        host_loc = self._step.views[QUERY_START].copy()
         query_len = np.diff(host_loc)
         seq_lens = query_len.copy()
         if batch is not None:
@@ -159,7 +162,7 @@ class BuilderCaches(CacheKind):
         return _Requests(
             rows=arrays["rows"],
             query_start_loc=loc,
-            seq_lens=known_or(arrays["starts"], computed) + loc.diff(),
+            seq_lens=known_or(arrays[STARTS], computed) + loc.diff(),
             host_query_start_loc=host_loc,
             host_seq_lens=seq_lens,
             is_exact=batch is None or not self.limits.unread,
@@ -175,7 +178,7 @@ class BuilderCaches(CacheKind):
         assert rows is not None
         num_rows, query = rows.positions.shape
         num_reqs = call.size.num_reqs if has_chunks else num_rows
-        query_len = np.diff(self._step.views["query_start_loc"][: num_reqs + 1])
+        query_len = np.diff(self._step.views[QUERY_START][: num_reqs + 1])
         query_len[:num_rows] = query
         host_loc = np.concatenate(([0], query_len.cumsum()))
         loc = torch.arange(num_rows + 1, dtype=torch.int32, device=call.positions.device) * query
@@ -183,9 +186,9 @@ class BuilderCaches(CacheKind):
         if rows.is_token is not None:  # Padding, or a row at the end of what the draft knows: no result depends on it.
             seq_lens = seq_lens.masked_fill(~rows.is_token.any(1), query)
         if has_chunks:
-            step_loc = call.arrays["query_start_loc"]
+            step_loc = call.arrays[QUERY_START]
             loc = torch.cat((loc, step_loc[num_rows + 1 :] + num_rows * (query - self._query)))
-            starts = known_or(call.arrays["starts"], call.computed)
+            starts = known_or(call.arrays[STARTS], call.computed)
             seq_lens = torch.cat((seq_lens, (starts + step_loc.diff())[num_rows:]))
         longest, host_seq_lens = self.limits.max_model_len, query_len.copy()
         if batch is None:

@@ -23,6 +23,7 @@ from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.decode_rows import STARTS
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 
@@ -31,6 +32,8 @@ ROW_BLOCKS, TILE_BLOCKS = "cross_row_blocks", "cross_tile_blocks"
 
 class CrossCaches(CacheKind):
     """Groups of cross-attention, beside the kind that has the model's self-attention."""
+
+    reads = (STARTS,)
 
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
         self._groups = groups

@@ -26,7 +26,7 @@ def make_caches(
     vllm_config: VllmConfig,
     device_ops: DeviceOps,
 ) -> list[CacheKind]:
-    """Every group in a kind of what its layers keep and read; the base plans where a backend reads plans.
+    """Puts every group into a kind of what its layers keep and read; the base plans where a backend reads plans.
 
     Raises UnsupportedConfigError for groups that cannot stand beside each other.
     """

@@ -83,7 +83,7 @@ class CacheKind(StepComponent, ABC):
 
     @abstractmethod
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        """What ``bind`` tells each layer, by name; the call is on the host, and the layout has bound its places."""
+        """Traces of what ``bind`` makes, by layer; the call is on the host, and the layout has bound its places."""
 
 
 def bind_rows(

@@ -18,6 +18,7 @@ from model_runner_base.caches.plans import trace_groups
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.decode_rows import STARTS
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 
@@ -45,6 +46,8 @@ def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:
 
 class LineCaches(CacheKind):
     """Metadata of steps by whole lines. Other steps have no part of it: a paged kind beside it has the same groups."""
+
+    reads = (STARTS,)
 
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
         self._groups = groups

@@ -11,6 +11,7 @@ from model_runner_base.caches.spans import NO_SPANS, Spans
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.decode_rows import STARTS
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
@@ -38,6 +39,8 @@ def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, .
 
 class PagedCaches(CacheKind):
     """Plans for every group, in steps that read the cache by pairs; steps by whole lines have no part of it."""
+
+    reads = (STARTS,)
 
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits, spans: Spans = NO_SPANS) -> None:
         self._plans = Plans(groups, limits, spans)

@@ -46,9 +46,9 @@ class _Names(NamedTuple):
     pair_blocks: str
     levels: list[str]
     own_blocks: str
-    """Of decode rows alone."""
+    """Section of decode rows alone."""
     last_pair: str
-    """Of chunk tiles alone."""
+    """Section of chunk tiles alone."""
 
     @classmethod
     def of(cls, plan: str, index: int, geometry: PairGeometry) -> "_Names":
@@ -222,7 +222,7 @@ class Plans:
             call.metadata.update(dict.fromkeys(planned.group.layer_names, metadata))
 
     def trace(self, call: ModelCall) -> dict[str, LayerTrace]:
-        """What ``bind`` tells each layer, by name; the call is on the host."""
+        """Plans that ``bind`` makes, taken apart, by layer; the call is on the host."""
         self.bind(call)
         return trace_groups(self.groups, call)
 

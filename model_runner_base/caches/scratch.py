@@ -26,6 +26,7 @@ from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.decode_rows import STARTS
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepLimits, StepSize
@@ -78,6 +79,8 @@ class ScratchTable(BlockTable):
 
 class ScratchCaches(CacheKind):
     """Groups on a scratch cache, whose block tables are written anew before each plan."""
+
+    reads = (STARTS,)
 
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
         self._plans = Plans(groups, limits, label="scratch_")

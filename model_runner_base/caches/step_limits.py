@@ -1,4 +1,4 @@
-"""What one step may be asked of, from vLLM's config and the device's tiles."""
+"""Limits of one step, from vLLM's config and the device's tiles."""
 
 from vllm.config import VllmConfig
 
@@ -14,7 +14,7 @@ from model_runner_base.vllm_compat.types.speculation import read_speculation
 def step_limits(
     vllm_config: VllmConfig, max_model_len: int, kv_tile: int, chunk_query_tile: int, chunk_kv_tile: int, num_lines: int
 ) -> StepLimits:
-    """What the scheduler may ask of a step, and how attention will be cut: tiles as ``ModelRunnerBase`` has them."""
+    """Limits of a step, and how attention will be cut: tiles as ``ModelRunnerBase`` has them."""
     scheduler = vllm_config.scheduler_config
     speculation = read_speculation(vllm_config)
     decode = Tiling(1 + speculation.num_drafts, least_tile(vllm_config, kv_tile))

@@ -28,5 +28,5 @@ def stored_size(block_size: int, backend: type[AttentionBackend], vllm_config: V
 
 
 def whole_blocks(block_size: int, target: int, least: int = 1) -> int:
-    """So many positions as make whole blocks, near ``target``, and ``least``."""
+    """Number of positions in whole blocks, near ``target``, and ``least``."""
     return max(target // block_size, -(-least // block_size)) * block_size

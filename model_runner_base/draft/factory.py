@@ -12,9 +12,9 @@ from model_runner_base.requests.states import RequestStates
 from model_runner_base.vllm_compat.types.speculation import Speculation
 
 
-def make_drafter(speculation: Speculation, requests: RequestStates, parts: DraftParts) -> Drafter:
-    """The drafter; one on the device works with ``parts``."""
-    if not speculation.num_drafts:
+def make_drafter(speculation: Speculation, requests: RequestStates, parts: DraftParts | None) -> Drafter:
+    """The drafter; one on the device works with ``parts``, which are None where no drafts are asked for."""
+    if parts is None:
         return NO_DRAFTS
     if speculation.method == "ngram":
         return NgramDrafter(requests, *speculation.lookup, speculation.num_drafts)

@@ -1,7 +1,7 @@
 """Sizes that are made while steps are served: traced between two steps, compiled beside them, then offered to dispatch.
 
 A graph policy whose graphs take long names the few sizes that hold every step (``GraphPolicy.first_sizes``). They are
-made before the first request; the others are left to the threads of this room. Which size serves a step changes what it
+made before the first request; the others are left to the threads of this file. Which size serves a step changes what it
 costs, not what it computes.
 
     step 1 | trace A | step 2 | step 3 | step 4 | offer A | step 5, at size A

@@ -7,6 +7,7 @@ leaves the answer to ``sample_tokens``, which the engine calls next.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep
-from model_runner_base.step.schedule import Arrival, Schedule
+from model_runner_base.step.schedule import Arrival, Grammar, Schedule
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Forward:
     schedule: Schedule
     batch: InputBatch
     step: PackedStep
-    """As the model's graph left it."""
+    """The packed step, as the model's graph left it."""
     logits: torch.Tensor
     """[L, V] float32, or this rank's part of the rows if the vocabulary is cut"""
     sample_slots: torch.Tensor
@@ -58,6 +59,14 @@ class Head(ABC):
     @abstractmethod
     def traced(self, hidden_states: torch.Tensor, call: ModelCall) -> tuple[torch.Tensor, ...]:
         """The tensors of ``Forward`` from ``logits`` to ``hidden_states``. Part of the graph."""
+
+    def plan(self, batch: InputBatch) -> Any:
+        """What ``sample`` is to do for the batch; None for a head that answers every step at once."""
+        return None
+
+    def sample(self, plan: Any, forward: Forward, grammar: Grammar | None) -> SampledStep:
+        """Launches what ``sample_tokens`` asks for; called only where ``answer`` returned None."""
+        raise NotImplementedError
 
     def answer(self, forward: Forward) -> SampledStep | None:
         """The step's results, if there is nothing to wait for; None leaves them to ``sample_tokens``."""

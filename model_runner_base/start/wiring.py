@@ -23,7 +23,8 @@ from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.factory import make_drafter
 from model_runner_base.draft.loading import draft_of
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
-from model_runner_base.heads.generate import GenerateHead, make_generate_head
+from model_runner_base.heads.generate import make_generate_head
+from model_runner_base.heads.head import Head
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import make_embedding_inputs
@@ -93,7 +94,7 @@ class StepParts:
     repeat: Repeat
     forward_context: ForwardContext
     """One for all steps: a step's attention metadata is put into it while the model runs."""
-    head: GenerateHead
+    head: Head
     drafter: Drafter
     graph: ModelGraph
 
@@ -155,22 +156,24 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     )
 
     # What drafts the next tokens.
-    draft_parts = DraftParts(
-        model=draft_of(runner.model),
-        layout=token_layout,
-        caches=caches,
-        components=components,
-        rows=rows,
-        tables=head.sampling.tables,
-        num_drafts=speculation.num_drafts,
-        mask_token=speculation.mask_token or 0,
-        max_length=min(max_model_len, speculation.max_length),
-        is_async=speculation.is_async,
-        sort_limits=policy.sort_limits,
-        wrap=policy.wrap,
-        state=state.tensors,
-        device_ops=device_ops,
-    )
+    draft_parts = None
+    if speculation.num_drafts:
+        draft_parts = DraftParts(
+            model=draft_of(runner.model),
+            layout=token_layout,
+            caches=caches,
+            components=components,
+            rows=rows,
+            tables=head.sampling.tables,
+            num_drafts=speculation.num_drafts,
+            mask_token=speculation.mask_token or 0,
+            max_length=min(max_model_len, speculation.max_length),
+            is_async=speculation.is_async,
+            sort_limits=policy.sort_limits,
+            wrap=policy.wrap,
+            state=state.tensors,
+            device_ops=device_ops,
+        )
     drafter = make_drafter(speculation, requests, draft_parts)
     components.add(drafter)
 

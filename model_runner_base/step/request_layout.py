@@ -30,6 +30,8 @@ class RequestLayout(TokenLayout):
     ``threshold`` is the most tokens of a request that kernels take for decode, where they ask for an order.
     """
 
+    reads = ("token_ids", "rows")
+
     def __init__(self, limits: StepLimits, threshold: int | None) -> None:
         self.limits = limits
         self._query = limits.decode.query

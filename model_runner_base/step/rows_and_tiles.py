@@ -51,7 +51,7 @@ class Placed(NamedTuple):
 
 
 class PairNeed(NamedTuple):
-    """What a plan needs of a step's size, padding not counted."""
+    """Numbers of a step's size that a plan needs, padding not counted."""
 
     decode_pairs: int = 0
     chunk_pairs: int = 0
@@ -59,7 +59,7 @@ class PairNeed(NamedTuple):
 
 
 class Planner(Protocol):
-    """What the layout asks of each kind of caches."""
+    """Methods that the layout calls of each kind of caches."""
 
     def need(self, placed: Placed) -> PairNeed: ...
 
@@ -87,6 +87,8 @@ class RowsAndTiles(TokenLayout):
             size = self.limits.decode_size(rows, pairs)
         else:
             num_chunks, num_tokens = batch.num_reqs - rows, int(chunks.num_tokens.sum())
+            # Kinds without plans count no tiles.
+            tiles = tiles or int((-(-chunks.num_tokens // self.limits.chunk.query)).sum())
             size = self.limits.mixed_size(rows, pairs, num_tokens, num_chunks, chunk_pairs, tiles)
         return [size, *(other for kind in self._kinds for other in kind.other_sizes(batch))]
 
@@ -150,8 +152,10 @@ class RowsAndTiles(TokenLayout):
 def fill_starts(
     rows: np.ndarray, token_ids: np.ndarray, row_len: int, num_computed: np.ndarray, starts: np.ndarray
 ) -> None:
-    """Where decode rows of ``row_len`` tokens start, R of them before padding at 0: a row whose first token the device
-    alone knows has its position there too (``known_or``)."""
+    """Writes where decode rows of ``row_len`` tokens start, R of them before padding at 0.
+
+    A row whose first token the device alone knows has its position there too (``known_or``).
+    """
     for index in range(len(rows)):
         starts[index] = -rows[index] - 1 if token_ids[index * row_len] < 0 else num_computed[index]
     starts[len(rows) :] = 0

@@ -1,10 +1,11 @@
-"""Where a step's tokens lie, for every kind of caches alike.
+"""Layout of a step's tokens, for every kind of caches alike.
 
 A model has one layout. ``rows_and_tiles.py`` has decode rows and tiles of chunks, each padded by itself, as attention
 plans read them; ``request_layout.py`` has one request's tokens behind another's, as kernels of other backends do.
 """
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,7 +22,7 @@ class TokenLayout(StepComponent, ABC):
 
     order: BatchOrder
     limits: StepLimits
-    reads = ("token_ids",)
+    reads: ClassVar[tuple[str, ...]] = ("token_ids",)
 
     @abstractmethod
     def needs(self, batch: InputBatch) -> list[StepSize]:

@@ -1,4 +1,4 @@
-"""What a step hands to the model, told by request: the one way to look into a step.
+"""Trace of a step, which tells by request what the model is given: the one way to look into a step.
 
 The conformance kit, the benchmarks and the tests compare ``StepTrace``s with what they expect, so they need to know
 nothing of buffers, sections or attention metadata. A step that is not watched pays nothing for it.

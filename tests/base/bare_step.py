@@ -67,7 +67,7 @@ class BareStep:
         return call
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        """What the layers of all kinds are told, by name."""
+        """Traces of the layers of all kinds, by name."""
         self.layout.bind(call)
         return {name: layer for kind in self.caches for name, layer in kind.trace(call, batch).items()}
 

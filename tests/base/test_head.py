@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from conftest import engine
+from failing import SEED, fail_admission
+from vllm import SamplingParams
 
 from model_runner_base.heads.head import Forward
 from model_runner_base.testing.cases import random_prompts
@@ -27,5 +29,11 @@ def test_an_answer_at_once(tiny_model: Callable[[str], TinyModel], monkeypatch: 
         monkeypatch.setattr(head, "answer", answer)
         outputs = generate(llm, prompts, greedy(12))
         assert runner.pending is None
+        # A request that fails is answered with its error, the others go on.
+        fail_admission(llm, monkeypatch)
+        params = [greedy(4), SamplingParams(temperature=0, max_tokens=4, seed=SEED), greedy(4)]
+        beside = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+        assert f"nothing at {SEED}" in str(beside[1].outputs[0].stop_reason)
+        assert [tokens_of(beside)[index] for index in (0, 2)] == [model.greedy(prompts[index], 4) for index in (0, 2)]
     assert tokens_of(outputs) == [model.greedy(prompt, 12) for prompt in prompts]
-    assert sum(steps[0].values()) == 54 and len(steps) == 12
+    assert sum(steps[0].values()) == 54 and len(steps) == 12 + 4

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from multiprocessing import forkserver
@@ -15,7 +16,8 @@ from typing import NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 1800
+STARTING = threading.Lock()
+"""Held while the environment is one for the server to start in: several threads run kits."""
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["vllm_alone"])
 
@@ -31,6 +33,7 @@ def run_kit(
     path: Path = ROOT,
     finder: MetaPathFinder | None = None,
     compiles_loops: bool = True,
+    timeout_s: float = 1800,
     **environment: str,
 ) -> Run:
     """Runs the kit on a device that ``--platform`` names, with ``path`` ahead of the tree.
@@ -38,14 +41,14 @@ def run_kit(
     ``finder``: of modules that are not as the tree has them.
     """
     # The server imports by this alone.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(ROOT)])):
+    with STARTING, mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(ROOT)])):
         forkserver.ensure_running()
     with tempfile.NamedTemporaryFile("r") as printed:
         process = FORKS.Process(
             target=_kit, args=(list(arguments), path, finder, compiles_loops, environment, printed.name)
         )
         process.start()
-        process.join(TIMEOUT_S)
+        process.join(timeout_s)
         status = process.exitcode
         process.kill()
         return Run(status, printed.read())

@@ -18,13 +18,13 @@ FEWER = [] if IS_FULL else [*FEWER_SCHEDULES, *FEWER_DRAWS]
 
 
 def results_of(printed: str) -> dict[str, str]:
-    """By promise."""
+    """Results by promise."""
     row = r"^  \w[\w ]*? {2,}(\S.*?) {2,}((?:passes|FAILS|not supported).*?)(?: {2,}|$)"
     return dict(re.findall(row, printed, re.M))
 
 
 def run_forked(arguments: list[str], path: Path = ROOT) -> tuple[int | None, dict[str, str], str]:
-    """As ``run``, for a device that is no platform of vLLM's own finding."""
+    """Runs the kit as ``run`` does, for a device that is no platform of vLLM's own finding."""
     status, printed = run_kit(arguments, path, COLUMNS="300")
     return status, results_of(printed), printed
 

@@ -37,7 +37,8 @@ def run_with(mutation: Mutation, directory: Path) -> Run:
     options = ["-x", "--no-shrinking", "--assert=plain", "-k", mutation.selection]
     environment = {"VLLM_PLUGINS": "", "COLUMNS": "200"}
     # The host's loops as plain Python: what is kept of them, compiled, goes by the files, and not by the faults.
-    return run_kit([*device, *options], directory, FaultyModule(mutation), compiles_loops=False, **environment)
+    as_plain_python = {"compiles_loops": False, "timeout_s": 600}
+    return run_kit([*device, *options], directory, FaultyModule(mutation), **as_plain_python, **environment)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

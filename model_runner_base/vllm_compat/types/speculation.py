@@ -1,4 +1,4 @@
-"""vLLM's ``SpeculativeConfig`` as the house reads it."""
+"""vLLM's ``SpeculativeConfig`` as the base reads it."""
 
 from dataclasses import dataclass
 
