@@ -139,8 +139,10 @@ def test_no_graph_copies_a_cache(tmp_path: Path) -> None:
     A cache that is copied and written back would keep its address too.
     """
     script = "import test_cache_ops as t\nt.test_compiled(97, 16)"
-    environment = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, env=environment, check=True)
+    here = Path(__file__).parent
+    helpers = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
+    flags = {"XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text", "PYTHONPATH": helpers}
+    subprocess.run([sys.executable, "-c", script], cwd=here, env=os.environ | flags, check=True)
     programs = [path.read_text() for path in tmp_path.glob("*after_optimizations.txt")]
     programs = [text for text in programs if re.search(r"input_output_alias=\{ *\{0\}: ", text)]
     assert len(programs) == 3, "writes of 8 and of 1 tokens, and copies"
