@@ -1,20 +1,7 @@
-"""Paged groups without kernels: block-sparse plans for plain torch."""
+"""Paged groups without kernels: block-sparse plans for plain torch, and what they cost."""
 
-from collections.abc import Sequence
-
-import numpy as np
-
-from model_runner_base.attention.trace import LayerTrace
-from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.plans import Plans
-from model_runner_base.caches.spans import NO_SPANS, Spans
-from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.decode_rows import STARTS
-from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.rows_and_tiles import PairNeed, Placed
-from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
+from model_runner_base.caches.plans import PlannedCaches
+from model_runner_base.step.sizes import Dim, Tiling
 
 
 def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, ...]:
@@ -37,34 +24,5 @@ def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, .
     )
 
 
-class PagedCaches(CacheKind):
-    """Plans for every group, in steps that read the cache by pairs; steps by whole lines have no part of it."""
-
-    reads = (STARTS,)
-
-    def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits, spans: Spans = NO_SPANS) -> None:
-        self._plans = Plans(groups, limits, spans)
-
-    def need(self, placed: Placed) -> PairNeed:
-        return self._plans.need(placed)
-
-    def sections(self, size: StepSize) -> list[Section]:
-        return [] if size.kind == StepKind.LINES else self._plans.sections(size)
-
-    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        if size.kind != StepKind.LINES:
-            self._plans.fill(batch, size, views)
-
-    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        if size.kind != StepKind.LINES:
-            self._plans.fill_padding(size, views)
-
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        return () if step.size.kind == StepKind.LINES else self._plans.growing(batch, step)
-
-    def bind(self, call: ModelCall) -> None:
-        if call.size.kind != StepKind.LINES:
-            self._plans.bind(call)
-
-    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        return {} if call.size.kind == StepKind.LINES else self._plans.trace(call)
+class PagedCaches(PlannedCaches):
+    """Groups whose keys and values stay in blocks that the scheduler gives."""

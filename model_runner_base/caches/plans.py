@@ -24,7 +24,7 @@ from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, 
 from model_runner_base.attention.plan import PairCount, PairGeometry
 from model_runner_base.attention.sight import Sight
 from model_runner_base.attention.trace import LayerTrace, trace_plan
-from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.growth import GrowingPlan
 from model_runner_base.caches.own_blocks import blocks_of_chunks, blocks_of_rows, fill_ring, ring_size
 from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, SpanEnds, Spans
@@ -32,7 +32,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.chunk_tiles import ChunkTiles
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.decode_rows import DecodeRows
+from model_runner_base.step.decode_rows import STARTS, DecodeRows
 from model_runner_base.step.packing import Array, PackedStep, Section, pad_into
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed, Requests
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
@@ -84,11 +84,13 @@ class _Counted(NamedTuple):
     spans: SpanEnds = NO_ENDS
 
 
-class Plans:
-    """Plans of ``groups``, one of decode rows and one of chunk tiles for each; ``label`` begins their sections' names.
+class PlannedCaches(CacheKind):
+    """Groups with a plan of decode rows and one of chunk tiles each; ``label`` begins their sections' names.
 
-    ``spans`` are what tokens of chunks see beside their layer's sight.
+    ``spans`` are what tokens of chunks see beside their layer's sight. Steps by whole cache lines have no part of it.
     """
+
+    reads = (STARTS,)
 
     def __init__(
         self, groups: Sequence[AttentionGroup], limits: StepLimits, spans: Spans = NO_SPANS, label: str = ""
@@ -131,7 +133,8 @@ class Plans:
         )
 
     def sections(self, size: StepSize) -> list[Section]:
-        """Sections of all groups."""
+        if size.kind == StepKind.LINES:
+            return []
         num_rows, num_pairs, num_tokens, num_tiles, num_chunk_pairs = size.plan_dims()
         sections: list[Section] = []
         # Only a plan of pure decode is ever added to: its nodes have space for children.
@@ -150,7 +153,8 @@ class Plans:
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Writes the sections of the batch that was counted last."""
+        if size.kind == StepKind.LINES:
+            return
         counted = self._counted
         assert counted.placed.batch is batch
         decodes, num_pairs, is_mixed = counted.placed.decodes, size.plan_dims()[1], size.kind == StepKind.MIXED
@@ -181,15 +185,15 @@ class Plans:
             fill_node_starts(planned.chunk_names.levels_of(views), count.per_tile)
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Puts the pairs of a step of nothing but padding where no token sees them."""
+        if size.kind == StepKind.LINES:
+            return
         for planned in self._planned:
             views[planned.decode_names.pair_start][:] = FAR
             if size.kind == StepKind.MIXED:
                 views[planned.chunk_names.pair_start][:] = FAR
 
-    def growing(self, batch: InputBatch, step: PackedStep) -> list[RepeatPart]:
-        """The upkeep of each group's decode plan while the step is repeated."""
-        return list(self._growing(batch, step))
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        return () if step.size.kind == StepKind.LINES else list(self._growing(batch, step))
 
     def _growing(self, batch: InputBatch, step: PackedStep) -> Iterator[RepeatPart]:
         for planned, count in zip(self._planned, self._counted.decode_counts, strict=True):
@@ -201,7 +205,8 @@ class Plans:
     # ---- On the device ----
 
     def bind(self, call: ModelCall) -> None:
-        """Adds each layer's metadata to the call, whose rows and tiles the layout has bound."""
+        if call.size.kind == StepKind.LINES:
+            return
         arrays, rows, tiles = call.arrays, call.rows, call.tiles
         assert rows is not None
         for planned in self._planned:
@@ -221,10 +226,9 @@ class Plans:
             )
             call.metadata.update(dict.fromkeys(planned.group.layer_names, metadata))
 
-    def trace(self, call: ModelCall) -> dict[str, LayerTrace]:
-        """Plans that ``bind`` makes, taken apart, by layer; the call is on the host."""
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
         self.bind(call)
-        return trace_groups(self.groups, call)
+        return {} if call.size.kind == StepKind.LINES else trace_groups(self.groups, call)
 
 
 def trace_groups(groups: Sequence[AttentionGroup], call: ModelCall) -> dict[str, LayerTrace]:

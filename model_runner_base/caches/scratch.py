@@ -17,17 +17,14 @@ from vllm.config import VllmConfig
 
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.attention.plan import stored_block_size
-from model_runner_base.attention.trace import LayerTrace
-from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.plans import Plans
+from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.plans import PlannedCaches
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.host_loops import compiled
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.decode_rows import STARTS
-from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import cacheless_layers
@@ -77,13 +74,11 @@ class ScratchTable(BlockTable):
         hand_out_blocks(self.block_size, rows, lengths, self.table, self.num_blocks)
 
 
-class ScratchCaches(CacheKind):
+class ScratchCaches(PlannedCaches):
     """Groups on a scratch cache, whose block tables are written anew before each plan."""
 
-    reads = (STARTS,)
-
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
-        self._plans = Plans(groups, limits, label="scratch_")
+        super().__init__(groups, limits, label="scratch_")
         tables = {id(group.block_table): group.block_table for group in groups}.values()
         self._tables = [table for table in tables if isinstance(table, ScratchTable)]
 
@@ -98,28 +93,16 @@ class ScratchCaches(CacheKind):
                 f"request {batch.req_ids[index]} comes in parts (tokens {start} to {end - 1} in this step), and layers "
                 "without a KV cache see it whole: set enable_chunked_prefill=False and enable_prefix_caching=False"
             )
-        return self._plans.need(placed)
-
-    def sections(self, size: StepSize) -> list[Section]:
-        return self._plans.sections(size)
+        return super().need(placed)
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         for table in self._tables:
             table.hand_out(batch.rows, batch.query_len)
-        self._plans.fill(batch, size, views)
-
-    def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        self._plans.fill_padding(size, views)
+        super().fill(batch, size, views)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
         """No request is in two steps."""
         return None
-
-    def bind(self, call: ModelCall) -> None:
-        self._plans.bind(call)
-
-    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        return self._plans.trace(call)
 
 
 @compiled
