@@ -24,7 +24,7 @@ KINDS = {
     "a deliberate fault": ("kit/test_mutations.py::test_the_kit_catches[a finished request keeps its row]", 5),
     "a device of one file": ("kit/test_plain_device.py::test_serves[by entry point", 20),
 }
-"""Each with its tests, by the beginning of their names, and about how many seconds they take on one core."""
+"""Files with their tests, by the beginning of names, and about how many seconds they take on one core."""
 
 
 def kind_of(name: str) -> str | None:

@@ -71,7 +71,7 @@ def _scratch_groups(
 
 
 class _Cut(NamedTuple):
-    """How the positions of a group's requests are cut."""
+    """Sizes that the positions of a group's requests are cut into."""
 
     block_size: int
     """Block size of the cache tensors."""

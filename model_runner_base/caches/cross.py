@@ -61,7 +61,7 @@ class CrossCaches(CacheKind):
                 _fill_blocks(group.block_table, rows, views[f"{TILE_BLOCKS}.{index}"])
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        """Nothing of a section changes while a step is repeated."""
+        """Returns no upkeep: sections stay as they are while a step is repeated."""
         return ()
 
     # ---- On the device ----

@@ -61,7 +61,7 @@ class Head(ABC):
         """The tensors of ``Forward`` from ``logits`` to ``hidden_states``. Part of the graph."""
 
     def plan(self, batch: InputBatch) -> Any:
-        """What ``sample`` is to do for the batch; None for a head that answers every step at once."""
+        """Plan of what ``sample`` does for the batch; None for a head that answers every step at once."""
         return None
 
     def sample(self, plan: Any, forward: Forward, grammar: Grammar | None) -> SampledStep:

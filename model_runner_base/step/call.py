@@ -36,7 +36,7 @@ class ModelCall:
     has_chunks: bool = False
     """Whether tokens of chunks come behind the decode rows."""
     tiles: ChunkTiles | None = None
-    """Their tiles, in the layout of rows and tiles."""
+    """Tiles of the chunks, in the layout of rows and tiles."""
     token_rows: torch.Tensor = field(init=False)
     """[T] int32, in the layout of requests: the row of each token's request; the padding row for one that writes no
     key."""

@@ -31,7 +31,7 @@ from model_runner_base.step.token_layout import DeviceStarts, TokenLayout
 
 
 class Requests(NamedTuple):
-    """Some of a batch's requests, R of them."""
+    """Part of a batch's requests, R of them."""
 
     num_tokens: np.ndarray
     """[R] new tokens; of decode rows all positions that they may touch."""
@@ -47,7 +47,7 @@ class Placed(NamedTuple):
     batch: InputBatch
     decodes: Requests
     chunks: Requests | None
-    """None: the step is one of decode."""
+    """Requests with a chunk; None if the step is one of decode."""
 
 
 class PairNeed(NamedTuple):

@@ -18,7 +18,7 @@ PROMPTS = random_prompts(20, [5, 30, 70])
 
 
 class LargestAlone(BucketPolicy):
-    """In place of an eager device's policy: it captures nothing."""
+    """Policy in place of an eager device's; it captures nothing."""
 
     def configure(self, limits: StepLimits) -> None:
         super().configure(limits)

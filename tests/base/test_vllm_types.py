@@ -324,7 +324,7 @@ def first_arguments() -> dict[str, Any]:
 
 
 def test_a_layer_of_several_tensors_gets_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's layers of recurrent states read them; a layer of one tensor beside it has that."""
+    """A layer of recurrent states finds them where vLLM reads them; a layer of one tensor beside it has that."""
     config: Any = None
     states, attention = SimpleNamespace(kv_cache=(torch.zeros(0),) * 2), SimpleNamespace(kv_cache=torch.zeros(0))
     monkeypatch.setattr(allocation, "attention_layers", lambda _: {"states": states, "attention": attention})

@@ -1,4 +1,4 @@
-"""Every load reads one stream: the first, a draft's, a reload of a checkpoint or of what is handed over."""
+"""One stream of weights: the first load reads it, a draft's, a reload of a checkpoint or of what is handed over."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def scaled(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def scaled_on_disk(model: TinyModel, directory: Path) -> TinyModel:
-    """The same as a checkpoint, for the reference."""
+    """Checkpoint with these weights, for the reference."""
     directory.mkdir()
     for file in model.path.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())

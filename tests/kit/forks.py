@@ -24,7 +24,7 @@ FORKS.set_forkserver_preload(["vllm_alone"])
 
 class Run(NamedTuple):
     status: int | None
-    """None after the timeout."""
+    """Exit status; None after the timeout."""
     printed: str
 
 

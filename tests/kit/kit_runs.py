@@ -42,7 +42,7 @@ def run(arguments: list[str], path: Path = ROOT) -> tuple[int | None, dict[str, 
 
 
 def assert_all_pass(status: int | None, results: dict[str, str], printed: str) -> None:
-    """Every promise of the table is kept, and none refused."""
+    """Asserts that each promise of the table is kept, and none refused."""
     assert status == 0, printed[-8000:]
     assert len(results) > 40, printed[-8000:]
     assert [promise for promise, result in results.items() if not result.startswith("passes")] == []

@@ -26,7 +26,7 @@ MUTATIONS = [
         REPEAT,
     ),
     Mutation(
-        "while a step is repeated new blocks go to the first requests, whoever needs them",
+        "while a step is repeated new blocks go to the first requests, not to those that need them",
         "state_updates.py",
         "rows = list(compress(rows, every))",
         "rows = rows[: len(every) - every.count(None)]",

@@ -52,7 +52,7 @@ class RowSteps(StepHooks):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rows: DecodeRows | None = None
-        """None where vLLM's own code does everything."""
+        """Rows that decode; None where vLLM's own code does everything."""
         self._steps: deque[RowStep] = deque(maxlen=MAX_IN_FLIGHT)
         self._is_async = isinstance(self, AsyncScheduler)
         reason = unsupported_reason(self, RowSteps)
@@ -92,7 +92,7 @@ class RowSteps(StepHooks):
         if budget < 0 or num_free < 0:
             return None
         if self.policy == SchedulingPolicy.PRIORITY:
-            # The request that makes room for another may be one of the rows'.
+            # The request that vLLM preempts for another may be one of the rows'.
             num_others = len(self.running) - num_rows
             if num_others and num_free < budget // rows.block_size + num_others:
                 return None
