@@ -8,16 +8,19 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
-STARTING = threading.Lock()
-"""Held while the environment is one for the server to start in: several threads run kits."""
+ONE_AT_A_TIME = threading.Lock()
+"""Held where threads that run kits would disturb each other: while the environment is one for the server to start in,
+and while multiprocessing reads exit statuses, those of all processes at each start, which it can read once."""
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["vllm_alone"])
 
@@ -41,17 +44,28 @@ def run_kit(
     ``finder``: of modules that are not as the tree has them.
     """
     # The server imports by this alone.
-    with STARTING, mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), str(ROOT)])):
+    helpers = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    with ONE_AT_A_TIME, mock.patch.dict(os.environ, PYTHONPATH=helpers):
         forkserver.ensure_running()
     with tempfile.NamedTemporaryFile("r") as printed:
         process = FORKS.Process(
             target=_kit, args=(list(arguments), path, finder, compiles_loops, environment, printed.name)
         )
-        process.start()
-        process.join(timeout_s)
-        status = process.exitcode
-        process.kill()
+        status = _exit_status(process, timeout_s)
         return Run(status, printed.read())
+
+
+def _exit_status(process: BaseProcess, timeout_s: float) -> int | None:
+    """Runs a process to its end; None if it was killed after ``timeout_s`` seconds."""
+    with ONE_AT_A_TIME:
+        process.start()
+    end, status = time.monotonic() + timeout_s, None
+    while status is None and time.monotonic() < end:
+        time.sleep(0.02)
+        with ONE_AT_A_TIME:
+            status = process.exitcode
+    process.kill()
+    return status
 
 
 def _kit(
