@@ -22,14 +22,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 import quick
-import vllm.model_executor.models.registry
 from vllm import LLM
 
 from model_runner_base.testing.engine import DEFAULTS, shut_down, wait_for_sizes
 from model_runner_base.testing.fixtures import tiny_model
-
-# Elsewhere vLLM looks at a model's class in a process of its own, which costs seconds for each architecture.
-vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
 
 LONGEST = [
     "conformance_openxla",

@@ -5,11 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import vllm.model_executor.models.registry
 from transformers import AutoConfig, PretrainedConfig
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+
+# vLLM inspects a model's class in a process of its own, which takes ten seconds for each architecture. That process
+# spares the caller a start of CUDA, which a test process has anyway.
+vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",

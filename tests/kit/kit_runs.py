@@ -11,10 +11,11 @@ from forks import ROOT, run_kit
 
 # Of the schedules, enough for every size and for donated caches; a deliberate fault has 15 of each architecture to be
 # caught by.
-FEWER_SCHEDULES = ["--schedules", "6"]
+FEWER_SCHEDULES = [] if IS_FULL else ["--schedules", "6"]
+FEWEST_SCHEDULES = [] if IS_FULL else ["--schedules", "3"]
 # tests/base/test_sampling.py draws 20,000 tokens of each distribution on the sampler alone.
-FEWER_DRAWS = ["--draws", "500"]
-FEWER = [] if IS_FULL else [*FEWER_SCHEDULES, *FEWER_DRAWS]
+FEWER_DRAWS = [] if IS_FULL else ["--draws", "500"]
+FEWER = [*FEWER_SCHEDULES, *FEWER_DRAWS]
 
 
 def results_of(printed: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import COMPILING, FROM_SCRATCH, PADDED
-from kit_runs import FEWER, FEWER_SCHEDULES, assert_all_pass, run, run_forked
+from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, assert_all_pass, run, run_forked
 from lane import HAS_OPENXLA
 
 from model_runner_base.testing.table import refusal
@@ -83,7 +83,7 @@ def test_schedules_hold_on_variants_of_a_device(module: str, tmp_path: Path) -> 
     steps are padded, so that repeated ones have room to grow."""
     (tmp_path / "vendor.py").write_text(module)
     device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
-    status, results, printed = run_forked([*device, "-k", "test_schedules", *FEWER_SCHEDULES], tmp_path)
+    status, results, printed = run_forked([*device, "-k", "test_schedules", *FEWEST_SCHEDULES], tmp_path)
     assert status == 0 and results, printed[-8000:]
     assert all(result.startswith("passes") for result in results.values()), printed[-8000:]
 
