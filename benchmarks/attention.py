@@ -16,9 +16,9 @@ from vllm import SamplingParams
 from benchmarks.graphs import Graph
 from benchmarks.report import interleaved, parse, show
 from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.caches.contiguous_decode import ContiguousDecode
 from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind, bind_step
-from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.requests.block_tables import BlockTable
@@ -63,7 +63,7 @@ class Layer:
         groups = [AttentionGroup(["layer"], table, DECODE.keys, CHUNK.keys)]
         self._caches: list[CacheKind] = [PagedCaches(groups, limits)]
         if lines:
-            self._caches.append(LineCaches(groups, limits))
+            self._caches.append(ContiguousDecode(groups, limits))
         self._layout = make_layout(self._caches, limits)
         self._requests = RequestStates(rows, max_length)
         self._device_rows = DeviceRows(rows, device_ops)

@@ -35,7 +35,7 @@ def main() -> None:
             ways = {
                 "paged": paged.decode(lengths),
                 "tiles": contiguous.decode(lengths),
-                "lines": contiguous.decode(lengths, StepKind.LINES),
+                "lines": contiguous.decode(lengths, StepKind.DECODE_CONTIGUOUS),
             }
             times = interleaved({name: graph.run for name, graph in ways.items()}, args.repeats, min)
             rows.append(

@@ -24,10 +24,10 @@ from model_runner_base.caches.allocation import allocate
 from model_runner_base.caches.contiguous import useful_memory
 from model_runner_base.caches.factory import make_caches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.spans import Spans
+from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.background import SizesBehind
+from model_runner_base.graphs.background import BackgroundCompiler
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.heads.generate import supported_tasks
 from model_runner_base.heads.head import Forward
@@ -87,7 +87,7 @@ class ModelRunnerBase:
         self.scheduler_config = vllm_config.scheduler_config
         self.device = device
         self.step_guard = StepGuard(vllm_config.parallel_config.rank)
-        self.sizes_behind = SizesBehind(self.step_guard)
+        self.background_compiler = BackgroundCompiler(self.step_guard)
         """Step sizes that are made while steps are served."""
         self.max_model_len = self.model_config.max_model_len
         self._reach: int | None = None
@@ -136,7 +136,9 @@ class ModelRunnerBase:
         with self.device_ops.memory_pool("kv_cache"):
             return allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
-    def make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> list[CacheKind]:
+    def make_caches(
+        self, groups: list[AttentionGroup], limits: StepLimits, spans: BidirectionalSpans
+    ) -> list[CacheKind]:
         """Kinds of caches, each with some of the groups, as caches/factory.py chooses them."""
         return make_caches(groups, limits, spans, self.vllm_config, self.device_ops)
 

@@ -176,7 +176,7 @@ class ModelRunnerWorker(WorkerBase):
         ops, start = self.model_runner.device_ops, time.perf_counter()
         with self.model_runner.step_guard, DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
-        num_sizes, num_left = len(self.model_runner.graph_policy.sizes), self.model_runner.sizes_behind.num_left
+        num_sizes, num_left = len(self.model_runner.graph_policy.sizes), self.model_runner.background_compiler.num_left
         logger.info(
             "Warming up%s took %.0f s and %.2f GiB of device memory, graphs included.",
             f" {num_sizes - num_left} step sizes" if num_sizes else "",
@@ -185,7 +185,7 @@ class ModelRunnerWorker(WorkerBase):
         )
         # Building and profiling the model must not move the seed of what follows.
         set_random_seed(self.model_config.seed)
-        self.model_runner.sizes_behind.start()
+        self.model_runner.background_compiler.start()
         return CompilationTimes(time.perf_counter() - start, 0.0)
 
     # ---- Steps ----
@@ -269,6 +269,6 @@ class ModelRunnerWorker(WorkerBase):
     def shutdown(self) -> None:
         """A profile that still runs is written; sizes that are not begun are not made."""
         if self.model_runner is not None:
-            self.model_runner.sizes_behind.stop()
+            self.model_runner.background_compiler.stop()
         if self._profiler is not None:
             self._profiler.shutdown()

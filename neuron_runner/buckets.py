@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from model_runner_base.caches.lines import line_sizes
+from model_runner_base.caches.contiguous_decode import contiguous_sizes
 from model_runner_base.graphs.policy import BucketPolicy
 from model_runner_base.graphs.size_placement import place_sizes, prompts_alone
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
@@ -35,7 +35,7 @@ class NeuronBuckets(BucketPolicy):
             mixed = self._mixed_grid(limits, tokens, requests or geometric(1, limits.max_num_reqs))
         else:
             mixed = [size for size in self._placed(limits) if size.kind == StepKind.MIXED]
-        self.set_sizes([*decode, *mixed, *line_sizes(limits)])
+        self.set_sizes([*decode, *mixed, *contiguous_sizes(limits)])
 
     def _placed(self, limits: StepLimits) -> tuple[StepSize, ...]:
         return place_sizes(limits, self.config.max_padding)

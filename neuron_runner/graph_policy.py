@@ -77,7 +77,7 @@ class OpenXlaPolicy(NeuronBuckets):
             return sizes
         return self.largest_sizes(sizes)
 
-    def compile_behind(self, run: Callable[[], None]) -> Wait:
+    def compile_in_background(self, run: Callable[[], None]) -> Wait:
         made, kept = len(self._compiler.hashes), int(os.environ[CACHE_SIZE])
         if made + GRAPHS_A_SIZE > kept:
             enough = GRAPHS_A_SIZE * len(self.sizes)

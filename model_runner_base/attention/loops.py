@@ -11,7 +11,7 @@ FAR = 1 << 29
 
 @compiled
 def first_seen(position: int, window: int, chunk: int) -> int:
-    """The first position that a token sees (see ``Sight``)."""
+    """The first position that a token sees (see ``KeyRange``)."""
     if window:
         return max(0, position - window + 1)
     if chunk:
@@ -21,7 +21,7 @@ def first_seen(position: int, window: int, chunk: int) -> int:
 
 @compiled
 def last_seen(position: int, request_end: int, window: int, is_whole: bool) -> int:
-    """The last position that a token sees of a request whose tokens end before ``request_end`` (see ``Sight``)."""
+    """The last position that a token sees of a request whose tokens end before ``request_end`` (see ``KeyRange``)."""
     if not is_whole:
         return position
     if window:

@@ -1,7 +1,7 @@
-"""What attention over a plan is told of a step: where keys and values go, and which of them each token sees.
+"""Metadata of attention over a plan: where keys and values are written, and which of them each token sees.
 
-Kinds of caches make it inside the step's graph (caches/paged.py, caches/lines.py); attention/paged.py and kernels that
-devices put in its place read it.
+The kinds of caches make it inside the step's graph (caches/paged.py, caches/contiguous_decode.py).
+attention/paged.py reads it, as do the kernels by which a device replaces that.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class PairPlan:
     pair_start: torch.Tensor | None
     """[P] the first position of each pair's KV tile, of padding ``FAR``; None: 0 for all."""
     pair_blocks: torch.Tensor | None
-    """[P, B]; None if pair i is the front of cache line i, whatever its length (caches/lines.py)."""
+    """[P, B]; None if pair i is the front of cache line i, whatever its length (caches/contiguous_decode.py)."""
     last: torch.Tensor
     """[P, Q] of each query; causally it is the query's own position. Negative for what sees nothing of the tile."""
     first: torch.Tensor | None

@@ -49,7 +49,7 @@ class PagedAttentionBackend(AttentionBackend):
     """Whether the base plans attention; else metadata builders of the backend do. The layers' ``impl`` has a
     ``cache_format`` then."""
     reads_lines: ClassVar[bool] = True
-    """Whether decode may read whole lines of a contiguous cache (caches/lines.py)."""
+    """Whether decode may read whole lines of a contiguous cache (caches/contiguous_decode.py)."""
 
     @staticmethod
     def get_name() -> str:

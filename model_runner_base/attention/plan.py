@@ -19,20 +19,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.loops import FAN_IN, count_pairs
-from model_runner_base.attention.sight import CAUSAL, Sight
 
 
 @dataclass(frozen=True)
 class PairGeometry:
-    """What is fixed for the pairs of one KV-cache group and sight, of decode rows or of chunks."""
+    """What is fixed for the pairs of one KV-cache group and key range, of decode rows or of chunks."""
 
     block_size: int
     query_tile: int
     kv_tile: int
     """Cache positions in a KV tile, a multiple of ``block_size``."""
     max_kv_tiles: int
-    sight: Sight = CAUSAL
+    key_range: KeyRange = CAUSAL
 
     @property
     def blocks_per_tile(self) -> int:
@@ -69,8 +69,8 @@ class PairGeometry:
         [R] int64 others. ``spans``: the first and last position of each token's span, int32, or empty.
         """
         per_tile = np.empty(num_tokens // self.query_tile + len(query_len), np.int64)  # Each may leave one ragged.
-        tile, sight = self.query_tile, self.sight
-        num_tiles, num_pairs = count_pairs(tile, self.kv_tile, *sight, query_len, num_computed, *spans, per_tile)
+        tile, key_range = self.query_tile, self.key_range
+        num_tiles, num_pairs = count_pairs(tile, self.kv_tile, *key_range, query_len, num_computed, *spans, per_tile)
         return PairCount(per_tile[:num_tiles], num_pairs)
 
 

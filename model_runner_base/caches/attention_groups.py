@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
+from model_runner_base.attention.key_range import KeyRange
 from model_runner_base.attention.layout import CacheLayout, LayerCache
 from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
 from model_runner_base.attention.plan import kv_tile_for
-from model_runner_base.attention.sight import Sight
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile, stored_size, whole_blocks
@@ -26,8 +26,9 @@ from model_runner_base.vllm_compat.types.kv_cache import (
 def attention_groups(
     layout: CacheLayout, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int, tiles: tuple[int, int]
 ) -> tuple[list[BlockTable], list[AttentionGroup]]:
-    """One block table a KV-cache group, one attention group for each backend and sight among the group's layers, and
-    for each spec where metadata builders ask for it.
+    """One block table for each KV-cache group; one attention group for each backend and key range among its layers.
+
+    Where metadata builders ask for it, each spec has an attention group of its own, too.
 
     Layers without a cache of their own are in further attention groups, whose block table is not the scheduler's.
 
@@ -45,10 +46,10 @@ def attention_groups(
         tables.append(table)
         readers = {name: group.layers[target] for name, target in sharing.items() if target in group.layers}
         kept = group.layers | readers
-        seen = {name: sight_of(layers[name]) for name in kept}
-        for (backend, sight, _), names in _alike(seen, layers, kept).items():
+        seen = {name: key_range_of(layers[name]) for name in kept}
+        for (backend, key_range, _), names in _alike(seen, layers, kept).items():
             spec = kept[names[0]].spec
-            parts_of_group = cut.kv_tile, cut.chunk_kv_tile, sight, backend, spec, cross_len
+            parts_of_group = cut.kv_tile, cut.chunk_kv_tile, key_range, backend, spec, cross_len
             groups.append(AttentionGroup(names, table, *parts_of_group))
     return tables, groups + _scratch_groups(vllm_config, max_num_reqs, max_model_len, tiles)
 
@@ -63,10 +64,10 @@ def _scratch_groups(
     check_serves_whole_requests(vllm_config)
     cut = _Cut.of(vllm_config.cache_config.block_size, PagedAttentionBackend, vllm_config, tiles)
     table = ScratchTable(max_num_reqs, max_model_len, cut.block_size, cut.blocks_per_tile)
-    seen = {name: sight_of(layer)._replace(is_whole=True) for name, layer in layers.items()}
+    seen = {name: key_range_of(layer)._replace(is_whole=True) for name, layer in layers.items()}
     return [
-        AttentionGroup(names, table, cut.kv_tile, cut.chunk_kv_tile, sight, backend)
-        for (backend, sight, _), names in _alike(seen, layers, {}).items()
+        AttentionGroup(names, table, cut.kv_tile, cut.chunk_kv_tile, key_range, backend)
+        for (backend, key_range, _), names in _alike(seen, layers, {}).items()
     ]
 
 
@@ -92,18 +93,18 @@ class _Cut(NamedTuple):
 
 
 def _alike(
-    seen: dict[str, Sight], layers: dict[str, Any], kept: dict[str, LayerCache]
-) -> dict[tuple[type[AttentionBackend], Sight, Any], list[str]]:
+    seen: dict[str, KeyRange], layers: dict[str, Any], kept: dict[str, LayerCache]
+) -> dict[tuple[type[AttentionBackend], KeyRange, Any], list[str]]:
     """Names of layers by their backend, by what their tokens see, and by what a metadata builder is made with."""
-    alike: dict[tuple[type[AttentionBackend], Sight, Any], list[str]] = {}
-    for name, sight in seen.items():
+    alike: dict[tuple[type[AttentionBackend], KeyRange, Any], list[str]] = {}
+    for name, key_range in seen.items():
         backend = layers[name].get_attn_backend()
         spec = None if reads_plans(backend) else kept[name].spec
-        alike.setdefault((backend, sight, spec), []).append(name)
+        alike.setdefault((backend, key_range, spec), []).append(name)
     return alike
 
 
-def sight_of(layer: Any) -> Sight:
+def key_range_of(layer: Any) -> KeyRange:
     """Keys that the tokens of an attention layer of vLLM's see, if no more than what comes before them."""
     window, chunk = getattr(layer, "sliding_window", None), getattr(layer, "attention_chunk_size", None)
-    return Sight(window or 0, chunk or 0)
+    return KeyRange(window or 0, chunk or 0)

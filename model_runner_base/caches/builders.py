@@ -254,13 +254,13 @@ class BuilderCaches(CacheKind):
         return common_metadata(step, bounds)
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        """From the block tables as they lie on the device: kernels read them, causally and within the sight."""
+        """From the block tables as they lie on the device: kernels read them, causally and within the key range."""
         rows, traces = call.token_rows, dict[str, LayerTrace]()
         for group in self.groups:
             size = group.block_table.block_size
             table = self._device_ops.to_host(self._table_of(group)).copy()
             slots = self._slots_of(torch.from_numpy(table), size, rows, call.positions).numpy()
-            first = group.sight.first(call.positions)
+            first = group.key_range.first(call.positions)
             begin = torch.zeros_like(call.positions) if first is None else first
             places = zip(rows.tolist(), begin.tolist(), call.positions.tolist(), strict=True)
             seen = []
@@ -273,7 +273,7 @@ class BuilderCaches(CacheKind):
 
 def _has_views(group: AttentionGroup) -> bool:
     """Whether the group's metadata are views; vLLM cuts requests at their chunks anew for each step."""
-    return getattr(group.backend, "metadata_are_views", False) and not group.sight.chunk
+    return getattr(group.backend, "metadata_are_views", False) and not group.key_range.chunk
 
 
 def _check_block_size(group: AttentionGroup) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from vllm.config import VllmConfig
 
 from model_runner_base.caches.builders import BuilderCaches
+from model_runner_base.caches.contiguous_decode import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
-from model_runner_base.caches.spans import NO_SPANS, Spans
+from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.request_layout import RequestLayout
@@ -22,7 +22,7 @@ from model_runner_base.step.token_layout import TokenLayout
 def make_caches(
     groups: list[AttentionGroup],
     limits: StepLimits,
-    spans: Spans,
+    spans: BidirectionalSpans,
     vllm_config: VllmConfig,
     device_ops: DeviceOps,
 ) -> list[CacheKind]:
@@ -31,9 +31,9 @@ def make_caches(
     Raises UnsupportedConfigError for groups that cannot stand beside each other.
     """
     planned = [group for group in groups if group.reads_plans]
-    whole = [group for group in planned if group.sight.is_whole]
+    whole = [group for group in planned if group.key_range.is_whole]
     cross = [group for group in planned if group.cross_len]
-    paged = [group for group in planned if not group.sight.is_whole and not group.cross_len]
+    paged = [group for group in planned if not group.key_range.is_whole and not group.cross_len]
     built = [group for group in groups if not group.reads_plans]
     if spans is not NO_SPANS and (whole or built):
         raise UnsupportedConfigError("tokens of an image see each other, which the base's own attention alone has")
@@ -51,7 +51,7 @@ def make_caches(
     if paged:
         kinds.append(PagedCaches(paged, limits, spans))
     if paged and limits.num_lines:
-        kinds.append(LineCaches(paged, limits))
+        kinds.append(ContiguousDecode(paged, limits))
     if cross:
         kinds.append(CrossCaches(cross, limits))
     if built:

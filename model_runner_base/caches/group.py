@@ -1,9 +1,13 @@
 """What the step asks of a kind of KV-cache groups: from a batch to what the attention layers read.
 
 A group's kind is chosen once, from what its layers keep and read (caches/factory.py). A model may have several
-kinds side by side. ``caches/paged.py`` plans attention in plain torch, ``caches/lines.py`` reads whole lines of a
-contiguous cache, ``caches/scratch.py`` serves layers that keep nothing for a later step, ``caches/cross.py`` layers
-that see an encoder's output, ``caches/builders.py`` hands groups to backends with metadata builders of their own.
+kinds side by side:
+
+- ``caches/paged.py`` plans attention in plain torch;
+- ``caches/contiguous_decode.py`` reads whole lines of a contiguous cache;
+- ``caches/scratch.py`` serves layers that keep nothing for a later step;
+- ``caches/cross.py`` serves layers that see an encoder's output;
+- ``caches/builders.py`` hands groups to backends with metadata builders of their own.
 
 Where tokens lie is the layout's (step/token_layout.py), a component before the kinds. Work comes in halves, since the
 size a step runs at may depend on its plan: ``need`` counts on the unpadded batch; once a size is chosen, ``fill``
@@ -18,8 +22,8 @@ from typing import Any
 
 from vllm.v1.attention.backend import AttentionBackend
 
+from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
-from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
@@ -41,7 +45,7 @@ class AttentionGroup:
     """Positions in a KV tile of a decode row, whole blocks of the table."""
     chunk_kv_tile: int
     """Those of a chunk's."""
-    sight: Sight = CAUSAL
+    key_range: KeyRange = CAUSAL
     backend: type[AttentionBackend] = PagedAttentionBackend
     spec: Any = None
     """vLLM's KV-cache spec, which a metadata builder is made with; None for layers without a cache of their own."""
@@ -56,7 +60,7 @@ class AttentionGroup:
     @property
     def reads_lines(self) -> bool:
         """Whether decode may read whole lines of a contiguous cache."""
-        return getattr(self.backend, "reads_lines", False) and not self.sight.is_whole
+        return getattr(self.backend, "reads_lines", False) and not self.key_range.is_whole
 
 
 class CacheKind(StepComponent, ABC):

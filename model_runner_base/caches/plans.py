@@ -19,15 +19,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from model_runner_base.attention.key_range import KeyRange
 from model_runner_base.attention.loops import FAN_IN, FAR, fill_merge_tree, fill_node_starts, fill_pairs
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.plan import PairCount, PairGeometry
-from model_runner_base.attention.sight import Sight
 from model_runner_base.attention.trace import LayerTrace, trace_plan
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.growth import GrowingPlan
 from model_runner_base.caches.own_blocks import blocks_of_chunks, blocks_of_rows, fill_ring, ring_size
-from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, SpanEnds, Spans
+from model_runner_base.caches.plan_updates import PlanUpdates
+from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, BidirectionalSpans, SpanEnds
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.chunk_tiles import ChunkTiles
@@ -87,13 +87,18 @@ class _Counted(NamedTuple):
 class PlannedCaches(CacheKind):
     """Groups with a plan of decode rows and one of chunk tiles each; ``label`` begins their sections' names.
 
-    ``spans`` are what tokens of chunks see beside their layer's sight. Steps by whole cache lines have no part of it.
+    ``spans``: further keys that tokens of chunks see, outside their layer's key range. Steps by whole cache lines are
+    planned elsewhere.
     """
 
     reads = (STARTS,)
 
     def __init__(
-        self, groups: Sequence[AttentionGroup], limits: StepLimits, spans: Spans = NO_SPANS, label: str = ""
+        self,
+        groups: Sequence[AttentionGroup],
+        limits: StepLimits,
+        spans: BidirectionalSpans = NO_SPANS,
+        label: str = "",
     ) -> None:
         self.groups = groups
         self._limits = limits
@@ -104,7 +109,7 @@ class PlannedCaches(CacheKind):
     def _plan_group(self, group: AttentionGroup, index: int, label: str) -> _Planned:
         limits = self._limits
         decode, chunk = (
-            PairGeometry(group.block_table.block_size, query, keys, -(-limits.max_model_len // keys), group.sight)
+            PairGeometry(group.block_table.block_size, query, keys, -(-limits.max_model_len // keys), group.key_range)
             for query, keys in (
                 (limits.decode_reach, group.kv_tile),
                 (limits.chunk.query, group.chunk_kv_tile),
@@ -133,7 +138,7 @@ class PlannedCaches(CacheKind):
         )
 
     def sections(self, size: StepSize) -> list[Section]:
-        if size.kind == StepKind.LINES:
+        if size.kind == StepKind.DECODE_CONTIGUOUS:
             return []
         num_rows, num_pairs, num_tokens, num_tiles, num_chunk_pairs = size.plan_dims()
         sections: list[Section] = []
@@ -153,7 +158,7 @@ class PlannedCaches(CacheKind):
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        if size.kind == StepKind.LINES:
+        if size.kind == StepKind.DECODE_CONTIGUOUS:
             return
         counted = self._counted
         assert counted.placed.batch is batch
@@ -185,7 +190,7 @@ class PlannedCaches(CacheKind):
             fill_node_starts(planned.chunk_names.levels_of(views), count.per_tile)
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        if size.kind == StepKind.LINES:
+        if size.kind == StepKind.DECODE_CONTIGUOUS:
             return
         for planned in self._planned:
             views[planned.decode_names.pair_start][:] = FAR
@@ -193,19 +198,19 @@ class PlannedCaches(CacheKind):
                 views[planned.chunk_names.pair_start][:] = FAR
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        return () if step.size.kind == StepKind.LINES else list(self._growing(batch, step))
+        return () if step.size.kind == StepKind.DECODE_CONTIGUOUS else list(self._growing(batch, step))
 
     def _growing(self, batch: InputBatch, step: PackedStep) -> Iterator[RepeatPart]:
         for planned, count in zip(self._planned, self._counted.decode_counts, strict=True):
             names = planned.decode_names
             sections = names.own_blocks, names.pair_tile, names.pair_start, names.pair_blocks, names.levels
             table = planned.group.block_table
-            yield GrowingPlan(planned.decode, sections, step, count, table, batch.rows, self._limits)
+            yield PlanUpdates(planned.decode, sections, step, count, table, batch.rows, self._limits)
 
     # ---- On the device ----
 
     def bind(self, call: ModelCall) -> None:
-        if call.size.kind == StepKind.LINES:
+        if call.size.kind == StepKind.DECODE_CONTIGUOUS:
             return
         arrays, rows, tiles = call.arrays, call.rows, call.tiles
         assert rows is not None
@@ -228,7 +233,7 @@ class PlannedCaches(CacheKind):
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
         self.bind(call)
-        return {} if call.size.kind == StepKind.LINES else trace_groups(self.groups, call)
+        return {} if call.size.kind == StepKind.DECODE_CONTIGUOUS else trace_groups(self.groups, call)
 
 
 def trace_groups(groups: Sequence[AttentionGroup], call: ModelCall) -> dict[str, LayerTrace]:
@@ -264,7 +269,7 @@ def _fill_pairs(
     fill_pairs(
         geometry.query_tile,
         geometry.kv_tile,
-        *geometry.sight,
+        *geometry.key_range,
         requests.num_tokens,
         requests.num_computed,
         *spans,
@@ -281,7 +286,7 @@ def _decode_plan(planned: _Planned, call: ModelCall, rows: DecodeRows) -> PairPl
     names, arrays = planned.decode_names, call.arrays
     pair_tile, pair_start = arrays[names.pair_tile], arrays[names.pair_start]
     kv_start = pair_start.unsqueeze(1)
-    last, first = rows.positions, planned.group.sight.first(rows.positions)
+    last, first = rows.positions, planned.group.key_range.first(rows.positions)
     if rows.is_token is not None:
         last = torch.where(rows.is_token, last, NEVER)
         first = None if first is None else torch.where(rows.is_token, first, FAR)
@@ -297,12 +302,12 @@ def _decode_plan(planned: _Planned, call: ModelCall, rows: DecodeRows) -> PairPl
     )
 
 
-def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles, spans: Spans) -> PairPlan:
+def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles, spans: BidirectionalSpans) -> PairPlan:
     names, arrays = planned.chunk_names, call.arrays
     pair_tile, pair_start = arrays[names.pair_tile], arrays[names.pair_start]
     index = torch.arange(tiles.query, dtype=torch.int32, device=pair_tile.device)
     positions = tiles.first.unsqueeze(1) + index
-    first, last = planned.group.sight.first(positions), _last_seen(tiles, planned.group.sight, positions)
+    first, last = planned.group.key_range.first(positions), _last_seen(tiles, planned.group.key_range, positions)
     first, last = spans.widen(arrays, tiles.tokens, first, last)
     kv_start = pair_start.unsqueeze(1)
     if first is not None:
@@ -321,12 +326,12 @@ def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles, spans: Sp
     )
 
 
-def _last_seen(tiles: ChunkTiles, sight: Sight, positions: torch.Tensor) -> torch.Tensor:
+def _last_seen(tiles: ChunkTiles, key_range: KeyRange, positions: torch.Tensor) -> torch.Tensor:
     """The last position that tokens of each tile at ``positions`` [NT] or [NT, N] see."""
-    if not sight.is_whole:
+    if not key_range.is_whole:
         return positions
     lengths = tiles.request_lengths().view(-1, *[1] * (positions.dim() - 1))
-    return sight.last_of_whole(positions, lengths)
+    return key_range.last_of_whole(positions, lengths)
 
 
 def _merge_tree(call: ModelCall, names: _Names) -> list[torch.Tensor]:

@@ -2,8 +2,8 @@
 
 Each token of vLLM's encoder-only attention sees the whole of its request, so a request is whole in one step, and none
 needs its keys afterwards. One scratch cache serves all such layers, since each reads nothing but what it has written
-itself. It has room for the largest step, with blocks of its own for each request, and the null block for padding. The
-plan is that of paged groups, which may stand beside: another sight, and a block table that is written anew each step.
+itself. It holds the largest step: blocks of its own for each request, and the null block for padding. Its plan is made
+as that of paged groups, with another key range and with a block table that is written anew in each step.
 
 Example, with blocks of 4: "a" (row 7) has 5 tokens, "b" (row 2) has 1. Row 7 of the table begins with blocks 1 and 2,
 row 2 with block 3. Every token of "a" sees keys 0 to 4. "b" has a decode row, and sees itself.

@@ -1,6 +1,6 @@
-"""Spans: tokens of a chunk that see each other both ways, whatever their layers' sight.
+"""Bidirectional spans: tokens of a chunk that see each other both ways, whatever the key range of their layers.
 
-The tokens of an image do in some models. A token sees the keys that its layer's sight shows it, and its whole span:
+The tokens of an image do in some models. A token sees the keys that its layer's key range shows it, and its whole span:
 that is one interval, from the lower of both first positions to the higher of both last ones, since both hold the token.
 
 Example: a prompt whose tokens 4 to 7 are an image, in layers with a window of 3. Token 5 sees keys 3 to 5 by the
@@ -42,7 +42,7 @@ class SpanEnds(NamedTuple):
 NO_ENDS = SpanEnds.none(0)
 
 
-class Spans:
+class BidirectionalSpans:
     """No token has one."""
 
     def of_chunks(self, batch: InputBatch) -> SpanEnds:
@@ -63,10 +63,10 @@ class Spans:
         return first, last
 
 
-NO_SPANS = Spans()
+NO_SPANS = BidirectionalSpans()
 
 
-class SentSpans(Spans):
+class SentSpans(BidirectionalSpans):
     """Two numbers a token of a chunk; which they are, a class below says."""
 
     def sections(self, num_tokens: int) -> list[Section]:

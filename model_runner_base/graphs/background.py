@@ -40,14 +40,14 @@ class Serving(Protocol):
     def graph_policy(self) -> GraphPolicy: ...
 
 
-class SizesBehind:
+class BackgroundCompiler:
     """The sizes that are still to be made: none, unless ``leave`` is called.
 
     The runner is not kept alive for them. An engine that is started beside another in one process waits for the sizes
     of that, since tracing has the process to itself.
     """
 
-    _begun_ones: ClassVar["weakref.WeakSet[SizesBehind]"] = weakref.WeakSet()
+    _begun_ones: ClassVar["weakref.WeakSet[BackgroundCompiler]"] = weakref.WeakSet()
 
     def __init__(self, guard: StepGuard) -> None:
         self._guard = guard
@@ -98,7 +98,7 @@ class SizesBehind:
         self._begun_ones.add(self)
         for index in range(self._num_running):
             # No daemons: Python would end beneath a compiler at work.
-            self._threads.append(threading.Thread(target=self._make_all, name=f"SizesBehind-{index}"))
+            self._threads.append(threading.Thread(target=self._make_all, name=f"BackgroundCompiler-{index}"))
             self._threads[-1].start()
 
     def stop(self) -> None:
@@ -175,7 +175,7 @@ class SizesBehind:
             with self._guard.between_steps(self._is_halfway):
                 if key not in self._begun:
                     try:
-                        self._begun[key] = runner.graph_policy.compile_behind(run)
+                        self._begun[key] = runner.graph_policy.compile_in_background(run)
                     except Exception as error:
                         self._begun[key] = _raising(error)
                 waits.append(self._begun[key])

@@ -107,7 +107,7 @@ class GraphPolicy:
     num_at_a_time = 1
     """Compilations behind the steps."""
 
-    def compile_behind(self, run: Callable[[], None]) -> Wait:
+    def compile_in_background(self, run: Callable[[], None]) -> Wait:
         """Called between two steps: calls ``run`` with functions that begin to compile, as ``make_ahead`` may.
 
         When it returns, steps may go on; what it returns waits for the compilation.

@@ -51,7 +51,7 @@ class BesideLogits(Protocol):
     def unbind_logits(self) -> None: ...
 
 
-class LogitsBehind:
+class LateLogits:
     """Logits of some of a step's hidden states, by a graph of their own behind the step's."""
 
     def __init__(self, logits: LogitsOf, beside: BesideLogits, wrap: WrapFunction, device_ops: DeviceOps) -> None:
@@ -132,7 +132,7 @@ def make_generate_head(
         processors,
         requests,
         {mode: wrap(make_sampler(mode), rows.tensors) for mode in SamplingMode},
-        LogitsBehind(logits, beside, wrap, device_ops),
+        LateLogits(logits, beside, wrap, device_ops),
         rows,
         wrap,
         policy.sort_limits,

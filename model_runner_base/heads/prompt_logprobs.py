@@ -42,7 +42,7 @@ class PromptLogprobs:
     """The requests that want them and have not got them yet.
 
     The model's last hidden states become logits ``num_rows`` at a time, so that memory and compiled sizes do not grow
-    with the prompt. ``compute_logits`` takes hidden states, which of them, and the request's row (``LogitsBehind``).
+    with the prompt. ``compute_logits`` takes hidden states, which of them, and the request's row (``LateLogits``).
     """
 
     def __init__(

@@ -18,12 +18,12 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.platforms import current_platform
 
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.spans import NO_SPANS, Spans
+from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
+from model_runner_base.multimodal.deepstack import DeepstackBuffers
 from model_runner_base.multimodal.inputs import MultiModalInputs, RotaryInputs
-from model_runner_base.multimodal.levels import Levels
 from model_runner_base.multimodal.positions import calc_mrope_positions, calc_xdrope_positions
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.multimodal.spans import ItemSpans
@@ -72,7 +72,7 @@ class Encoder(StepComponent):
         """The encoder, and what gives the model its outputs."""
         return [self]
 
-    def spans(self, requests: RequestStates) -> Spans:
+    def spans(self, requests: RequestStates) -> BidirectionalSpans:
         """Which tokens of prompts see each other both ways."""
         return NO_SPANS
 
@@ -87,7 +87,7 @@ class ItemEncoder(Encoder):
         self._budget = budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
         model_config = vllm_config.model_config
         size = budget.encoder_cache_size
-        self._levels = Levels(model, model_config, max_step_tokens(vllm_config), device_ops)
+        self._levels = DeepstackBuffers(model, model_config, max_step_tokens(vllm_config), device_ops)
         width = (1 + self._levels.count) * model_config.get_inputs_embeds_size()
         self._model_config = model_config
         self._model = model
@@ -156,7 +156,7 @@ class ItemEncoder(Encoder):
             return [self, inputs]
         return [self, inputs, RotaryInputs(requests, self._num_dims, self._calc_positions)]
 
-    def spans(self, requests: RequestStates) -> Spans:
+    def spans(self, requests: RequestStates) -> BidirectionalSpans:
         return ItemSpans(requests) if self._sees_both_ways else NO_SPANS
 
     def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:

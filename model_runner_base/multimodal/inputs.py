@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_runner_base.multimodal.levels import Levels
+from model_runner_base.multimodal.deepstack import DeepstackBuffers
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
@@ -35,7 +35,7 @@ class MultiModalInputs(StepComponent):
         requests: RequestStates,
         pool: Sequence[torch.Tensor],
         rows: EncoderRows,
-        levels: Levels,
+        levels: DeepstackBuffers,
         model: Any,
     ) -> None:
         """``pool`` holds one tensor, which a graph may replace."""

@@ -1,4 +1,4 @@
-"""Spans of a prompt's items: where a model's image tokens see each other both ways (Gemma 3)."""
+"""BidirectionalSpans of a prompt's items: where a model's image tokens see each other both ways (Gemma 3)."""
 
 from model_runner_base.caches.spans import SentSpans, SpanEnds
 from model_runner_base.requests.states import RequestStates

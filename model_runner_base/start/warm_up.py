@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.background import SizeParts, SizesBehind
+from model_runner_base.graphs.background import BackgroundCompiler, SizeParts
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.heads.generate import LogitsOf
 from model_runner_base.heads.sampling.params import SamplingMode
@@ -46,7 +46,7 @@ class Starting(Protocol):
     adapters: Adapters
     model: Any
     parts: StepParts
-    sizes_behind: SizesBehind
+    background_compiler: BackgroundCompiler
     pending: Any
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction: ...
@@ -75,7 +75,7 @@ def profile_largest_step(runner: Starting) -> None:
 def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
     """Makes every size that serving waits for, and all that sampling may need after it, under a progress bar.
 
-    The other sizes are left to ``runner.sizes_behind``.
+    The other sizes are left to ``runner.background_compiler``.
     """
     policy = runner.graph_policy
     largest_first = sorted(sizes, reverse=True)
@@ -95,7 +95,7 @@ def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
     left = [size for size in largest_first if size not in first]
     if left:
         policy.offer_only(first)
-        runner.sizes_behind.leave(left, made, parts_of, runner)
+        runner.background_compiler.leave(left, made, parts_of, runner)
 
 
 def parts_of(runner: Starting, size: StepSize) -> SizeParts:

@@ -16,7 +16,7 @@ from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.contiguous import num_lines
 from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.spans import Spans
+from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import Drafter
@@ -71,7 +71,9 @@ class Unwired(Protocol):
 
     def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, tuple[int, ...]]]: ...
 
-    def make_caches(self, groups: list[AttentionGroup], limits: StepLimits, spans: Spans) -> list[CacheKind]: ...
+    def make_caches(
+        self, groups: list[AttentionGroup], limits: StepLimits, spans: BidirectionalSpans
+    ) -> list[CacheKind]: ...
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction: ...
 

@@ -28,9 +28,9 @@ class StepKind(IntEnum):
     DECODE = 0
     """Every request has a decode row."""
     MIXED = 1
-    """Decode rows beside chunks of prompts."""
-    LINES = 2
-    """Decode that reads a contiguous cache line by line, whether a line is in use or not (caches/lines.py)."""
+    """Decode rows and chunks of prompts."""
+    DECODE_CONTIGUOUS = 2
+    """Decode that reads every line of a contiguous cache, used or not (caches/contiguous_decode.py)."""
 
     __hash__ = int.__hash__  # An enum's own is a Python function; sizes are looked up in every step.
 

@@ -4,6 +4,8 @@ Loops and plain Python on purpose: the runner's own bookkeeping is incremental a
 this. Both are told by request, so neither the order of a batch nor its buffers matter.
 """
 
+from typing import Any
+
 import numpy as np
 
 from model_runner_base.step.trace import RequestTrace, StepTrace
@@ -60,6 +62,6 @@ def _check_attention(request: RequestTrace, share: Share, groups: list[CacheGrou
                     _check_equal(keys.slots, slots[visible], f"{who}: sees in slots")
 
 
-def _check_equal(got: object, expected: np.ndarray, message: str) -> None:
+def _check_equal(got: Any, expected: np.ndarray, message: str) -> None:
     if not np.array_equal(got, expected):  # By itself: NumPy's assertion takes ten times as long.
         np.testing.assert_array_equal(got, expected, err_msg=message)

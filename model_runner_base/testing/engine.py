@@ -14,7 +14,8 @@ from vllm.lora.request import LoRARequest
 
 # vLLM inspects a model's class in a process of its own, which takes ten seconds for each architecture. That process
 # spares the caller a start of CUDA, which a test process has anyway.
-vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
+_registry: Any = vllm.model_executor.models.registry
+_registry._run_in_subprocess = lambda function: function()
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -87,7 +88,7 @@ def shut_down() -> None:
 def wait_for_sizes(llm: LLM) -> None:
     """Returns when every step size of an engine stands; raises the error of one that never will."""
     if llm.llm_engine.vllm_config.parallel_config.world_size == 1:  # Several workers start with all of them.
-        runner_of(llm).sizes_behind.wait()
+        runner_of(llm).background_compiler.wait()
 
 
 def runner_of(llm: LLM) -> Any:

@@ -15,11 +15,11 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.loops import FAN_IN, fill_merge_tree, fill_node_starts
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import PairGeometry
-from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
@@ -30,10 +30,10 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 
 MAX_LENGTH = 300
-SIGHTS = [
+KEY_RANGES = [
     CAUSAL,
-    *(Sight(window=width) for width in (1, 5, 40, 1000)),
-    *(Sight(chunk=size) for size in (1, 7, 48, 1000)),
+    *(KeyRange(window=width) for width in (1, 5, 40, 1000)),
+    *(KeyRange(chunk=size) for size in (1, 7, 48, 1000)),
 ]
 
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     """A step, and all that its plan goes by."""
 
     batch: InputBatch
-    sight: Sight
+    key_range: KeyRange
     table: BlockTable
     decode: Tiling
     chunk: Tiling
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     def keys_of(self, row: int, position: int) -> np.ndarray:
         """What a token sees."""
-        first, last = first_key(self.sight, position), position
+        first, last = first_key(self.key_range, position), position
         begin, end = self.spans.get(row, (0, -1))
         if begin <= position <= end:
             first, last = min(first, begin), max(last, end)
@@ -77,11 +77,11 @@ class CaseSpans(SentSpans):
         return ends
 
 
-def first_key(sight: Sight, position: int) -> int:
+def first_key(key_range: KeyRange, position: int) -> int:
     """The first that a token sees."""
-    if sight.window:
-        return max(0, position - sight.window + 1)
-    return position - position % sight.chunk if sight.chunk else 0
+    if key_range.window:
+        return max(0, position - key_range.window + 1)
+    return position - position % key_range.chunk if key_range.chunk else 0
 
 
 def batch_of(query_len: np.ndarray, num_computed: np.ndarray, rows: np.ndarray) -> InputBatch:
@@ -102,7 +102,7 @@ def batch_of(query_len: np.ndarray, num_computed: np.ndarray, rows: np.ndarray) 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A random step: block and tile sizes, sight, cached and new tokens of each request, scattered blocks.
+    """A random step: block and tile sizes, key range, cached and new tokens of each request, scattered blocks.
 
     Pure decode, rows of decode beside chunks of prompts, or chunks alone.
     """
@@ -126,7 +126,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         batch=batch,
         spans=spans,
-        sight=draw(st.sampled_from(SIGHTS)),
+        key_range=draw(st.sampled_from(KEY_RANGES)),
         table=table,
         decode=Tiling(1, kv_tile),
         chunk=Tiling(draw(st.sampled_from([4, 16])), chunk_kv_tile),
@@ -148,10 +148,10 @@ def pack(case: Case, padding: int) -> Packed:
     The buffer has held a step of nothing but padding, if ``padding`` is odd, and one with longer requests, and now
     holds this one.
     """
-    batch, sight, table, decode, chunk, is_on_device, spans = case
+    batch, key_range, table, decode, chunk, is_on_device, spans = case
     dims = (*COMMON_DIMS, *plan_dims(decode, chunk))
     limits = StepLimits(1000, 100, MAX_LENGTH, decode, chunk, dims)
-    group = AttentionGroup(["layer"], table, decode.keys, chunk.keys, sight)
+    group = AttentionGroup(["layer"], table, decode.keys, chunk.keys, key_range)
     spans_of_case = CaseSpans(case) if spans else NO_SPANS
     bare = BareStep([PagedCaches([group], limits, spans_of_case)], limits, len(table.table), MAX_LENGTH)
     longer = batch.query_len + np.where(batch.query_len > 1, padding // 2, 0)
@@ -289,7 +289,7 @@ def dense_attention(
     keys: np.ndarray,
     values: np.ndarray,
     position: int,
-    sight: Sight,
+    key_range: KeyRange,
     cap: float | None,
     slopes: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
@@ -312,10 +312,10 @@ def dense_attention(
         values = np.concatenate([values, np.zeros_like(values[:1])])
         index = np.append(index, position)
     hidden = index > position
-    if sight.window:
-        hidden |= index <= position - sight.window
-    if sight.chunk:
-        hidden |= index // sight.chunk != position // sight.chunk
+    if key_range.window:
+        hidden |= index <= position - key_range.window
+    if key_range.chunk:
+        hidden |= index // key_range.chunk != position // key_range.chunk
     if span[0] <= position <= span[1]:
         hidden &= (index < span[0]) | (index > span[1])
     weights = np.exp(np.where(hidden, -np.inf, scores - scores.max(axis=1, keepdims=True)))
@@ -337,7 +337,7 @@ def test_paged_attention_equals_dense(
     """With padding tokens, tiles and pairs, NaN in unused cache entries, and blocks scattered over the cache."""
     if has_slopes:
         case = case._replace(spans={})  # No model has both.
-    batch, sight, table = case.batch, case.sight, case.table
+    batch, key_range, table = case.batch, case.key_range, case.table
     block_size = table.block_size
     num_heads, num_kv_heads = heads
     head_size = 8
@@ -369,7 +369,7 @@ def test_paged_attention_equals_dense(
         head_size,
         head_size**-0.5,
         num_kv_heads,
-        sliding_window=sight.window or None,
+        sliding_window=key_range.window or None,
         logits_soft_cap=cap,
         alibi_slopes=None if slopes is None else slopes.tolist(),
         sinks=None if sinks is None else torch.from_numpy(sinks.astype(np.float32)),
@@ -383,7 +383,7 @@ def test_paged_attention_equals_dense(
     for token, (row, position) in tokens.items():
         keys, values = history[row][:, :num_kv_heads], history[row][:, num_kv_heads:]
         want = dense_attention(
-            query[token], keys, values, position, sight, cap, slopes, sinks, case.spans.get(row, (0, -1))
+            query[token], keys, values, position, key_range, cap, slopes, sinks, case.spans.get(row, (0, -1))
         )
         np.testing.assert_allclose(out[token].reshape(num_heads, head_size), want, atol=2e-5)
         place = table.table[row, position // block_size], position % block_size

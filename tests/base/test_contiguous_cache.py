@@ -22,13 +22,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
-from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.caches.contiguous import num_lines, useful_memory
+from model_runner_base.caches.contiguous_decode import ContiguousDecode
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.lines import LineCaches
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.states import RequestInfo
@@ -133,20 +133,22 @@ def test_length_between_tiles_and_synchronous_scheduling(
     with engine(model.path, enforce_eager=True, block_size=300, **options) as llm, kinds_of_steps(llm) as kinds:
         prompts = random_prompts(4, [1, 49, 51, 101, 230, 228])
         assert tokens_of(generate(llm, prompts, greedy(21))) == [model.greedy(prompt, 21) for prompt in prompts]
-    assert StepKind.LINES in kinds
+    assert StepKind.DECODE_CONTIGUOUS in kinds
 
 
 @given(
     contexts=st.lists(st.integers(1, 120), min_size=1, max_size=4),
     idle=st.integers(0, 2),
-    sight=st.sampled_from([CAUSAL, *(Sight(window=width) for width in (1, 7, 100)), Sight(chunk=7), Sight(chunk=32)]),
+    key_range=st.sampled_from(
+        [CAUSAL, *(KeyRange(window=width) for width in (1, 7, 100)), KeyRange(chunk=7), KeyRange(chunk=32)]
+    ),
     heads=st.sampled_from([(4, 2), (6, 1), (18, 9)]),
     steps=st.integers(0, 40),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_lines_equal_dense_attention_while_they_are_repeated(
-    contexts: list[int], idle: int, sight: Sight, heads: tuple[int, int], steps: int, seed: int
+    contexts: list[int], idle: int, key_range: KeyRange, heads: tuple[int, int], steps: int, seed: int
 ) -> None:
     """With idle lines, padding tokens, and NaN in all that the requests have not written."""
     rng = np.random.default_rng(seed)
@@ -156,8 +158,8 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
     lines = rng.permutation(num_lines)[:count] + 1
     decode, chunk = Tiling(1, tile), Tiling(16, tile)
     limits = StepLimits(99, 6, 144, decode, chunk, (*COMMON_DIMS, *plan_dims(decode, chunk)), num_lines)
-    groups = [AttentionGroup(["layer"], table, tile, tile, sight)]
-    bare = BareStep([PagedCaches(groups, limits), LineCaches(groups, limits)], limits, count, 144)
+    groups = [AttentionGroup(["layer"], table, tile, tile, key_range)]
+    bare = BareStep([PagedCaches(groups, limits), ContiguousDecode(groups, limits)], limits, count, 144)
     names = [f"request {index}" for index in range(count)]
     for name in rng.permutation(names).tolist():
         index = names.index(name)
@@ -168,13 +170,20 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
     everyone = scheduled(dict.fromkeys(names, 1))
     batch = BatchBuilder(bare.requests, bare.layout.order).build(everyone)
     by_pairs, by_lines = bare.layout.needs(batch)
-    assert (by_pairs.kind, by_lines.kind) == (StepKind.DECODE, StepKind.LINES)
+    assert (by_pairs.kind, by_lines.kind) == (StepKind.DECODE, StepKind.DECODE_CONTIGUOUS)
     needed = -(-max(contexts) // tile) * num_lines
     assert limits.named(by_lines) == limits.named(
-        limits.size(StepKind.LINES, tokens=count, requests=count, logits=count, decode_rows=count, decode_pairs=needed)
+        limits.size(
+            StepKind.DECODE_CONTIGUOUS,
+            tokens=count,
+            requests=count,
+            logits=count,
+            decode_rows=count,
+            decode_pairs=needed,
+        )
     )
     size = limits.size(
-        StepKind.LINES,
+        StepKind.DECODE_CONTIGUOUS,
         tokens=count + 1,
         requests=count + 1,
         logits=count + 1,
@@ -183,7 +192,9 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
     )
     packed = bare.send(batch, size)
 
-    impl = PagedAttentionImpl(num_heads, head_size, head_size**-0.5, num_kv_heads, sliding_window=sight.window or None)
+    impl = PagedAttentionImpl(
+        num_heads, head_size, head_size**-0.5, num_kv_heads, sliding_window=key_range.window or None
+    )
     cache = torch.full(((num_lines + 1) * parts, tile, 2 * num_kv_heads, head_size), float("nan"))
     cache[:parts] = 0.0
     by_line = cache.view(num_lines + 1, -1, 2 * num_kv_heads, head_size)
@@ -217,12 +228,12 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
                 own[:, :num_kv_heads],
                 own[:, num_kv_heads:],
                 context + step - 1,
-                sight,
+                key_range,
                 None,
             )
             np.testing.assert_allclose(out[index].view(num_heads, head_size), want, atol=2e-5)
             # What the kit is told of it.
-            keys = np.arange(first_key(sight, context + step - 1), context + step)
+            keys = np.arange(first_key(key_range, context + step - 1), context + step)
             np.testing.assert_array_equal(trace.seen[index].positions, keys)
             np.testing.assert_array_equal(trace.seen[index].slots, line * parts * tile + keys)
             assert trace.slots[index] == line * parts * tile + context + step - 1

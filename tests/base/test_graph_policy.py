@@ -8,13 +8,13 @@ import pytest
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import SIGHTS, batch_of
+from test_attention import KEY_RANGES, batch_of
 
+from model_runner_base.attention.key_range import KeyRange
 from model_runner_base.attention.plan import kv_tile_for
-from model_runner_base.attention.sight import Sight
+from model_runner_base.caches.contiguous_decode import ContiguousDecode, contiguous_sizes
 from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.lines import LineCaches, line_sizes
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.tiles import whole_blocks
 from model_runner_base.graphs.policy import BucketPolicy, GraphPolicy, NoGraphSizeError
@@ -71,15 +71,15 @@ def limits_and_steps(draw: st.DrawFn) -> tuple[StepLimits, Steps]:
     return limits, steps
 
 
-def needs_of(limits: StepLimits, steps: Steps, block_size: int, sight: Sight) -> list[StepSize]:
+def needs_of(limits: StepLimits, steps: Steps, block_size: int, key_range: KeyRange) -> list[StepSize]:
     """What the caches ask for."""
     query_len, computed = np.array(sorted(steps, key=lambda step: step[0] > 1)).T
     keys, chunk_keys = limits.decode.keys, limits.chunk.keys
     table = BlockTable(len(steps), limits.max_model_len, block_size, lcm(keys, chunk_keys) // block_size)
-    group = AttentionGroup(["layer"], table, keys, chunk_keys, sight)
+    group = AttentionGroup(["layer"], table, keys, chunk_keys, key_range)
     kinds: list[CacheKind] = [PagedCaches([group], limits)]
     if limits.num_lines:
-        kinds.append(LineCaches([group], limits))
+        kinds.append(ContiguousDecode([group], limits))
     return make_layout(kinds, limits).needs(batch_of(query_len, computed, np.arange(len(steps))))
 
 
@@ -88,11 +88,11 @@ def needs_of(limits: StepLimits, steps: Steps, block_size: int, sight: Sight) ->
     st.sets(st.sampled_from(["num_batched_tokens_buckets", "num_seqs_buckets", "context_length_buckets"])),
     st.sampled_from([0.05, 0.12, 0.9, 1]),
     st.sampled_from([1, 4, 16, 64]),
-    st.sampled_from(SIGHTS),
+    st.sampled_from(KEY_RANGES),
 )
 @settings(max_examples=examples(80), deadline=None)
 def test_every_step_within_the_limits_fits(
-    case: tuple[StepLimits, Steps], given_lists: set[str], max_padding: float, block_size: int, sight: Sight
+    case: tuple[StepLimits, Steps], given_lists: set[str], max_padding: float, block_size: int, key_range: KeyRange
 ) -> None:
     limits, steps = case
     lists = {
@@ -102,13 +102,13 @@ def test_every_step_within_the_limits_fits(
     }
     policy = OpenXlaPolicy(NeuronConfig(max_padding=max_padding, **{name: lists[name] for name in given_lists}))
     policy.configure(limits)
-    needs = needs_of(limits, steps, block_size, sight)
+    needs = needs_of(limits, steps, block_size, key_range)
     assert len(needs) == 1 + (limits.num_lines > 0 and all(count == 1 for count, _ in steps))
     sizes = [policy.dispatch(need) for need in needs]
     for need, size in zip(needs, sizes, strict=True):
         named = limits.named(need)
         assert need.kind == (StepKind.DECODE if all(count == 1 for count, _ in steps) else StepKind.MIXED) or (
-            need.kind == StepKind.LINES
+            need.kind == StepKind.DECODE_CONTIGUOUS
         )
         assert named["requests"] >= len(steps) and named["tokens"] >= sum(count for count, _ in steps)
         assert size in policy.sizes and size.holds(need)
@@ -117,14 +117,14 @@ def test_every_step_within_the_limits_fits(
     assert policy.choose(needs) == min(sizes, key=policy.cost)
 
 
-@given(limits_and_steps(), st.sampled_from([1, 4, 16, 64]), st.sampled_from(SIGHTS))
+@given(limits_and_steps(), st.sampled_from([1, 4, 16, 64]), st.sampled_from(KEY_RANGES))
 @settings(max_examples=examples(60), deadline=None)
-def test_largest_sizes_hold_every_step(case: tuple[StepLimits, Steps], block_size: int, sight: Sight) -> None:
+def test_largest_sizes_hold_every_step(case: tuple[StepLimits, Steps], block_size: int, key_range: KeyRange) -> None:
     """Devices without a list of sizes go by them: their memory is estimated, and warmed up."""
     limits, steps = case
-    need, *by_lines = needs_of(limits, steps, block_size, sight)
+    need, *by_lines = needs_of(limits, steps, block_size, key_range)
     assert limits.largest_sizes[need.kind].holds(need)
-    assert all(any(size.holds(each) for size in line_sizes(limits)) for each in by_lines)
+    assert all(any(size.holds(each) for size in contiguous_sizes(limits)) for each in by_lines)
 
 
 def test_where_all_may_be_padding_the_largest_sizes_are_alone() -> None:
@@ -262,7 +262,7 @@ def test_prompts_alone_pay_for_no_decode_rows(buckets: list[int] | None, prompts
     limits = limits_of(512, 64, 2048, 64, 64)
     policy = OpenXlaPolicy(NeuronConfig(num_batched_tokens_buckets=buckets))
     policy.configure(limits)
-    (need,) = needs_of(limits, [(length, 0) for length in prompts], 16, Sight())
+    (need,) = needs_of(limits, [(length, 0) for length in prompts], 16, KeyRange())
     size = limits.named(policy.dispatch(need))
     assert size["decode_rows"] == size["decode_pairs"] == 1
     smallest = buckets[0] if buckets else 64

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_attention import first_key
 from vllm.sampling_params import SamplingParams
 
+from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.loops import FAN_IN
 from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.attention.plan import PairGeometry
-from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.requests.block_tables import BlockTable
@@ -28,7 +28,11 @@ from model_runner_base.step.schedule import Arrival, Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 
 MAX_LENGTH = 320
-SIGHTS = [CAUSAL, *(Sight(window=width) for width in (1, 3, 9, 40)), *(Sight(chunk=size) for size in (1, 3, 16, 50))]
+KEY_RANGES = [
+    CAUSAL,
+    *(KeyRange(window=width) for width in (1, 3, 9, 40)),
+    *(KeyRange(chunk=size) for size in (1, 3, 16, 50)),
+]
 
 
 def pairs_below(plan: PairPlan, row: int) -> tuple[list[int], list[list[int]]]:
@@ -73,18 +77,20 @@ class Decoding:
     """
 
     def __init__(
-        self, sights: list[Sight], block_size: int, blocks_per_tile: int, lengths: list[int], room: int
+        self, key_ranges: list[KeyRange], block_size: int, blocks_per_tile: int, lengths: list[int], room: int
     ) -> None:
         self.room = room
         tile = block_size * blocks_per_tile
         dims = (*COMMON_DIMS, *plan_dims(Tiling(1, tile), Tiling(64, tile)))
         self.limits = StepLimits(100, len(lengths) + 1, MAX_LENGTH, Tiling(1, tile), Tiling(64, tile), dims)
-        tables = [BlockTable(len(lengths), MAX_LENGTH, block_size, blocks_per_tile) for _ in sights]
+        tables = [BlockTable(len(lengths), MAX_LENGTH, block_size, blocks_per_tile) for _ in key_ranges]
         self.groups = [
-            AttentionGroup([f"layer {index}"], table, tile, tile, sight)
-            for index, (table, sight) in enumerate(zip(tables, sights, strict=True))
+            AttentionGroup([f"layer {index}"], table, tile, tile, key_range)
+            for index, (table, key_range) in enumerate(zip(tables, key_ranges, strict=True))
         ]
-        self.geometries = [PairGeometry(block_size, 1, tile, -(-MAX_LENGTH // tile), sight) for sight in sights]
+        self.geometries = [
+            PairGeometry(block_size, 1, tile, -(-MAX_LENGTH // tile), key_range) for key_range in key_ranges
+        ]
         self.bare, self.scratch = (
             BareStep([PagedCaches(self.groups, self.limits)], self.limits, len(lengths), MAX_LENGTH) for _ in range(2)
         )
@@ -98,10 +104,10 @@ class Decoding:
         self.row_of = self.bare.requests.rows
         assert self.row_of == self.scratch.requests.rows
         rng = np.random.default_rng(0)
-        order = rng.permutation(len(sights) * len(lengths) * (MAX_LENGTH // block_size + 1)) + 1
+        order = rng.permutation(len(key_ranges) * len(lengths) * (MAX_LENGTH // block_size + 1)) + 1
         self.blocks: list[dict[str, list[int]]] = []
         """All that each request will have, a table; it is given them as it gets there."""
-        for ids, table in zip(np.array_split(order, len(sights)), tables, strict=True):
+        for ids, table in zip(np.array_split(order, len(key_ranges)), tables, strict=True):
             shares = np.array_split(ids, len(lengths))
             self.blocks.append({name: share.tolist() for name, share in zip(self.names, shares, strict=True)})
             for name, length in zip(self.names, lengths, strict=True):
@@ -135,7 +141,7 @@ class Decoding:
         other = self.scratch.run(again, built)
         self._compare(batch, call, again, other)
         if packed.is_whole or packed.entries.count[0]:
-            self._compare_sight(batch, call, again, other)
+            self._compare_key_ranges(batch, call, again, other)
         drawn = np.random.default_rng(len(self.tokens[names[0]])).integers(0, 1 << 30, size=call.sample_slots.shape[1])
         bare.commit(call, drawn.tolist())
         self.scratch.commit(other, drawn.tolist())
@@ -170,9 +176,9 @@ class Decoding:
                 pairs, widths = pairs_below(metadata.decode, index)
                 assert (metadata.decode.pair_tile[pairs] == index).all()
                 seen = visible_keys(metadata.decode, position, pairs)
-                first = first_key(group.sight, position)
+                first = first_key(group.key_range, position)
                 wanted = [(key, ids[key // block_size]) for key in range(first, position + 1)]
-                if group.sight == CAUSAL:
+                if group.key_range == CAUSAL:
                     assert seen == wanted
                     assert widths == merged_by_eights(len(pairs), geometry.num_levels)
                 else:
@@ -193,7 +199,7 @@ class Decoding:
         assert torch.equal(call.token_ids, built.token_ids) and torch.equal(call.positions, built.positions)
         assert torch.equal(call.sample_slots, built.sample_slots)
 
-    def _compare_sight(self, batch: InputBatch, call: ModelCall, again: InputBatch, built: ModelCall) -> None:
+    def _compare_key_ranges(self, batch: InputBatch, call: ModelCall, again: InputBatch, built: ModelCall) -> None:
         count = batch.num_reqs
         traces = self.bare.trace(call, batch), self.scratch.trace(built, again)
         for layer, trace in traces[0].items():
@@ -206,7 +212,7 @@ class Decoding:
 @given(
     block_size=st.sampled_from([1, 2, 4]),
     blocks_per_tile=st.sampled_from([1, 2, 8]),
-    sights=st.lists(st.sampled_from(SIGHTS), min_size=1, max_size=2),
+    key_ranges=st.lists(st.sampled_from(KEY_RANGES), min_size=1, max_size=2),
     lengths=st.lists(st.one_of(st.integers(0, 250), st.sampled_from([5, 31, 63])), min_size=1, max_size=8),
     steps=st.integers(1, 60),
     room=st.integers(1, 40),
@@ -216,14 +222,14 @@ class Decoding:
 def test_repeated_step_means_what_one_from_scratch_means(
     block_size: int,
     blocks_per_tile: int,
-    sights: list[Sight],
+    key_ranges: list[KeyRange],
     lengths: list[int],
     steps: int,
     room: int,
     interruptions: set[int],
 ) -> None:
     """Also behind a step in another order, or of fewer requests."""
-    decoding = Decoding(sights, block_size, blocks_per_tile, lengths, room)
+    decoding = Decoding(key_ranges, block_size, blocks_per_tile, lengths, room)
     tile = block_size * blocks_per_tile
     names, last = decoding.names, None
     was_built = False
@@ -239,7 +245,8 @@ def test_repeated_step_means_what_one_from_scratch_means(
         batch, packed, _ = decoding.step(names)
         is_built = decoding.num_built > num_built
         seen = [
-            [position // tile - first_key(sight, position) // tile + 1 for position in positions] for sight in sights
+            [position // tile - first_key(key_range, position) // tile + 1 for position in positions]
+            for key_range in key_ranges
         ]
         # A pair is given up where another takes its place, and kept until then.
         kept = seen if is_other or not step else [list(map(max, *counts)) for counts in zip(kept, seen, strict=True)]

@@ -33,10 +33,10 @@ from vllm.v1.request import Request, RequestStatus
 
 import model_runner_base.scheduling.rows.row_steps as row_steps
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler, RowScheduling, make_scheduler
-from model_runner_base.scheduling.rows.decode_rows import DecodeRows
 from model_runner_base.scheduling.rows.request_arrays import MAX_STOPS
 from model_runner_base.scheduling.rows.row_request import RowRequest
 from model_runner_base.scheduling.rows.row_steps import RowSteps
+from model_runner_base.scheduling.rows.scheduled_rows import ScheduledRows
 from model_runner_base.scheduling.rows.support import unsupported_reason
 
 SETTINGS = st.builds(
@@ -104,31 +104,31 @@ def test_a_few_requests_are_left_to_vllm() -> None:
 
 
 def _skip_if(method: str, condition: Callable[..., bool]) -> Callable[..., Any]:
-    """The method of DecodeRows, which does nothing where the condition holds."""
-    whole = getattr(DecodeRows, method)
+    """The method of ScheduledRows, which does nothing where the condition holds."""
+    whole = getattr(ScheduledRows, method)
     return lambda self, *args: None if condition(self, *args) else whole(self, *args)
 
 
-def _without_stops(self: DecodeRows, at: Any, tokens: np.ndarray) -> np.ndarray:
+def _without_stops(self: ScheduledRows, at: Any, tokens: np.ndarray) -> np.ndarray:
     whole, self._num_stops = self._num_stops, 0
     is_apart = _IS_APART(self, at, tokens)
     self._num_stops = whole
     return is_apart
 
 
-def _with_loose_rows(self: DecodeRows, at: Any, tokens: np.ndarray) -> np.ndarray:
+def _with_loose_rows(self: ScheduledRows, at: Any, tokens: np.ndarray) -> np.ndarray:
     whole, self.loose = self.loose, set()
     is_apart = _IS_APART(self, at, tokens)
     self.loose = whole
     return is_apart
 
 
-def _uncached(self: DecodeRows, due: Any) -> list[int]:
+def _uncached(self: ScheduledRows, due: Any) -> list[int]:
     due.caching = due.caching[:0]
     return _GROW(self, due)
 
 
-def _backwards(self: DecodeRows, due: Any) -> list[int]:
+def _backwards(self: ScheduledRows, due: Any) -> list[int]:
     due.entering = due.entering[::-1]
     return _GROW(self, due)
 
@@ -139,22 +139,22 @@ def _misplaced(batch: Any, outputs: list[Any], apart: list[int], theirs: Any) ->
     return _MERGE(batch, outputs, [], theirs)
 
 
-def _unmoved(self: DecodeRows, running: Any, before: Any, in_flight: Any) -> None:
+def _unmoved(self: ScheduledRows, running: Any, before: Any, in_flight: Any) -> None:
     _SETTLE(self, running, before, [])
 
 
-_IS_APART, _GROW, _SETTLE = DecodeRows._is_apart, DecodeRows.grow, DecodeRows.settle
+_IS_APART, _GROW, _SETTLE = ScheduledRows._is_apart, ScheduledRows.grow, ScheduledRows.settle
 _MERGE = row_steps.merge
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a stop token is not seen": (DecodeRows, "_is_apart", _without_stops),
-    "an aborted request gets a token": (DecodeRows, "_is_apart", _with_loose_rows),
-    "a request grows beyond its length": (DecodeRows, "_ends", lambda self, rows, known: np.zeros(len(rows), bool)),
-    "a step too many is scheduled": (DecodeRows, "_is_at_end", lambda self, rows: np.zeros(len(rows), bool)),
-    "full blocks are not cached": (DecodeRows, "grow", _uncached),
-    "blocks are given in another order": (DecodeRows, "grow", _backwards),
-    "a full block is not hashed": (DecodeRows, "_fill", _skip_if("_fill", lambda self, near: len(near) > 1)),
-    "readers find what was": (DecodeRows, "bring_up_to_date", lambda self, request: None),
-    "rows move under a step": (DecodeRows, "settle", _unmoved),
+    "a stop token is not seen": (ScheduledRows, "_is_apart", _without_stops),
+    "an aborted request gets a token": (ScheduledRows, "_is_apart", _with_loose_rows),
+    "a request grows beyond its length": (ScheduledRows, "_ends", lambda self, rows, known: np.zeros(len(rows), bool)),
+    "a step too many is scheduled": (ScheduledRows, "_is_at_end", lambda self, rows: np.zeros(len(rows), bool)),
+    "full blocks are not cached": (ScheduledRows, "grow", _uncached),
+    "blocks are given in another order": (ScheduledRows, "grow", _backwards),
+    "a full block is not hashed": (ScheduledRows, "_fill", _skip_if("_fill", lambda self, near: len(near) > 1)),
+    "readers find what was": (ScheduledRows, "bring_up_to_date", lambda self, request: None),
+    "rows move under a step": (ScheduledRows, "settle", _unmoved),
     "an output loses its place": (row_steps, "merge", _misplaced),
     "grammars miss a token": (RowSteps, "_accept", lambda self, batch, token_lists, apart: None),
     "others are scheduled into the rows' share": (

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.encoder_only_attention import EncoderOnlyAttention
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
+from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.layout import CacheLayout, GroupLayout, TensorLayout
 from model_runner_base.attention.paged import PagedAttentionImpl
-from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.caches.allocation import allocate, bind
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.factory import make_caches, make_layout
@@ -60,12 +60,12 @@ def batch_of(lengths: list[int], first_row: int = 0) -> InputBatch:
     )
 
 
-def seen_by(sight: Sight, position: int, length: int) -> np.ndarray:
+def seen_by(key_range: KeyRange, position: int, length: int) -> np.ndarray:
     """The keys that a token sees, by the definition."""
     key = np.arange(length)
-    visible = np.ones(length, bool) if sight.is_whole else key <= position
-    if sight.window:
-        visible &= np.abs(position - key) < sight.window
+    visible = np.ones(length, bool) if key_range.is_whole else key <= position
+    if key_range.window:
+        visible &= np.abs(position - key) < key_range.window
     return key[visible]
 
 
@@ -73,7 +73,7 @@ def dense_attention(
     query: np.ndarray,
     key: np.ndarray,
     value: np.ndarray,
-    sight: Sight,
+    key_range: KeyRange,
     cap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -85,7 +85,7 @@ def dense_attention(
         scores = cap * np.tanh(scores / cap)
     weights = np.exp(scores)
     for position in range(length):
-        weights[:, position, np.setdiff1d(np.arange(length), seen_by(sight, position, length))] = 0.0
+        weights[:, position, np.setdiff1d(np.arange(length), seen_by(key_range, position, length))] = 0.0
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(sinks.astype(np.float64))[:, None, None]
@@ -113,13 +113,19 @@ class Step:
         blocks = np.random.default_rng(0).permutation(NUM_ROWS * (MAX_LENGTH // block_size)) + 1
         for row, ids in enumerate(blocks.reshape(NUM_ROWS, -1)):
             self.paged.assign(row, ids.tolist())
-        self.sights = {"whole": Sight(is_whole=True), "window": Sight(window, is_whole=True), "causal": CAUSAL}
+        self.key_ranges = {
+            "whole": KeyRange(is_whole=True),
+            "window": KeyRange(window, is_whole=True),
+            "causal": CAUSAL,
+        }
         self.groups = [
-            AttentionGroup([name], self.scratch if sight.is_whole else self.paged, decode.keys, chunk.keys, sight)
-            for name, sight in self.sights.items()
+            AttentionGroup(
+                [name], self.scratch if key_range.is_whole else self.paged, decode.keys, chunk.keys, key_range
+            )
+            for name, key_range in self.key_ranges.items()
         ]
-        whole = [group for group in self.groups if group.sight.is_whole]
-        causal = [group for group in self.groups if not group.sight.is_whole]
+        whole = [group for group in self.groups if group.key_range.is_whole]
+        causal = [group for group in self.groups if not group.key_range.is_whole]
         kinds = [ScratchCaches(whole, self.limits), PagedCaches(causal, self.limits)]
         self.bare = BareStep(kinds, self.limits, NUM_ROWS, MAX_LENGTH)
         self.bare.requests.num_known[:] = MAX_LENGTH
@@ -134,11 +140,11 @@ class Step:
         self.impls = {
             name: PagedAttentionImpl(
                 *(self.num_heads, HEAD_SIZE, HEAD_SIZE**-0.5, self.num_kv_heads),
-                sliding_window=sight.window or None,
-                attn_type=AttentionType.ENCODER_ONLY if sight.is_whole else AttentionType.DECODER,
+                sliding_window=key_range.window or None,
+                attn_type=AttentionType.ENCODER_ONLY if key_range.is_whole else AttentionType.DECODER,
                 **options,
             )
-            for name, sight in self.sights.items()
+            for name, key_range in self.key_ranges.items()
         }
         self.rng = np.random.default_rng(1)
 
@@ -147,12 +153,12 @@ class Step:
         step = self.bare.send(batch, size)
         call = self.bare.run(batch, step)
         self.check_trace(call, batch)
-        for name in self.sights:
+        for name in self.key_ranges:
             self.check_layer(name, call, batch)
         return call
 
     def check_trace(self, call: ModelCall, batch: InputBatch) -> None:
-        """What each layer is told: the keys in sight, each once, in the slots that the request's own tokens go to."""
+        """Each layer is told every key of its range once, in the slots where the request's own tokens lie."""
         layers = self.bare.trace(call, batch)
         is_padding = np.ones(call.size.num_tokens, bool)
         for name, (slots, seen) in layers.items():
@@ -165,10 +171,10 @@ class Step:
                 assert 0 not in blocks and not blocks & taken, "blocks that are no request's own"
                 taken |= blocks
                 for position in range(length):
-                    keys = seen_by(self.sights[name], position, length)
+                    keys = seen_by(self.key_ranges[name], position, length)
                     np.testing.assert_array_equal(seen[start + position].positions, keys)
                     np.testing.assert_array_equal(seen[start + position].slots, slots[tokens][keys])
-            if self.sights[name].is_whole:
+            if self.key_ranges[name].is_whole:
                 assert taken == set(range(1, 1 + len(taken))), "blocks are handed out side by side"
             assert not (slots[is_padding] // self.scratch.block_size).any(), "padding is written outside the null block"
 
@@ -188,7 +194,7 @@ class Step:
         for start, length in zip(batch.query_start, batch.query_len, strict=True):
             tokens = slice(start, start + length)
             one = query[tokens], key[tokens], value[tokens]
-            want = dense_attention(*one, self.sights[name], impl.logits_soft_cap, sinks)
+            want = dense_attention(*one, self.key_ranges[name], impl.logits_soft_cap, sinks)
             np.testing.assert_allclose(out[tokens].reshape(want.shape), want, atol=2e-5)
 
 
@@ -285,7 +291,7 @@ def test_nothing_but_padding_leaves_the_cache_alone() -> None:
             assert torch.isfinite(out).all() and torch.isnan(cache[1:]).all()
 
 
-def test_pairs_are_those_in_sight() -> None:
+def test_pairs_are_those_in_the_key_range() -> None:
     """A request of 8 tiles of queries and keys: all meet all; through a window each meets its neighbours."""
     step = Step(Tiling(1, 16), Tiling(16, 16), window=17)
     (need,) = step.bare.layout.needs(batch_of([128]))
@@ -402,10 +408,10 @@ def test_layers_of_vllm_share_a_scratch_cache(others: dict[str, None], config: V
         )
         with override_forward_context(context):
             out = layer(*(torch.from_numpy(x).flatten(1) for x in (query, key, value)))
-        sight = Sight(window=17 if name == "local" else 0, is_whole=name != "causal")
+        key_range = KeyRange(window=17 if name == "local" else 0, is_whole=name != "causal")
         for start, length in zip(batch.query_start, batch.query_len, strict=True):
             tokens = slice(start, start + length)
-            want = dense_attention(query[tokens], key[tokens], value[tokens], sight)
+            want = dense_attention(query[tokens], key[tokens], value[tokens], key_range)
             np.testing.assert_allclose(out[tokens].reshape(want.shape), want, atol=2e-5)
 
 

@@ -23,8 +23,8 @@ from gpu_runner.static_inputs import StaticInputs
 from gpu_runner.worker import GPUWorker, check_model
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.multimodal.deepstack import DeepstackBuffers
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
-from model_runner_base.multimodal.levels import Levels
 from model_runner_base.testing.engine import runner_of
 from model_runner_base.testing.images import make_seeing_model
 
@@ -128,19 +128,19 @@ def test_inputs_stay_at_their_addresses() -> None:
 
 
 def deepstack_model() -> Any:
-    """What ``Levels`` asks of a model: it adds two levels behind its first layers."""
+    """What ``DeepstackBuffers`` asks of a model: it adds two levels behind its first layers."""
     model: Any = nn.Module()
     model.use_deepstack, model.deepstack_num_level, model.deepstack_input_embeds = True, 2, []
     model._get_deepstack_input_embeds = model._clear_deepstack_input_embeds = None
     return model
 
 
-def levels_of(model: Any, calls_alike: bool) -> Levels:
+def levels_of(model: Any, calls_alike: bool) -> DeepstackBuffers:
     """Of rows of 3 float32, in steps of 8 tokens at most."""
     device_ops = DeviceOps(torch.device("cpu"))
     device_ops.calls_alike = calls_alike
     config: Any = SimpleNamespace(get_inputs_embeds_size=lambda: 3, dtype=torch.float32)
-    return Levels(model, config, 8, device_ops)
+    return DeepstackBuffers(model, config, 8, device_ops)
 
 
 @pytest.mark.parametrize("calls_alike", [False, True])

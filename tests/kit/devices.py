@@ -54,7 +54,7 @@ class Compiling(BucketPolicy):
             return function(*args)
         return call
     is_serving = False
-    def compile_behind(self, run):
+    def compile_in_background(self, run):
         self.is_serving, self.traced = True, set()
         run()
         graphs, self.traced = self.traced, None

@@ -69,7 +69,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a repeated step does not list the positions that drafts may be at",
-        "caches/growth.py",
+        "caches/plan_updates.py",
         "            limits.decode.query,\n            limits.ahead,\n",
         "            1,\n            0,\n",
         "test_preemption and always-right",
@@ -85,7 +85,7 @@ MUTATIONS = [
         "prompts do not go through the draft model",
         "draft/model.py",
         "pair.view(-1), call.size.kind == StepKind.MIXED",
-        "pair.view(-1), call.size.kind == StepKind.LINES",
+        "pair.view(-1), call.size.kind == StepKind.DECODE_CONTIGUOUS",
         "test_acceptance and always-right",
     ),
     Mutation(
@@ -265,7 +265,7 @@ MUTATIONS = [
     ),
     Mutation(
         "deeper levels of an image are those of the step before",
-        "multimodal/levels.py",
+        "multimodal/deepstack.py",
         "            self._bound = _named(levels)",
         "            self._bound, self._next = getattr(self, '_next', None), _named(levels)",
         "test_an_image_of_several_requests",

@@ -92,7 +92,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a repeat does not look up a block that a request enters",
-        "caches/growth.py",
+        "caches/plan_updates.py",
         "            write(buffer, entries, num_entries, place, block_id)\n",
         "",
         STEPS,
@@ -113,7 +113,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a repeat hangs no new pair into the merge tree",
-        "caches/growth.py",
+        "caches/plan_updates.py",
         "                hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)\n",
         "",
         STEPS,
@@ -137,7 +137,7 @@ MUTATIONS = [
     # Plan, masks, merge tree, cache slots
     Mutation(
         "the window is one token too wide",
-        "attention/sight.py",
+        "attention/key_range.py",
         "return (positions - (self.window - 1)).clamp(min=0)",
         "return (positions - self.window).clamp(min=0)",
         WINDOW,
@@ -151,7 +151,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a chunk of local attention begins one token late",
-        "attention/sight.py",
+        "attention/key_range.py",
         "return positions - positions % self.chunk",
         "return positions - positions % self.chunk + (positions % self.chunk > 0)",
         CHUNKS,

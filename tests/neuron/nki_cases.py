@@ -10,9 +10,9 @@ from bare_step import BareStep, padded
 from hypothesis import strategies as st
 from test_attention import batch_of, dense_attention
 
+from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.metadata import PagedAttentionMetadata
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
-from model_runner_base.attention.sight import CAUSAL, Sight
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.tiles import whole_blocks
@@ -40,7 +40,7 @@ class Case:
     block_size: int = 16
     reach: int = 128
     query_tile: int = 16
-    sight: Sight = CAUSAL
+    key_range: KeyRange = CAUSAL
     soft_cap: float = 0.0
     dtype: torch.dtype = torch.float32
     padding: int = 3
@@ -63,11 +63,11 @@ class Case:
     @property
     def window(self) -> int | None:
         """Of the layer, where it looks back alone."""
-        return None if self.sight.is_whole else self.sight.window or None
+        return None if self.key_range.is_whole else self.key_range.window or None
 
     def keys_seen(self, position: int, length: int) -> np.ndarray:
         """The keys that a token sees of its request of ``length`` tokens."""
-        window, chunk, is_whole = self.sight
+        window, chunk, is_whole = self.key_range
         key = np.arange(length)
         is_seen = (key <= position) | is_whole
         if window:
@@ -79,7 +79,7 @@ class Case:
     def __str__(self) -> str:
         names = {DECODE: "decode", PREFILL: "prefill", MIXED: "mixed", WHOLE: "whole"}
         options = [f"cs{self.chunk_reach}"] if self.chunk_reach else []
-        options += [f"{name}{size}" for name, size in zip("wc", self.sight, strict=False) if size]
+        options += [f"{name}{size}" for name, size in zip("wc", self.key_range, strict=False) if size]
         options += [f"cap{self.soft_cap:g}"] if self.soft_cap else []
         sizes = (
             f"h{self.heads[0]}-{self.heads[1]}-d{self.head_size}-b{self.block_size}-s{self.reach}-q{self.query_tile}"
@@ -87,11 +87,11 @@ class Case:
         return "-".join([names.get(self.requests, "drawn"), sizes, *options, str(self.dtype).removeprefix("torch.")])
 
 
-def sights(most: int) -> st.SearchStrategy[Sight]:
+def key_ranges(most: int) -> st.SearchStrategy[KeyRange]:
     """Of every kind, with windows and chunks of up to ``most`` positions."""
     sizes = st.integers(1, most)
-    back = sizes.map(lambda size: Sight(window=size)) | sizes.map(lambda size: Sight(chunk=size))
-    return st.just(CAUSAL) | back | st.integers(0, most).map(lambda size: Sight(window=size, is_whole=True))
+    back = sizes.map(lambda size: KeyRange(window=size)) | sizes.map(lambda size: KeyRange(chunk=size))
+    return st.just(CAUSAL) | back | st.integers(0, most).map(lambda size: KeyRange(window=size, is_whole=True))
 
 
 class Planned(NamedTuple):
@@ -128,7 +128,7 @@ def plan_step(case: Case) -> Planned:
     bare, table, batch = _make_bare_step(case)
     longer = batch_of(
         batch.query_len + np.where(batch.query_len > 1, case.query_tile, 0),
-        batch.num_computed + (0 if case.sight.is_whole else case.decode.keys),
+        batch.num_computed + (0 if case.key_range.is_whole else case.decode.keys),
         batch.rows,
     )
     batches = [longer, batch] if case.padding else [batch]
@@ -168,7 +168,7 @@ def _make_bare_step(case: Case) -> tuple[BareStep, BlockTable, InputBatch]:
     for row in rows:
         table.assign(row, ids[row * per_request :][:per_request].tolist())
     limits = StepLimits(10_000, 100, longest, decode, chunk, (*COMMON_DIMS, *plan_dims(decode, chunk)))
-    caches = PagedCaches([AttentionGroup(["layer"], table, decode.keys, chunk.keys, case.sight)], limits)
+    caches = PagedCaches([AttentionGroup(["layer"], table, decode.keys, chunk.keys, case.key_range)], limits)
     bare = BareStep([caches], limits, len(computed), longest)
     bare.requests.num_known[:] = longest
     return bare, table, batch_of(scheduled, computed, rows)

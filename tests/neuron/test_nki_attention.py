@@ -10,10 +10,10 @@ import torch
 from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nki_cases import DECODE, MIXED, PREFILL, WHOLE, Case, Step, make_step, plan_padding, sights
+from nki_cases import DECODE, MIXED, PREFILL, WHOLE, Case, Step, key_ranges, make_step, plan_padding
 from vllm.v1.attention.backend import AttentionType
 
-from model_runner_base.attention.sight import Sight
+from model_runner_base.attention.key_range import KeyRange
 from neuron_runner.nki.attention import NkiAttentionImpl
 from neuron_runner.nki.availability import nki_available
 
@@ -49,9 +49,9 @@ def attend(case: Case, step: Step) -> torch.Tensor:
         case.head_size,
         case.head_size**-0.5,
         case.heads[1],
-        sliding_window=case.sight.window or None,
+        sliding_window=case.key_range.window or None,
         logits_soft_cap=case.soft_cap or None,
-        attn_type=AttentionType.ENCODER_ONLY if case.sight.is_whole else AttentionType.DECODER,
+        attn_type=AttentionType.ENCODER_ONLY if case.key_range.is_whole else AttentionType.DECODER,
     )
     query, key, value = (x.reshape(len(x), -1) for x in (step.query, step.key, step.value))
     out = impl.forward(None, query, key, value, step.cache, step.metadata)  # type: ignore[arg-type]
@@ -86,14 +86,18 @@ GRID = [
     # KV tiles from the openxla attention's own to several PSUM banks.
     *(Case(r, reach=s) for r in (DECODE, MIXED) for s in (16, 64, 256, 512, 1024)),
     *(Case(MIXED, heads=(8, 2), query_tile=q, reach=256, dtype=torch.bfloat16) for q in (4, 32, 64, 128)),
-    *(Case(r, sight=Sight(w), reach=64, block_size=8) for r in (DECODE, MIXED) for w in (1, 5, 40, 1000)),
+    *(Case(r, key_range=KeyRange(w), reach=64, block_size=8) for r in (DECODE, MIXED) for w in (1, 5, 40, 1000)),
     # Chunked local attention: less than a KV tile, and several.
-    *(Case(r, sight=Sight(chunk=c), reach=64, block_size=8) for r in (DECODE, MIXED) for c in (1, 24, 100, 1000)),
+    *(
+        Case(r, key_range=KeyRange(chunk=c), reach=64, block_size=8)
+        for r in (DECODE, MIXED)
+        for c in (1, 24, 100, 1000)
+    ),
     # Encoder-only attention sees what comes after a token too.
-    *(Case(WHOLE, sight=Sight(w, is_whole=True), reach=64, block_size=8) for w in (0, 1, 40, 1000)),
+    *(Case(WHOLE, key_range=KeyRange(w, is_whole=True), reach=64, block_size=8) for w in (0, 1, 40, 1000)),
     *(Case(r, soft_cap=5.0) for r in (DECODE, MIXED)),
     # Decode rows and chunks with KV tiles of their own.
-    *(Case(MIXED, reach=s, chunk_reach=c, sight=Sight(w)) for s, c in ((64, 128), (128, 48)) for w in (0, 40)),
+    *(Case(MIXED, reach=s, chunk_reach=c, key_range=KeyRange(w)) for s, c in ((64, 128), (128, 48)) for w in (0, 40)),
     # As a model of today has it: 8B with GQA, one rank; bfloat16.
     Case(MIXED, (32, 8), 128, 32, 512, 128, dtype=torch.bfloat16),
     Case(DECODE, (32, 8), 128, 32, 512, dtype=torch.bfloat16),
@@ -109,8 +113,8 @@ def test_kernel_equals_dense(case: Case, runtime: str) -> None:
 def cases(draw: st.DrawFn) -> Case:
     block_size = draw(st.integers(1, 40) | st.sampled_from([64, 128, 256]))
     kv_heads = draw(st.integers(1, 4))
-    is_decode, sight = draw(st.booleans()), draw(sights(150))
-    request = st.tuples(st.integers(0, 0 if sight.is_whole else 260), st.integers(1, 1 if is_decode else 50))
+    is_decode, key_range = draw(st.booleans()), draw(key_ranges(150))
+    request = st.tuples(st.integers(0, 0 if key_range.is_whole else 260), st.integers(1, 1 if is_decode else 50))
     # A multiple of blocks that is also one of 128 partitions, unless it is less than those.
     reach = st.sampled_from([block_size, 100, 128] if 128 % block_size else [block_size, 64, 128, 256])
     return Case(
@@ -120,7 +124,7 @@ def cases(draw: st.DrawFn) -> Case:
         block_size=block_size,
         reach=draw(reach),
         query_tile=draw(st.integers(2, 40)),
-        sight=sight,
+        key_range=key_range,
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         padding=draw(st.integers(0, 5)),
         seed=draw(st.integers(0, 100)),
@@ -154,9 +158,9 @@ def test_pairs_of_decode_may_lie_in_any_order(runtime: str) -> None:
     check(case, step)
 
 
-KINDS = {"decode": Case(DECODE), "mixed": Case(MIXED), "whole": Case(WHOLE, sight=Sight(is_whole=True))}
-for name, sight in (("window", Sight(40)), ("chunked", Sight(chunk=24))):
-    KINDS |= {f"{name} {kind}": replace(KINDS[kind], sight=sight) for kind in ("decode", "mixed")}
+KINDS = {"decode": Case(DECODE), "mixed": Case(MIXED), "whole": Case(WHOLE, key_range=KeyRange(is_whole=True))}
+for name, key_range in (("window", KeyRange(40)), ("chunked", KeyRange(chunk=24))):
+    KINDS |= {f"{name} {kind}": replace(KINDS[kind], key_range=key_range) for kind in ("decode", "mixed")}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import numpy as np
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nki_cases import Case, Planned, plan_step, sights
+from nki_cases import Case, Planned, key_ranges, plan_step
 
 from model_runner_base.attention.metadata import PairPlan
 from neuron_runner.nki.operands import decode_operands, tile_operands
@@ -16,8 +16,8 @@ from neuron_runner.nki.tiling import PARTITIONS, Tiling, heads_of_pass
 @st.composite
 def cases(draw: st.DrawFn, is_decode: bool) -> Case:
     block_size = draw(st.sampled_from([1, 5, 16, 128, 256]))
-    sight = draw(sights(700))
-    request = st.tuples(st.integers(0, 0 if sight.is_whole else 900), st.integers(1, 1 if is_decode else 150))
+    key_range = draw(key_ranges(700))
+    request = st.tuples(st.integers(0, 0 if key_range.is_whole else 900), st.integers(1, 1 if is_decode else 150))
     requests = draw(st.lists(request, min_size=1, max_size=4))
     if not is_decode and all(count == 1 for _, count in requests):
         requests.append((0, 2))
@@ -30,7 +30,7 @@ def cases(draw: st.DrawFn, is_decode: bool) -> Case:
         # 1024 and 2048 are tiles for few KV heads; 5 is a block size that does not divide 128.
         reach=draw(reach),
         query_tile=draw(st.sampled_from([16, 100, 128])),
-        sight=sight,
+        key_range=key_range,
         padding=draw(st.integers(0, 4)),
         seed=draw(st.integers(0, 100)),
         chunk_reach=draw(st.none() | reach),

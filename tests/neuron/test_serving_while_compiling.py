@@ -41,9 +41,9 @@ def serving(model: TinyModel) -> Iterator[LLM]:
     try:
         yield llm
     finally:
-        runner_of(llm).sizes_behind.stop()
+        runner_of(llm).background_compiler.stop()
         with suppress(Exception):
-            runner_of(llm).sizes_behind.wait()
+            runner_of(llm).background_compiler.wait()
         del llm
         shut_down()
 
@@ -81,13 +81,13 @@ def test_tokens_are_right_while_sizes_are_compiled(
 
         policy.dispatch = record  # type: ignore[method-assign]
         others: list[list[int]] = []
-        while runner_of(llm).sizes_behind.is_making or len(others) < 2:
+        while runner_of(llm).background_compiler.is_making or len(others) < 2:
             numbers.add(len(policy.offered))
             assert generate(llm, PROMPTS) == reference
             (output,) = llm.generate([{"prompt_token_ids": list(PROMPTS[2])}], drawn, use_tqdm=False)
             others.append(list(output.outputs[0].token_ids))
         assert all(tokens == others[0] for tokens in others)
-        runner_of(llm).sizes_behind.wait()
+        runner_of(llm).background_compiler.wait()
         assert len(numbers) > 2, "nothing was served between two sizes"
         assert set(policy.offered) == set(policy.sizes)
         assert len(compilations) > count and not any(compilations[count:])
@@ -104,13 +104,17 @@ def test_a_running_batch_changes_over_to_a_size_that_stands(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request in steady decode, which is packed once, runs at the smallest size when that is compiled."""
-    model, may_stand, compile_behind = tiny_model("llama"), threading.Event(), OpenXlaPolicy.compile_behind
+    model, may_stand, compile_in_background = (
+        tiny_model("llama"),
+        threading.Event(),
+        OpenXlaPolicy.compile_in_background,
+    )
 
     def compile_slowly(policy: OpenXlaPolicy, run: Callable[[], None]) -> Callable[[], None]:
-        wait = compile_behind(policy, run)
+        wait = compile_in_background(policy, run)
         return lambda: (may_stand.wait(), wait())[1]
 
-    monkeypatch.setattr(OpenXlaPolicy, "compile_behind", compile_slowly)
+    monkeypatch.setattr(OpenXlaPolicy, "compile_in_background", compile_slowly)
     with serving(model) as llm:
         runner, core, sizes = runner_of(llm), llm.llm_engine, list[StepSize]()
         run = runner.parts.graph.run
@@ -127,7 +131,7 @@ def test_a_running_batch_changes_over_to_a_size_that_stands(
             outputs = core.step()
             if len(sizes) == 20:
                 may_stand.set()
-                runner.sizes_behind.wait()
+                runner.background_compiler.wait()
         may_stand.set()
         assert list(outputs[0].outputs[0].token_ids) == model.greedy(PROMPTS[1], 200)
         decodes = [size for size in sizes if size.kind == StepKind.DECODE]
@@ -151,14 +155,14 @@ def test_a_failing_compilation_harms_nobody(
             compile_one(*args)
 
         monkeypatch.setattr(_XLAC, "_xla_warm_up_cache", fail_sometimes)
-        while runner_of(llm).sizes_behind.is_making:
+        while runner_of(llm).background_compiler.is_making:
             assert generate(llm, PROMPTS) == reference
         left_out = len(policy.sizes) - len(policy.offered)
         assert 0 < left_out == len(warnings)
         assert all("no room for a graph" in warning for warning in warnings)
         assert generate(llm, PROMPTS) == reference
         with pytest.raises(MemoryError):
-            runner_of(llm).sizes_behind.wait()
+            runner_of(llm).background_compiler.wait()
 
 
 def test_new_weights_while_sizes_are_compiled(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
@@ -166,13 +170,13 @@ def test_new_weights_while_sizes_are_compiled(tiny_model: Callable[[str], TinyMo
     new = other_weights(old, tmp_path / "new")
     with serving(old) as llm:
         models, count = [old, new], 0
-        while runner_of(llm).sizes_behind.is_making:
+        while runner_of(llm).background_compiler.is_making:
             models.reverse()
             count += 1
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(models[0].path)})
             llm.reset_prefix_cache()
             assert generate(llm, PROMPTS) == expected(models[0], PROMPTS)
-        runner_of(llm).sizes_behind.wait()
+        runner_of(llm).background_compiler.wait()
         assert count > 1 and generate(llm, PROMPTS) == expected(models[0], PROMPTS)
 
 

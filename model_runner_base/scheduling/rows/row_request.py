@@ -40,7 +40,7 @@ class WriteGuardedAttribute(GuardedAttribute):
 
 
 class RowRequest(Request):
-    """A ``Request`` while it has a row. vLLM's objects take this class and give it back (``DecodeRows``).
+    """A ``Request`` while it has a row. vLLM's objects take this class and give it back (``ScheduledRows``).
 
     The attributes below are all that changes while a request decodes. Nothing can read an old value of theirs, and
     nothing can change them, or the request's status, behind the row's back.

@@ -1,6 +1,6 @@
 """Steps of a scheduler that keeps requests in steady decode in rows.
 
-A step takes the rows out of vLLM's sight, has vLLM's own code schedule what is left, and puts both together. The rows
+A step hides the rows from vLLM, has vLLM's own code schedule what is left, and puts both together. The rows
 come first among the running requests, so vLLM would have looked at them first, too; they are looked at before.
 """
 
@@ -18,9 +18,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from model_runner_base.scheduling.rows.batch import Batch, RowEvents
-from model_runner_base.scheduling.rows.decode_rows import DecodeRows
 from model_runner_base.scheduling.rows.outputs import merge, plain_outputs
 from model_runner_base.scheduling.rows.row_request import RowRequest
+from model_runner_base.scheduling.rows.scheduled_rows import ScheduledRows
 from model_runner_base.scheduling.rows.support import unsupported_reason
 from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 
@@ -51,7 +51,7 @@ class RowSteps(StepHooks):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rows: DecodeRows | None = None
+        self._rows: ScheduledRows | None = None
         """Rows that decode; None where vLLM's own code does everything."""
         self._steps: deque[RowStep] = deque(maxlen=MAX_IN_FLIGHT)
         self._is_async = isinstance(self, AsyncScheduler)
@@ -60,7 +60,7 @@ class RowSteps(StepHooks):
             logger.info("Requests are scheduled by vLLM's own loops, because of %s.", reason)
             return
         manager = self.kv_cache_manager
-        self._rows = DecodeRows(
+        self._rows = ScheduledRows(
             manager.coordinator.single_type_managers[0], manager.block_pool, self.max_model_len, self._is_async
         )
 
@@ -78,7 +78,7 @@ class RowSteps(StepHooks):
             return super().schedule()
         return self._schedule_rows(rows, events)
 
-    def _row_events(self, rows: DecodeRows) -> RowEvents | None:
+    def _row_events(self, rows: ScheduledRows) -> RowEvents | None:
         """Events of the rows in this step; None if vLLM's own code must decide on all requests."""
         if self._steps and not self._is_async:
             return None  # The step before has not been read, and its tokens are the next step's input.
@@ -98,7 +98,7 @@ class RowSteps(StepHooks):
                 return None
         return events
 
-    def _schedule_rows(self, rows: DecodeRows, events: RowEvents) -> SchedulerOutput:
+    def _schedule_rows(self, rows: ScheduledRows, events: RowEvents) -> SchedulerOutput:
         batch, before = rows.batch(), self.prev_step_scheduled_req_ids
         num_rows, num_active = len(rows.requests), len(batch.req_ids)
         block_ids = rows.grow(events)
@@ -143,7 +143,7 @@ class RowSteps(StepHooks):
             self.running = running[:num_rows] + self.running
 
     def _join(
-        self, rows: DecodeRows, batch: Batch, events: RowEvents, block_ids: list[int], output: SchedulerOutput
+        self, rows: ScheduledRows, batch: Batch, events: RowEvents, block_ids: list[int], output: SchedulerOutput
     ) -> None:
         """Puts the batch before what vLLM has scheduled beside it."""
         at: Any = slice(None) if batch.rows is None else batch.rows
@@ -217,7 +217,7 @@ class RowSteps(StepHooks):
                 return step
         return None
 
-    def _let_go(self, rows: DecodeRows, req_ids: Iterable[str]) -> None:
+    def _let_go(self, rows: ScheduledRows, req_ids: Iterable[str]) -> None:
         """vLLM's own code is about to read and write these requests."""
         for req_id in req_ids:
             request = self.requests.get(req_id)

@@ -31,7 +31,7 @@ LENGTHS = [1, 3, 17, 40, 64, 65, 150]
 def test_serving_while_sizes_are_made(text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
     """Whatever stands when a request comes, its tokens are the same; in the end every size stands."""
     llm = text_engine(is_new=True)
-    behind, policy = runner_of(llm).sizes_behind, runner_of(llm).graph_policy
+    behind, policy = runner_of(llm).background_compiler, runner_of(llm).graph_policy
     prompts = random_prompts(7, LENGTHS)
     reference = [text_model.greedy(prompt, 12) for prompt in prompts]
     is_last = False
@@ -71,7 +71,7 @@ def test_padding_ends_at_sizes_that_the_runner_names(
     """A step is padded to a token count that ``tokenwise_graph_batch_sizes`` names, or runs at its own size."""
     llm = text_engine()
     runner = runner_of(llm)
-    runner.sizes_behind.wait()
+    runner.background_compiler.wait()
     choose, padded = runner.graph_policy.choose, set[int]()
 
     def record(needs: Any) -> Any:

@@ -15,7 +15,7 @@ from vllm.sequence import IntermediateTensors
 from model_runner_base.device_ops import DeviceOps
 
 
-class Levels:
+class DeepstackBuffers:
     """Takes the place of the model's own buffers.
 
     Where calls have to be alike (``DeviceOps.calls_alike``), levels have buffers here, each its own, at addresses that

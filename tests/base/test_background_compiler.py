@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.graphs import background
-from model_runner_base.graphs.background import SizesBehind
+from model_runner_base.graphs.background import BackgroundCompiler
 from model_runner_base.graphs.policy import BucketPolicy, Wait
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
@@ -45,7 +45,7 @@ class Compiling(BucketPolicy):
         self._errors: dict[str, Exception] = {}
         self.changed = threading.Event()
 
-    def compile_behind(self, run: Callable[[], None]) -> Wait:
+    def compile_in_background(self, run: Callable[[], None]) -> Wait:
         run()
         what = self.begun[-1]
         self._ended[what] = threading.Event()
@@ -109,7 +109,7 @@ class Served:
         sizes = [decode(8, 2), decode(4, 2), decode(2, 1)]
         self.policy, self.guard = Compiling(), StepGuard(0)
         self.policy.set_sizes(sizes)
-        self.runner, self.behind = Runner(self.policy, self.guard, seconds), SizesBehind(self.guard)
+        self.runner, self.behind = Runner(self.policy, self.guard, seconds), BackgroundCompiler(self.guard)
         assert self.policy.largest_sizes(sizes) == sizes[:1]
         self.policy.offer_only(sizes[:1])
         self.behind.leave(sizes[1:], sizes[:1], parts_of, self.runner)
@@ -172,9 +172,9 @@ def test_nothing_is_traced_between_the_halves_of_a_step() -> None:
 def test_an_engine_that_is_dropped_makes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that comes after it does not wait for what it left."""
     served = Served()
-    policy, sizes_behind = served.policy, served.behind
+    policy, background_compiler = served.policy, served.behind
     policy.num_at_a_time = 1
-    sizes_behind.start()
+    background_compiler.start()
     policy.until(lambda: len(policy.begun) == 2)
     runner = weakref.ref(served.runner)
     del served
@@ -182,8 +182,8 @@ def test_an_engine_that_is_dropped_makes_no_more(monkeypatch: pytest.MonkeyPatch
     assert runner() is None, "the engine is kept alive for sizes that nobody will use"
     for what in list(policy.begun):
         policy.end(what)
-    SizesBehind(StepGuard(0))
-    assert not sizes_behind.is_making and len(policy.begun) == 2
+    BackgroundCompiler(StepGuard(0))
+    assert not background_compiler.is_making and len(policy.begun) == 2
 
 
 def test_several_workers_leave_nothing() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 
-class Sight(NamedTuple):
+class KeyRange(NamedTuple):
     """How far the tokens of a layer see."""
 
     window: int = 0
@@ -39,5 +39,5 @@ class Sight(NamedTuple):
         return torch.minimum(last, positions + (self.window - 1)) if self.window else last.expand_as(positions)
 
 
-CAUSAL = Sight()
+CAUSAL = KeyRange()
 """A token sees itself and everything before it."""

@@ -13,7 +13,7 @@ from model_runner_base.scheduling.rows.request_arrays import MAX_STOPS, NEVER, R
 from model_runner_base.scheduling.rows.row_request import RowRequest
 
 
-class DecodeRows(RequestArrays):
+class ScheduledRows(RequestArrays):
     """The rows, in the order in which the requests run.
 
     Requests in a row are ``RowRequest``s. A row whose request has left it is ``loose`` until ``settle``.

@@ -25,7 +25,7 @@ from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometr
 NO_TOKEN = -1
 
 
-def line_sizes(limits: StepLimits) -> list[StepSize]:
+def contiguous_sizes(limits: StepLimits) -> list[StepSize]:
     """Decode by whole lines: all requests, contexts of 4, 6, 8, 12, 16, ... KV tiles; shorter ones gain nothing."""
     reqs = min(limits.max_num_reqs, limits.num_lines)
     tiles = geometric(4, limits.max_kv_tiles) + geometric(6, limits.max_kv_tiles)
@@ -35,7 +35,7 @@ def line_sizes(limits: StepLimits) -> list[StepSize]:
 def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:
     """Every line is a pair of so many KV tiles."""
     return limits.size(
-        StepKind.LINES,
+        StepKind.DECODE_CONTIGUOUS,
         tokens=num_rows,
         requests=num_rows,
         logits=num_rows,
@@ -44,7 +44,7 @@ def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:
     )
 
 
-class LineCaches(CacheKind):
+class ContiguousDecode(CacheKind):
     """Metadata of steps by whole lines. Other steps have no part of it: a paged kind beside it has the same groups."""
 
     reads = (STARTS,)
@@ -64,7 +64,7 @@ class LineCaches(CacheKind):
         return size.plan_dims()[1] // self._limits.num_lines
 
     def sections(self, size: StepSize) -> list[Section]:
-        if size.kind != StepKind.LINES:
+        if size.kind != StepKind.DECODE_CONTIGUOUS:
             return []
         sections: list[Section] = []
         for index in range(len(self._groups)):
@@ -75,7 +75,7 @@ class LineCaches(CacheKind):
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        if size.kind != StepKind.LINES:
+        if size.kind != StepKind.DECODE_CONTIGUOUS:
             return
         for index, group in enumerate(self._groups):
             lines = lines_of(group, batch.rows)
@@ -84,24 +84,24 @@ class LineCaches(CacheKind):
             views[f"line_tokens.{index}"][lines - 1] = np.arange(len(lines))
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        if size.kind == StepKind.LINES:
+        if size.kind == StepKind.DECODE_CONTIGUOUS:
             for index in range(len(self._groups)):
                 views[f"line_tokens.{index}"][:] = NO_TOKEN
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        if step.size.kind != StepKind.LINES:
+        if step.size.kind != StepKind.DECODE_CONTIGUOUS:
             return ()
         return [_StandingLines(self._kv_tiles(step.size) * self._limits.decode.keys)]
 
     def bind(self, call: ModelCall) -> None:
-        if call.size.kind != StepKind.LINES:
+        if call.size.kind != StepKind.DECODE_CONTIGUOUS:
             return
         positions = call.positions
         for index, group in enumerate(self._groups):
             tile = group.kv_tile
             lines, tokens = call.arrays[f"token_lines.{index}"], call.arrays[f"line_tokens.{index}"]
             is_used, tokens = tokens >= 0, tokens.clamp(min=0)
-            first = group.sight.first(positions)
+            first = group.key_range.first(positions)
             plan = PairPlan(
                 block_size=group.block_table.block_size,
                 kv_tile=tile,
@@ -124,7 +124,7 @@ class LineCaches(CacheKind):
             call.metadata.update(dict.fromkeys(group.layer_names, metadata))
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        if call.size.kind != StepKind.LINES:
+        if call.size.kind != StepKind.DECODE_CONTIGUOUS:
             return {}
         self.bind(call)
         return trace_groups(self._groups, call)

@@ -2,7 +2,7 @@
 
 Nothing is planned again. A request that enters a block gets its id written, and one that enters a KV tile gets a pair
 at the end of the list, hung into the merge tree behind the pairs it has. A plan made from scratch lists the pairs in
-another order; it merges the same ones in the same order as long as nothing falls out of the row's sight.
+another order; it merges the same ones in the same order as long as nothing falls out of the row's key range.
 
 Example: blocks of 16, KV tiles of 64. A request at position 47 is repeated. At 48 it enters a block: two entries, the
 block's id in its last pair and as the row's own. At 64 it enters a KV tile: further entries for a new pair (tile,
@@ -23,7 +23,7 @@ from model_runner_base.step.sizes import StepLimits
 NO_ROOM = -1
 
 
-class GrowingPlan:
+class PlanUpdates:
     """One group's decode plan in the packed buffer, and what is needed to add to it. R requests, one tile each.
 
     Args:
@@ -86,8 +86,8 @@ class GrowingPlan:
         self.num_pairs, self._steps_to_entry = enter_blocks(
             geometry.block_size,
             geometry.kv_tile,
-            geometry.sight.window,
-            geometry.sight.chunk,
+            geometry.key_range.window,
+            geometry.key_range.chunk,
             FAN_IN,
             limits.unread,
             limits.decode.query,
