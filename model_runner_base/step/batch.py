@@ -17,28 +17,28 @@ class InputBatch:
 
     req_ids: list[str]
     num_tokens: int
-    """Scheduled, padding not counted."""
+    """Number of scheduled tokens, padding not counted."""
     rows: np.ndarray
     """[R] row of each request in the request states."""
     query_len: np.ndarray
-    """[R] tokens scheduled."""
+    """[R] number of tokens scheduled."""
     query_start: np.ndarray
-    """[R] index of each request's first token in the step. Once the batch is packed, padding that lies between decode
-    rows and chunks is counted."""
+    """[R] index of each request's first token in the step. Once the batch is packed, the padding between decode rows
+    and chunks counts too."""
     num_computed: np.ndarray
-    """[R] tokens in the cache before this step."""
+    """[R] number of tokens in the cache before this step."""
     seq_lens: np.ndarray
-    """[R] tokens in the cache after this step."""
+    """[R] number of tokens in the cache after this step."""
     is_sampled: np.ndarray
     """[R] bool: whether the request yields a token, that is, no later chunk of its prompt is left."""
     num_sampled: int
-    """How many do."""
+    """Number of requests that yield a token."""
     num_decodes: int
-    """How many of the requests, from the first on, have a decode row."""
+    """Number of requests with a decode row; they come first."""
     row_len: int = 1
-    """Tokens that a decode row has room for; more than one where drafts are verified."""
+    """Number of token places in a decode row; more than one where drafts are verified."""
     drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """As ``Schedule`` has them."""
+    """Drafts to verify, by request, as in ``Schedule``."""
     is_repeat: bool = False
     """Whether this is the last step's batch, every request one token further (see ``Repeat``)."""
 
@@ -62,30 +62,30 @@ class InputBatch:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Of decode rows, room for drafts counted."""
+        """Number of token places in decode rows, those of missing drafts included."""
         return self.num_decodes * self.row_len
 
     @property
     def num_places(self) -> int:
-        """``num_tokens``, room for drafts counted."""
+        """Number of token places in the step: ``num_tokens``, and the places of missing drafts."""
         if self.row_len == 1:
             return self.num_tokens
         return self.num_tokens + self.num_decode_tokens - int(self.query_len[: self.num_decodes].sum())
 
-    # ---- Rows of logits: as many as a decode row has tokens, one for a chunk ----
+    # ---- Rows of logits: ``row_len`` for a decode row, one for a chunk ----
 
     def logits_start(self, requests: np.ndarray) -> np.ndarray:
-        """[N] the first row of logits of each of N requests, which are indices in the batch."""
+        """[N] first row of logits of each of N requests, which are given by their indices in the batch."""
         if self.row_len == 1:
             return requests
         return requests + np.minimum(requests, self.num_decodes) * (self.row_len - 1)
 
     def num_logits(self, requests: np.ndarray) -> np.ndarray:
-        """[N] how many rows of logits are sampled of each of N requests, from its first one on."""
+        """[N] number of rows of logits that are sampled for each of N requests, from its first row on."""
         return np.where(requests < self.num_decodes, self.query_len[requests], 1)
 
     def logits_rows(self, requests: np.ndarray) -> "LogitsRows":
-        """All rows of logits that are sampled of N requests."""
+        """Rows of logits that are sampled for N requests."""
         if self.row_len == 1:
             return LogitsRows(requests, np.arange(len(requests)), np.zeros_like(requests))
         counts = self.num_logits(requests)
@@ -95,15 +95,15 @@ class InputBatch:
 
 
 class LogitsRows(NamedTuple):
-    """S rows of logits of some requests of a batch.
+    """S rows of logits that belong to some requests of a batch.
 
-    Example: rows have room for 4 tokens; the first request decodes with 2 drafts, the second is a chunk. All rows of
+    Example: decode rows have 4 places; the first request decodes with 2 drafts, the second has a chunk. Sampled rows of
     both: rows [0, 1, 2, 4], owner [0, 0, 0, 1], place [0, 1, 2, 0].
     """
 
     rows: np.ndarray
-    """[S] among all rows of logits."""
+    """[S] indices among all rows of logits."""
     owner: np.ndarray
-    """[S] whose it is, of the requests asked for."""
+    """[S] owner of each row, as an index among the requests that were asked for."""
     place: np.ndarray
-    """[S] how many drafts of the request come before what is sampled there."""
+    """[S] number of the request's drafts before the token that is sampled there."""

@@ -1,4 +1,4 @@
-"""From the schedule to the batch, built from scratch."""
+"""Builder of a step's batch from its schedule; a step that repeats the last one needs none (step/repeat.py)."""
 
 from typing import NamedTuple
 
@@ -11,19 +11,21 @@ from model_runner_base.step.schedule import Schedule
 
 
 class BatchOrder(NamedTuple):
-    """The order of a batch's requests that its attention needs; the scheduler's among those alike."""
+    """Order of a batch's requests that its attention needs. Requests of equal rank stay in the scheduler's order."""
 
     decode_len: int = 1
-    """A request with at most so many new tokens has a decode row, and comes before those with more."""
+    """Largest number of new tokens of a request that has a decode row. Requests with a decode row come first."""
     fresh_last: bool = False
     """Whether the order is: decode rows; requests that go on with at most ``decode_len`` tokens; those that go on with
     more; requests that have nothing in the cache, however many tokens they have. vLLM's backends expect it
     (``reorder_batch_to_split_decodes_and_prefills`` in vllm/v1/attention/backends/utils.py)."""
     row_len: int = 1
-    """Tokens that every decode row takes up, whether it has as many or not. More than one where drafts are verified:
-    then requests have a decode row once all their tokens are output, and the scheduler says how far they are."""
+    """Number of token places that every decode row takes up, used or not. It is more than one where drafts are
+    verified. Then a request has a decode row once all of its known tokens (``RequestStates.num_known``) are computed,
+    and the scheduler says how far it is."""
     prompts_in_chunks: bool = False
-    """Whether no token of a prompt may have a decode row: requests have one once all their tokens are output."""
+    """Whether no token of a prompt may have a decode row. Then, too, a request has one once all of its known tokens are
+    computed."""
 
 
 class BatchBuilder:
@@ -34,11 +36,11 @@ class BatchBuilder:
         self._order = order
 
     def build(self, schedule: Schedule) -> InputBatch:
-        """From scratch: any step."""
+        """Builds the batch from scratch; works for any step."""
         requests = self._requests
         req_ids, row_len = list(schedule.num_tokens), self._order.row_len
         if row_len > 1 and schedule.continued:
-            # Whether drafts were right the device alone knows; their requests' progress is the scheduler's bound.
+            # Only the device knows which drafts were right, so the progress of their requests is the scheduler's bound.
             requests.num_computed[requests.rows_of(schedule.continued)] = schedule.num_computed
         rows = requests.rows_of(req_ids)
         query_len = int_array(schedule.num_tokens.values())
@@ -84,7 +86,8 @@ def order_of(
     prompts_in_chunks: bool,
     keys: np.ndarray,
 ) -> tuple[int, bool]:
-    """Fills ``keys`` [R] that a batch is sorted by; returns how many have a decode row, and whether it is sorted."""
+    """Fills the sort keys ``keys`` [R] of a batch; returns the number of decode rows, and whether it is sorted
+    already."""
     num_decodes, is_sorted = 0, True
     for index in range(len(rows)):
         if row_len > 1 or prompts_in_chunks:
@@ -113,8 +116,10 @@ def advance(
     counts: np.ndarray,
     is_sampled: np.ndarray,
 ) -> int:
-    """Moves the ``progress`` of requests, by row, on by ``query_len``; ``num_known`` [rows] are the tokens on the host.
-    The first ``num_decodes`` have a decode row, and take up ``row_len`` tokens of the step if that is more.
+    """Advances the ``progress`` [rows] of requests by ``query_len``; ``num_known`` [rows] are the tokens on the host.
+
+    The first ``num_decodes`` requests have a decode row. Each of them takes up ``row_len`` tokens of the step, or its
+    ``query_len`` if that is more.
 
     Fills ``is_sampled`` and, as ``counts`` [3, R], ``query_start``, ``num_computed`` and ``seq_lens`` of an
     ``InputBatch``; returns its ``num_sampled``.

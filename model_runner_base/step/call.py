@@ -1,4 +1,4 @@
-"""One call of the model inside a step's graph: what components work out of the packed buffer, and hand to the model."""
+"""One call of the model inside a step's graph: tensors that components make of the packed buffer for the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from model_runner_base.step.sizes import StepSize
 
 @dataclass
 class ModelCall:
-    """Filled by ``unpack`` with the tokens, then by the components in their order.
+    """Inputs of one call of the model: ``unpack`` fills in the tokens, then the components add theirs in order.
 
     All tensors are on the device and padded: T tokens, L rows of logits.
     """
@@ -24,30 +24,30 @@ class ModelCall:
     arrays: dict[str, torch.Tensor]
     """The sections of the packed buffer, int32."""
     tokens: torch.Tensor
-    """[rows + 1, K] of ``DeviceRows``."""
+    """[rows + 1, K] int32, the tokens of ``DeviceRows``."""
     computed: torch.Tensor
-    """[rows + 1] of ``DeviceRows``; as the step found it, whatever has been sampled since."""
+    """[rows + 1] int32, ``computed`` of ``DeviceRows`` as it was before the step, whatever has been sampled since."""
     token_ids: torch.Tensor
     """[T] int32"""
     positions: torch.Tensor = field(init=False)
-    """[T] int32; this and the next four are the layout's (step/token_layout.py)."""
+    """[T] int32. The layout sets this and the next four fields (step/token_layout.py)."""
     rows: DecodeRows | None = None
     """Decode rows of the call; None where the layout has none in the step's own graph."""
     has_chunks: bool = False
-    """Whether tokens of chunks come behind the decode rows."""
+    """Whether tokens of chunks follow the decode rows."""
     tiles: ChunkTiles | None = None
     """Tiles of the chunks, in the layout of rows and tiles."""
     token_rows: torch.Tensor = field(init=False)
-    """[T] int32, in the layout of requests: the row of each token's request; the padding row for one that writes no
-    key."""
+    """[T] int32, in the layout of requests: the row of each token's request; the padding row for a token that
+        writes no key."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What each attention layer reads, by its name."""
+    """Attention metadata by layer name."""
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)
     """[T] int64 cache slots by layer name, for layers that write the cache apart from attention."""
     tensors: Sequence[torch.Tensor] = ()
-    """The tensors of the component that is being bound."""
+    """Tensors of the component that is being bound."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """The model's arguments; ``positions`` are added unless a component has set them."""
+    """Arguments of the model; ``positions`` are added unless a component has set them."""
 
     @classmethod
     def unpack(
@@ -63,7 +63,8 @@ class ModelCall:
         return cls(size, arrays, tokens, computed, token_ids if tokens.shape[1] == 1 else token_ids.clamp(min=0))
 
     def again(self, computed: torch.Tensor | None = None) -> "ModelCall":
-        """The call with nothing bound, as a step that began where ``computed`` says."""
+        """A copy of the call with nothing bound; ``computed`` [rows + 1], if given, takes the place of the call's
+        own."""
         return ModelCall(
             self.size, self.arrays, self.tokens, self.computed if computed is None else computed, self.token_ids
         )
@@ -82,7 +83,7 @@ class ModelCall:
         rows, indices = self.arrays["sample_rows"], self.arrays["logits_indices"]
         slots = [rows, self.positions[indices] + 1]
         if self.tokens.shape[1] > 1:
-            # It is the token of the next row of logits, if that is of the same request, and was drafted.
+            # A row's draft is the input token of the next row of logits, if both rows are of one request.
             has_draft = (rows[1:] == rows[:-1]) & (rows[1:] != self.tokens.shape[0] - 1)
             token_ids = known_or(self.arrays["token_ids"], self.tokens.view(-1))
             drafts = torch.where(has_draft, token_ids[indices[1:]], -1)

@@ -12,11 +12,11 @@ class ChunkTiles(NamedTuple):
     """NT tiles, Q tokens a tile, C tokens of chunks."""
 
     tokens: torch.Tensor
-    """[NT, Q] indices among the chunks' tokens, any behind a tile's last."""
+    """[NT, Q] indices among the chunks' tokens; arbitrary after a tile's last token."""
     is_token: torch.Tensor
     """[NT, Q] bool"""
     slots: torch.Tensor
-    """[C] where in the flattened tiles each token lies."""
+    """[C] place of each token in the flattened tiles."""
     positions: torch.Tensor
     """[C]"""
     starts: torch.Tensor
@@ -24,7 +24,7 @@ class ChunkTiles(NamedTuple):
     first: torch.Tensor
     """[NT] position of each tile's first token."""
     length: torch.Tensor
-    """[NT] tokens."""
+    """[NT] number of tokens."""
     is_real: torch.Tensor
     """[C] bool: not padding."""
     query: int
@@ -49,7 +49,10 @@ class ChunkTiles(NamedTuple):
         )
 
     def request_lengths(self) -> torch.Tensor:
-        """[NT] tokens of each tile's request, where all are whole: the next tile at position 0 is another request's."""
+        """[NT] number of tokens of each tile's request, if all requests are whole in the step.
+
+        A tile at position 0 then is the first of the next request.
+        """
         tile = torch.arange(self.first.shape[0], dtype=torch.int32, device=self.first.device)
         is_next = (self.first == 0) & (tile > tile.unsqueeze(1))
         end = torch.where(is_next, self.starts[:-1], self.starts[-1]).amin(dim=1)

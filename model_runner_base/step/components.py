@@ -1,8 +1,8 @@
-"""The components of a step: all that has a section of the packed buffer or tensors beside it, asked one like another.
+"""Components of a step: the parts that have sections of the packed buffer, or further tensors of the graph.
 
-A feature is a component in the list. The list's order is the one that all of them are asked in: a component reads
-sections that one before it has written (``reads``), and finds in a ``ModelCall`` what one before it has bound. What
-speaks to a single component, as ``sample_tokens`` does to the drafter, holds it by name beside the list.
+A feature is a component in the list. All components are called in the list's order. A component may read sections that
+one before it has written (``reads``), and what one before it has bound in a ``ModelCall``. Code that needs a single
+component, as ``sample_tokens`` needs the drafter, holds it by name in addition.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,12 +26,13 @@ class RepeatPart(Protocol):
         """Called once, before the first repeat; ``positions`` [R] int64 are those of the step that was packed."""
 
     def follow(self, positions: np.ndarray) -> bool:
-        """Follows the positions, which have moved on by one, or where drafts are verified by some tokens; False if the
-        buffer has no space for that."""
+        """Updates the sections for ``positions``, which have moved on by one token, or by several where drafts are
+        verified. Returns False if the buffer has no space for that."""
 
 
 class StepComponent:
-    """A part of the step. Every method does nothing, and costs nothing unless a component overrides it."""
+    """Interface of a part of the step; each default does nothing, and a method costs nothing unless it is
+    overridden."""
 
     prompts_in_chunks = False
     """Whether no token of a prompt may have a decode row."""
@@ -39,12 +40,12 @@ class StepComponent:
     """Sections of components before this one that ``fill``, ``repeat`` or ``bind`` reads, or writes over."""
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        """A request took a row; ``token_ids`` are its prompt and its output so far."""
+        """Called when a request takes a row; ``token_ids`` are its prompt and its output so far."""
 
     # ---- On the host ----
 
     def sections(self, size: StepSize) -> list[Section]:
-        """The component's part of the packed buffer."""
+        """Sections of the packed buffer that the component fills."""
         return []
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
@@ -54,40 +55,44 @@ class StepComponent:
         """
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Writes what is not zero in a step of nothing but padding."""
+        """Writes the numbers that are not zero in a step of nothing but padding."""
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        """Returns the upkeep of the sections while the step, all decode rows, is repeated; None if they cannot be.
+        """Returns what keeps the sections up to date while the step, all decode rows, is repeated.
 
-        Nothing, ``()``, where they stay as they were packed: a component that fills sections has to say so.
+        None: the step cannot be repeated. ``()``: the sections stay as they were packed, which a component that fills
+        sections has to say.
         """
         return None
 
     def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:
-        """Called before every run, when the buffer is on the device; not part of the graph. No batch: all padding."""
+        """Called before every run, when the buffer is on the device; not part of the graph.
+
+        ``batch`` is None for a run on padding.
+        """
 
     # ---- Part of the graph ----
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Tensors that the graph takes beside the packed buffer and the rows; always as many."""
+        """Tensors that the graph takes with the packed buffer and the rows; their number never changes."""
         return ()
 
     def bind(self, call: ModelCall) -> None:
-        """Adds to what the model is called with, and to what its layers read.
+        """Adds to the model's arguments and to its layers' metadata.
 
         ``call.tensors`` are the component's own ``tensors``, as the graph has them.
         """
 
     def unbind(self) -> None:
-        """Lets go of what the graph computed: the model has run, its logits included."""
+        """Releases tensors that the graph computed; called once the model has run and its logits are computed."""
 
     def warm_up(self) -> None:
-        """Runs once what the component has on the device beside the step's graph."""
+        """Runs once each function that the component runs on the device outside of the step's graph."""
 
 
 class StepComponents:
-    """The components in order. Each is asked what it overrides, and nothing else."""
+    """List of components in order. Only methods that a component overrides are called."""
 
     def __init__(self, components: Iterable[StepComponent]) -> None:
         self.prompts_in_chunks = False
@@ -106,7 +111,7 @@ class StepComponents:
             self.add(component)
 
     def add(self, component: StepComponent) -> None:
-        """Puts a component behind all that are there."""
+        """Appends a component."""
 
         def has(name: str) -> bool:
             return getattr(type(component), name) is not getattr(StepComponent, name)
@@ -162,7 +167,7 @@ class StepComponents:
             fill_padding(size, views)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> list[RepeatPart] | None:
-        """Returns the upkeep of all sections; None if those of one component cannot be kept up."""
+        """Returns what keeps all sections up to date; None if a component cannot keep its own so."""
         parts: list[RepeatPart] = []
         for repeat in self._repeat:
             of_component = repeat(batch, step)

@@ -1,8 +1,8 @@
-"""Decode rows on the device: where their tokens are.
+"""Decode rows on the device: the positions of their tokens.
 
-A row has Q tokens at consecutive positions, of which the first ones count. Q is 1, or 1 + k where k drafts are
-verified. The host packs a row for every position that it may turn out to be at; the graph takes the positions
-themselves from ``DeviceRows``.
+A row has Q places for tokens at consecutive positions, and its tokens fill the first ones. Q is 1, or 1 + k where k
+drafts are verified. The host packs a row so that it is right for every position where the row may turn out to be; the
+graph reads the true position from ``DeviceRows``.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ STARTS, LENGTHS = "decode_starts", "decode_lengths"
 
 
 class DecodeRows(NamedTuple):
-    """R rows, Q tokens a row."""
+    """R decode rows with Q places for tokens each."""
 
     positions: torch.Tensor
     """[R, Q]"""
     is_token: torch.Tensor | None = None
-    """[R, Q] bool; None: every row has Q, and what padding rows have does no harm."""
+    """[R, Q] bool; None: every row has Q tokens, and those of padding rows do no harm."""
 
     @classmethod
     def of(cls, arrays: Mapping[str, torch.Tensor], computed: torch.Tensor, query: int) -> "DecodeRows":

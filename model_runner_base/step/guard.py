@@ -1,4 +1,4 @@
-"""What a step runs in. Around the runner's own halves of it: vLLM's Ray executor calls them past the worker."""
+"""Guard around each half of a step. It wraps methods of the runner, since vLLM's Ray executor bypasses the worker."""
 
 import os
 import threading
@@ -19,26 +19,26 @@ T = TypeVar("T")
 
 
 class StepGuard:
-    """Half of a step: one thread of the process at a time is within; a rank whose error nobody hears of ends it.
+    """Context of one half of a step: one thread of the process at a time is inside, and no gradients are kept.
 
-    No gradients are kept within.
+    Ranks other than 0 exit on an error, since vLLM's executors hear of rank 0's errors alone. A rank that went on after
+    an error would be one collective behind the others, and add up tensors that do not belong together.
 
-    vLLM's executors hear of rank 0's errors alone. Another rank that went on after one would meet the others a
-    collective late, and add what does not belong together. A guard may be entered again and again, not within itself.
+    A guard can be entered again after it was left, but not while it is held.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._is_wanted = False
-        """Whether a step waits to begin."""
+        """Whether a step is waiting to begin."""
         self._inference_mode = current_platform.inference_mode()
 
     lock = threading.Lock()
-    """Held within, of all engines of the process: vLLM's forward context is one for all."""
+    """Lock of all engines of the process, held inside the guard: they share vLLM's forward context."""
 
     @contextmanager
     def between_steps(self, is_halfway: Callable[[], bool]) -> Iterator[None]:
-        """As the guard itself, for what is no step: one that waits, or is halfway, goes first."""
+        """Enters the guard for work that is no step. A step that is waiting or is halfway done goes first."""
         while True:
             with self.lock:
                 if not self._is_wanted and not is_halfway():
@@ -64,7 +64,7 @@ class StepGuard:
 
 
 def guarded(half: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A runner's half of a step, within the runner's ``step_guard``."""
+    """Wraps a runner's half of a step so that it runs inside the runner's ``step_guard``."""
 
     @wraps(half)
     def run(runner: Any, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -28,38 +28,38 @@ class Section(NamedTuple):
 
 
 class Entries:
-    """Changes to a packed buffer of ``length`` numbers: each a place in the buffer, and what is to stand there.
+    """Changes to a packed buffer of ``length`` numbers: each is a place in the buffer and the number to write there.
 
-    ``array`` [2, E] int32 has room for E of them; what is left names the last place of the buffer, which nobody reads.
+    ``array`` [2, E] int32 holds up to E of them. Unused entries name the last place of the buffer, which is never read.
     """
 
     def __init__(self, length: int, capacity: int) -> None:
         self._nowhere = length - 1
         self.array = np.zeros((2, capacity), np.int32)
         self.count = np.zeros(1, np.int64)
-        """[1] how many there are: an array, for compiled loops; larger than E if there was no room for all."""
+        """[1] number of changes, in an array for compiled loops; larger than E if they did not all fit."""
         self.capacity = capacity
         self._num_written = 0
-        """How many places of the array may name something."""
+        """Number of entries of the array, from the first on, that may be in use."""
         self.array[0] = self._nowhere
 
     def clear(self) -> None:
-        """A new step's begin."""
+        """Begins a new step."""
         self.count[0] = 0
 
     def drop(self) -> None:
-        """They are not sent: any of the array's may name something."""
+        """Gives up the changes, which are not sent: any entry of the array may be in use from now on."""
         self._num_written = self.capacity
 
     def finish(self, count: int) -> None:
-        """What an earlier step has left behind these goes nowhere."""
+        """Marks as unused the entries of an earlier step that follow the first ``count``."""
         if count < self._num_written:
             self.array[0, count : self._num_written] = self._nowhere
         self._num_written = count
 
 
 class PackedStep:
-    """The packed buffer at one size, on both sides."""
+    """Packed buffer of one size, on the host and on the device."""
 
     def __init__(self, size: StepSize, sections: Sequence[Section], device_ops: DeviceOps) -> None:
         self.size = size
@@ -69,20 +69,20 @@ class PackedStep:
         self.views = unpack(self.buffer, sections)
         """A writable view of each section, with what the last step of this size left there."""
         self.offsets = dict(zip(self.views, offsets_of(sections), strict=True))
-        """Where each section begins in the buffer."""
+        """Index in the buffer at which each section begins."""
         self.entries = Entries(len(self.buffer), capacity=16 + size.num_reqs // 2)
         self._sent: torch.Tensor | None = None
         self._sent_entries: torch.Tensor | None = None
         self._no_entries: torch.Tensor | None = None
         self.on_device: torch.Tensor
-        """The buffer there; after a step that repeats another, as that one's graph left it."""
+        """Buffer on the device; while a step is repeated, as the last run of the graph left it."""
         self.entries_on_device: torch.Tensor
-        """[2, E] int32, that the next graph is to write to it."""
+        """[2, E] int32, the changes that the next run of the graph writes to the buffer."""
         self.is_whole = False
-        """Whether all of the buffer was sent last."""
+        """Whether the last send was of the whole buffer."""
 
     def send(self) -> None:
-        """All of the buffer."""
+        """Sends the whole buffer."""
         if self._no_entries is None:
             self._no_entries = self._device_ops.to_device(self.entries.array)
         self._sent = self.on_device = self._device_ops.to_device(self.buffer, self._sent)
@@ -91,7 +91,7 @@ class PackedStep:
         self.entries.drop()
 
     def send_entries(self) -> None:
-        """What changed; all of the buffer, if that is too much."""
+        """Sends the changes; the whole buffer, if there are too many."""
         entries = self.entries
         count = int(entries.count[0])
         if count > entries.capacity:
@@ -108,14 +108,14 @@ class PackedStep:
 
 
 class Packer:
-    """The packed buffers, made once a size."""
+    """Packed buffers, of which each size has one."""
 
     def __init__(self, sections: Callable[[StepSize], Sequence[Section]], device_ops: DeviceOps) -> None:
         self.at = lru_cache(maxsize=256)(lambda size: PackedStep(size, sections(size), device_ops))
 
 
 def offsets_of(sections: Iterable[Section]) -> list[int]:
-    """Where each section begins."""
+    """Index at which each section begins."""
     offsets, start = [], 0
     for section in sections:
         offsets.append(start)
@@ -134,6 +134,6 @@ def unpack(packed: Array, sections: Iterable[Section]) -> dict[str, Array]:
 
 
 def pad_into(view: np.ndarray, values: np.ndarray, padding: int) -> None:
-    """Writes ``values`` to the front of ``view`` and ``padding`` behind them."""
+    """Writes ``values`` to the front of ``view`` and ``padding`` after them."""
     view[: len(values)] = values
     view[len(values) :] = padding

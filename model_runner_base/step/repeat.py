@@ -1,11 +1,12 @@
-"""A step that repeats the last one: the same requests, one token each, every one a token further.
+"""Repeated steps (steady decode): the requests of the last step again, one token each, each one token further.
 
-Where drafts are verified: as many drafts each, every one as far as the scheduler says that it may be.
+Where drafts are verified, each has as many drafts as before, and is at most as far as the scheduler says.
 
-Most steps of a server are such. Nothing is planned or packed for them: the device knows each row's token and position
-(``DeviceRows``), the graph works out whatever follows from them, and what is left are the entries of the packed buffer
-that change where a request enters a cache block. It applies from the second step of the same requests on, until a
-request comes, goes or resumes, a step has more tokens, or the buffer has no room for another attention pair.
+Most steps of a server repeat the last one. Nothing is planned or packed for them. The device knows each row's token and
+position (``DeviceRows``), and the graph works out whatever follows from these. The host sends only those entries of the
+packed buffer that change where a request enters a cache block. Steps are repeated from the second step of the same
+requests on, until a request comes, goes or resumes, a step has more tokens, or the buffer has no space for another
+attention pair.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from model_runner_base.step.schedule import Schedule
 
 
 class Repeat:
-    """Follows a schedule that repeats the last step, or says no."""
+    """Recognises a schedule that repeats the last step (steady decode), and moves the packed step on."""
 
     def __init__(self, requests: RequestStates) -> None:
         self._requests = requests
@@ -30,13 +31,13 @@ class Repeat:
         self._parts: Sequence[RepeatPart]
         self._rows: list[int] | None = None
         self._same: Sequence[str] | None = None
-        """A list that was found to name the last step's requests, in this step."""
+        """List of this step's schedule that ``rows_of`` found to be equal to the last step's requests."""
 
     def watch(self, batch: InputBatch, step: PackedStep, components: StepComponents) -> None:
-        """The next step may repeat this one, which ``components`` have just packed.
+        """Notes a step that ``components`` have just packed, and whether the next step may repeat it.
 
-        So it is if all its requests decode, each with as many tokens as its row holds, and yield a token; and every
-        component can keep its sections up.
+        It may if all requests decode, each with as many tokens as its row holds, if all of them yield a token, and if
+        every component can keep its sections up to date.
         """
         self._batch = None
         if batch.is_decode and batch.num_sampled == batch.num_reqs and batch.num_tokens == batch.num_decode_tokens:
@@ -46,11 +47,14 @@ class Repeat:
                 self._parts = parts
 
     def stop(self) -> None:
-        """No step repeats what came before."""
+        """Forgets the last step, so that the next one is built from scratch."""
         self._batch = None
 
     def rows_of(self, req_ids: Sequence[str]) -> list[int] | None:
-        """The rows of requests, if they are the last step's: a look-up each would be most of a repeat's cost."""
+        """Returns the rows of requests if they are the last step's, else None.
+
+        A look-up of each would be most of a repeated step's cost.
+        """
         if self._batch is None or self._batch.req_ids != req_ids:
             return None
         self._same = req_ids
@@ -59,7 +63,11 @@ class Repeat:
         return self._rows
 
     def follow(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
-        """The step moved on to the scheduled one; None if that is another, or has no room, and must be built."""
+        """Moves the last step on to the scheduled one, sends what changes, and returns it.
+
+        Returns None if the schedule is another one, or if the buffer has no space for the changes. Then the step must
+        be built.
+        """
         batch, same, self._same = self._batch, self._same, None
         if batch is None or schedule.total_num_tokens != batch.num_tokens or schedule.arrivals:
             return None
@@ -87,7 +95,8 @@ class Repeat:
         return batch, step
 
     def _begin(self, batch: InputBatch) -> None:
-        """All were sampled, so the device knows all tokens and positions."""
+        """Begins a series of repeated steps. All requests were sampled, so the device knows all tokens and
+        positions."""
         batch.is_repeat = True
         batch.num_computed, batch.seq_lens = batch.num_computed.copy(), batch.seq_lens.copy()
         for part in self._parts:

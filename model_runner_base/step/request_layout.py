@@ -1,9 +1,9 @@
-"""One request's tokens behind another's: the layout that kernels with metadata builders of their own read.
+"""Layout of tokens request after request, which kernels with metadata builders of their own read.
 
 A step sends each request's row, where it starts, and how many tokens it has; positions are worked out on the device.
 
-Where drafts are verified, decode rows have 1 + k tokens each, those that a row lacks too: kernels take decode to be
-uniform. What is missing writes no key, and lies behind all tokens that count, so no result depends on it.
+Where drafts are verified, each decode row takes up 1 + k tokens, because kernels take decode to be uniform. The places
+of missing drafts write no key, and come after all tokens that count, so no result depends on them.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ STARTS, QUERY_START = "starts", "query_start_loc"
 
 
 class RequestLayout(TokenLayout):
-    """The layout of steps without plans.
+    """Layout of steps without attention plans.
 
-    ``threshold`` is the most tokens of a request that kernels take for decode, where they ask for an order.
+    ``threshold`` is the most tokens of a request that kernels take for decode; None if they ask for no order.
     """
 
     reads = ("token_ids", "rows")
@@ -40,7 +40,7 @@ class RequestLayout(TokenLayout):
     # ---- On the host ----
 
     def needs(self, batch: InputBatch) -> list[StepSize]:
-        """Only tokens and requests count: kernels cut the work into tiles themselves."""
+        """Counts tokens and requests only: kernels cut the work into tiles themselves."""
         rows, reqs, num_tokens = batch.num_decodes, batch.num_reqs, batch.num_places
         kind = StepKind.DECODE if batch.is_decode and num_tokens == reqs * self._query else StepKind.MIXED
         dims = {
@@ -53,7 +53,7 @@ class RequestLayout(TokenLayout):
         return [self.limits.size(kind, **dims)]
 
     def _num_rows(self, size: StepSize) -> int:
-        """Decode rows, where their number has to be known."""
+        """Number of decode rows of a size; 0 where rows have one token each, since it is not needed then."""
         return 0 if self._query == 1 else self.limits.named(size)["decode_rows"]
 
     def sections(self, size: StepSize) -> list[Section]:
@@ -65,14 +65,15 @@ class RequestLayout(TokenLayout):
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         """Padding requests have no tokens and an empty row."""
         pad_into(views[QUERY_START], batch.query_start, batch.num_places)
-        # A request whose next token the device alone knows has its position there too.
+        # If only the device knows a request's next token, only the device knows its position.
         is_on_device = views["token_ids"][batch.query_start] < 0
         pad_into(views[STARTS], np.where(is_on_device, -batch.rows - 1, batch.num_computed), 0)
         if self._query > 1:
             pad_into(views[LENGTHS], batch.query_len[: batch.num_decodes], 0)
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Requests that share the tokens evenly, none longer than the model allows, and have nothing in the cache."""
+        """Fills in requests that share the tokens evenly, none longer than the model allows, with nothing in the
+        cache."""
         rows, query_start_loc = self._num_rows(size), views[QUERY_START]
         in_rows = rows * self._query
         query_start_loc[:rows] = np.arange(rows) * self._query
@@ -101,11 +102,12 @@ class RequestLayout(TokenLayout):
         call.token_rows, call.positions = places
 
     def _places(self, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T] the row of each token's request, and the token's position; of padding the padding row, and 0."""
+        """[T] int32 the row of each token's request, and [T] int32 each token's position; for padding the padding row,
+        and 0."""
         rows, loc = call.arrays["rows"], call.arrays[QUERY_START]
         starts = known_or(call.arrays[STARTS], call.computed)
         if call.size.kind == StepKind.DECODE and self._query == 1:
-            return rows, starts  # A request a token.
+            return rows, starts  # Each request has one token.
         token = torch.arange(call.size.num_tokens, dtype=torch.int32, device=loc.device)
         request = torch.searchsorted(loc[1:], token, right=True, out_int32=True).clamp(max=call.size.num_reqs - 1)
         ends = loc[1:]

@@ -34,20 +34,20 @@ class Requests(NamedTuple):
     """Part of a batch's requests, R of them."""
 
     num_tokens: np.ndarray
-    """[R] new tokens; of decode rows all positions that they may touch."""
+    """[R] number of new tokens; of a decode row, the number of positions that it may touch."""
     num_computed: np.ndarray
-    """[R] tokens in the cache; of decode rows the first position that they may touch."""
+    """[R] number of tokens in the cache; of a decode row, the first position that it may touch."""
     rows: np.ndarray
-    """[R]"""
+    """[R] row of each request in the request states."""
 
 
 class Placed(NamedTuple):
-    """A batch's requests, by how their tokens lie."""
+    """Requests of a batch, split by how their tokens lie: decode rows and chunks."""
 
     batch: InputBatch
     decodes: Requests
     chunks: Requests | None
-    """Requests with a chunk; None if the step is one of decode."""
+    """Requests with a chunk; None in a step of pure decode."""
 
 
 class PairNeed(NamedTuple):
@@ -59,7 +59,7 @@ class PairNeed(NamedTuple):
 
 
 class Planner(Protocol):
-    """Methods that the layout calls of each kind of caches."""
+    """Methods of a kind of caches that the layout calls."""
 
     def need(self, placed: Placed) -> PairNeed: ...
 
@@ -67,7 +67,7 @@ class Planner(Protocol):
 
 
 class RowsAndTiles(TokenLayout):
-    """The layout of steps with plans; ``kinds`` say how many pairs a step needs."""
+    """Layout of steps with attention plans; ``kinds`` say how many pairs a step needs."""
 
     def __init__(self, limits: StepLimits, kinds: Sequence[Planner]) -> None:
         self.limits = limits
@@ -93,7 +93,7 @@ class RowsAndTiles(TokenLayout):
         return [size, *(other for kind in self._kinds for other in kind.other_sizes(batch))]
 
     def _reach_of(self, batch: InputBatch) -> Requests:
-        """The decode rows: how many positions each may touch in this step, and from which one on."""
+        """Decode rows, with the number of positions that each may touch in this step, and the first of them."""
         limits, rows = self.limits, batch.num_decodes
         query_len, num_computed = batch.query_len[:rows], batch.num_computed[:rows]
         if limits.decode_reach > 1:
@@ -152,9 +152,9 @@ class RowsAndTiles(TokenLayout):
 def fill_starts(
     rows: np.ndarray, token_ids: np.ndarray, row_len: int, num_computed: np.ndarray, starts: np.ndarray
 ) -> None:
-    """Writes where decode rows of ``row_len`` tokens start, R of them before padding at 0.
+    """Writes the start position of each of R decode rows of ``row_len`` tokens; padding starts at 0.
 
-    A row whose first token the device alone knows has its position there too (``known_or``).
+    If only the device knows a row's first token, only the device knows its position (``known_or``).
     """
     for index in range(len(rows)):
         starts[index] = -rows[index] - 1 if token_ids[index * row_len] < 0 else num_computed[index]
@@ -170,8 +170,11 @@ def fill_tiles(
     tile_positions: np.ndarray,
     token_slots: np.ndarray,
 ) -> None:
-    """The first token of each chunk tile [NT + 1], which ends where the next one begins, and its position [NT]; where
-    in the flattened tiles each token lies. Padding tiles are empty."""
+    """Writes each chunk tile's first token [NT + 1] and that token's position [NT], and each token's place in the
+    tiles.
+
+    A tile ends where the next one begins; padding tiles are empty. Places are counted in the flattened tiles.
+    """
     tile = token = 0
     for request in range(len(query_len)):
         length = query_len[request]

@@ -1,4 +1,4 @@
-"""Step as the scheduler asks for it, in words of this library.
+"""Step as the scheduler asks for it, in types of this library.
 
 Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with a prompt of 5 tokens:
 
@@ -29,24 +29,24 @@ class Arrival:
 
     req_id: str
     token_ids: list[int]
-    """All that the scheduler knows: the prompt, and of one that resumes its output too."""
+    """The prompt; of a request that resumes, also its output so far."""
     num_computed: int
-    """Tokens that lie in the cache already."""
+    """Number of tokens that lie in the cache already."""
     block_ids: tuple[list[int], ...]
-    """All its blocks, a list a KV-cache group."""
+    """Blocks of the request, one list for each KV-cache group."""
     params: SamplingParams | None = None
-    """The head's own: what a new request asks for; None for one that resumes."""
+    """Parameters of a new request, for the head; None for one that resumes."""
     prompt_embeds: torch.Tensor | None = None
-    """[prompt, hidden] on the host, of a new one whose prompt is embeddings; its ``token_ids`` are zeros then."""
+    """[prompt, hidden] on the host, of a new request whose prompt is embeddings; its ``token_ids`` are zeros then."""
     adapter: LoRARequest | None = None
-    """Of a new one that names one."""
+    """Adapter that a new request names, if any."""
     items: Sequence[MultiModalFeatureSpec] = ()
-    """Of a new one: the images and such of its prompt, and where they stand."""
+    """Images and other items in the prompt of a new request, with their positions."""
 
     def resumes(self, info: RequestInfo) -> bool:
-        """Whether this is the request of ``info`` once more; else a session goes on with a longer prompt.
+        """Whether the request of ``info`` resumes as it was; if not, a session goes on with a longer prompt.
 
-        One that was preempted before its first token may come as if it were new, with the prompt that it has.
+        A request that was preempted before its first token may arrive as if it were new, with the same prompt.
         """
         is_same = self.params == info.sampling_params and len(self.token_ids) == info.num_prompt_tokens
         return self.params is None or is_same
@@ -60,26 +60,27 @@ class Schedule:
     preempted: Collection[str]
     arrivals: list[Arrival]
     continued: Sequence[str]
-    """Requests that were scheduled before, in the scheduler's order; those that resume among them."""
+    """Requests that were scheduled before, those that resume included, in the scheduler's order."""
     new_blocks: Sequence[tuple[list[int], ...] | None]
-    """For each of ``continued``: blocks to append, a list a group; None for one that resumes."""
+    """Blocks to append for each of ``continued``, a list for each group; None for a request that gets none or
+    resumes."""
     num_tokens: Mapping[str, int]
-    """Tokens to run of every request of this step, in the scheduler's order."""
+    """Number of tokens to run for every request of this step, in the scheduler's order."""
     total_num_tokens: int
     num_computed: Sequence[int] = ()
-    """For each of ``continued``: tokens that lie in the cache already, if every draft that was scheduled is right; of
-    steps that the scheduler has read it knows the truth."""
+    """Number of tokens in the cache for each of ``continued``, if every draft that was scheduled is right. It is exact
+    where the scheduler has read the results of all earlier steps."""
     drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Drafts to verify, which count among ``num_tokens``, by request; -1 where the device alone knows them."""
+    """Drafts to verify, by request, which ``num_tokens`` includes; -1 for a draft that only the device knows."""
     encoder_inputs: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Items to encode before the step, by request: indices among its ``items``."""
     freed_items: Sequence[str] = ()
-    """Identifiers of items whose encoder outputs are given up, before others are encoded."""
+    """Identifiers of items whose encoder outputs are freed, before others are encoded."""
     orphans: Sequence[MultiModalFeatureSpec] = ()
-    """Items of failed requests that are encoded all the same: other requests count on those that they share."""
+    """Items of failed requests that are encoded nevertheless, since other requests may share them."""
 
     def without(self, errors: RequestErrors) -> "Schedule":
-        """The step less the requests that failed."""
+        """A copy of the step without the requests that failed."""
         continued = [req_id not in errors for req_id in self.continued]
         num_tokens = errors.without(self.num_tokens)
         return replace(
@@ -101,13 +102,15 @@ class Grammar(NamedTuple):
 
     req_ids: Sequence[str]
     bitmask: np.ndarray
-    """[rows, ceil(V / 32)] int32: token t at bit t % 32 of word t // 32; a row for the next token of each request, and
-    one behind each of its drafts."""
+    """[rows, ceil(V / 32)] int32: token t at bit t % 32 of word t // 32. Each request has a row for its next token, and
+    one for the token after each of its drafts."""
 
     def at(self, place: np.ndarray, row_len: int) -> np.ndarray:
-        """[N, ceil(V / 32)] the rows of ``place`` [N]: each request's places, which begin with 0, behind another's.
+        """[N, ceil(V / 32)] rows of the bitmask for ``place`` [N], the places of one request after another, each from 0
+        on.
 
-        Where there are more rows, each request has ``row_len`` of them: those of drafts that it lacks are left out.
+        If the bitmask has more than N rows, each request has ``row_len`` of them, and those of missing drafts are left
+        out.
         """
         if len(self.bitmask) == len(place):
             return self.bitmask

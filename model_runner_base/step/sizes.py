@@ -1,11 +1,11 @@
-"""How large a step is: its kind, and one number for everything that a device has to know ahead.
+"""Size of a step: its kind, and one number for everything that a device has to know in advance.
 
 A size has a dim for each number: tokens, requests and rows of logits, which every step has, and those that the kinds of
 KV-cache groups contribute (``Dim``), such as the attention pairs of a plan. Captured device graphs and compiled buckets
 are sizes; a step is padded to one that holds it.
 
 Example, with dims (tokens, requests, logits, decode_rows, decode_pairs, chunk_tokens, chunk_tiles, chunk_pairs): three
-requests in decode beside a prompt of 100 tokens need ``StepSize(MIXED, (103, 4, 4, 3, 8, 100, 2, 4))``; they may run at
+requests in decode and a prompt of 100 tokens need ``StepSize(MIXED, (103, 4, 4, 3, 8, 100, 2, 4))``; they may run at
 ``StepSize(MIXED, (136, 16, 16, 8, 33, 128, 4, 9))``.
 """
 
@@ -23,16 +23,16 @@ from model_runner_base.host_loops import compiled
 
 
 class StepKind(IntEnum):
-    """What tells apart graphs that no padding makes alike."""
+    """Kinds of steps whose graphs differ in more than padding."""
 
     DECODE = 0
-    """Every request has a decode row."""
+    """Step in which every request has a decode row."""
     MIXED = 1
-    """Decode rows and chunks of prompts."""
+    """Step of decode rows and chunks of prompts."""
     DECODE_CONTIGUOUS = 2
     """Decode that reads every line of a contiguous cache, used or not (caches/contiguous_decode.py)."""
 
-    __hash__ = int.__hash__  # An enum's own is a Python function; sizes are looked up in every step.
+    __hash__ = int.__hash__  # Enum's own is a Python function, which is slow: sizes are looked up in every step.
 
     def __str__(self) -> str:
         return ("decode", "mixed", "decode by cache lines")[self]
@@ -43,7 +43,7 @@ class Dim(NamedTuple):
 
     name: str
     costs: tuple[float, float, float]
-    """What one of it costs in each kind of step, in units of one token; only to compare sizes."""
+    """Cost of one unit of this number in each kind of step, in units of one token; only to compare sizes."""
 
 
 COMMON_DIMS = (
@@ -51,11 +51,11 @@ COMMON_DIMS = (
     Dim("requests", (0.2, 0.2, 0.2)),
     Dim("logits", (0.0, 0.0, 0.0)),
 )
-"""Those of every step. ``logits`` are rows of logits: one a request, more where drafts are verified."""
+"""Dims of every step. ``logits`` are rows of logits: one for each request, more where drafts are verified."""
 
 
 PLAN_DIMS = ("decode_rows", "decode_pairs", "chunk_tokens", "chunk_tiles", "chunk_pairs")
-"""The dims of a step with attention plans, behind those of every step."""
+"""Dims of a step with attention plans, after those of every step."""
 PLANNED = (*(dim.name for dim in COMMON_DIMS), *PLAN_DIMS)
 
 
@@ -78,7 +78,8 @@ class StepSize(NamedTuple):
         return self.dims[2]
 
     def plan_dims(self) -> tuple[int, ...]:
-        """Numbers of ``PLAN_DIMS``, of a step with attention plans: no property, which Dynamo would not look into."""
+        """Numbers of ``PLAN_DIMS`` in a step with attention plans. No property, since Dynamo would not look into
+        one."""
         return self.dims[3:8]
 
     def holds(self, need: "StepSize") -> bool:
@@ -95,59 +96,62 @@ class StepSize(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How attention is cut: a tile of queries meets tiles of keys."""
+    """Tile sizes of attention: a tile of queries meets tiles of keys."""
 
     query: int
-    """Query tokens in a tile."""
+    """Number of query tokens in a tile."""
     keys: int
-    """Cache positions in a KV tile."""
+    """Number of cache positions in a KV tile."""
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What the scheduler may ask of one step, and the tilings that attention plans will use."""
+    """Limits on what the scheduler may ask of one step, and the tilings that attention plans use."""
 
     max_num_tokens: int
     max_num_reqs: int
     max_model_len: int
     decode: Tiling
-    """Of decode rows: ``query`` is the most tokens that a row of decode has."""
+    """Tiling of decode rows: ``query`` is the most tokens that a decode row has."""
     chunk: Tiling
-    """Of chunks of prompts."""
+    """Tiling of chunks of prompts."""
     dims: tuple[Dim, ...] = COMMON_DIMS
     num_lines: int = 0
-    """Lines of a contiguous cache, if decode may read all of them; else 0."""
+    """Number of lines of a contiguous cache, if decode may read all of them; else 0."""
     unread: int = 0
-    """Tokens by which the scheduler may overstate a decode row's progress: drafts whose fate it has not read yet."""
+    """Number of tokens by which the scheduler may overstate a decode row's progress: drafts whose verification it has
+    not read yet."""
     ahead: int = 0
-    """Positions behind a decode row's tokens that drafting runs ahead to."""
+    """Number of positions after a decode row's tokens that drafting may reach."""
 
     pass_tokens: int = 1
-    """The most tokens of a decode row that the model or what drafts takes at a time."""
+    """Largest number of tokens of a decode row that the model, or a draft model, takes at a time."""
     cross_len: int = 0
-    """Keys of an encoder's output that each token sees in cross-attention layers; 0: there are none."""
+    """Number of keys of an encoder's output that each token sees in cross-attention layers; 0: there are none."""
     max_arrivals: int | None = None
-    """Requests that may have a chunk in one step, where those are fewer than all: each has a whole prompt then."""
+    """Largest number of requests that may have a chunk in one step, each with its whole prompt; None: any request may
+    have a chunk of any part of its prompt."""
 
     @property
     def max_chunks(self) -> int:
-        """Requests that may have a chunk in one step."""
+        """Largest number of requests that may have a chunk in one step."""
         return self.max_num_reqs if self.max_arrivals is None else min(self.max_arrivals, self.max_num_reqs)
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Tokens that the chunks of one step may have together."""
+        """Largest number of tokens that the chunks of one step may have together."""
         most = self.max_num_tokens
         return most if self.max_arrivals is None else min(most, self.max_chunks * self.max_model_len)
 
     @property
     def decode_reach(self) -> int:
-        """Positions that a decode row may touch in one step, wherever it truly is."""
+        """Number of positions that a decode row may touch in one step, since the host does not know exactly where it
+        is."""
         return self.unread + self.decode.query + self.ahead
 
     @property
     def max_kv_tiles(self) -> int:
-        """Of a decode row."""
+        """Largest number of KV tiles of a decode row."""
         return -(-self.max_model_len // self.decode.keys)
 
     @property
@@ -155,7 +159,8 @@ class StepLimits:
         return -(-self.max_model_len // self.chunk.keys)
 
     def cross_pairs(self, size: StepSize) -> dict[str, int]:
-        """Attention pairs of a cross-attention layer, by the names of dims: any row or tile meets all of the keys."""
+        """Number of attention pairs of a cross-attention layer, by names of dims: each row or tile meets all of the
+        keys."""
         dims = self.named(size)
         return {
             "decode_pairs": dims["decode_rows"] * -(-self.cross_len // self.decode.keys),
@@ -163,11 +168,11 @@ class StepLimits:
         }
 
     def size(self, kind: StepKind, **dims: int) -> StepSize:
-        """By the names of dims; those that are left out are 0, names that are none of these limits' are ignored."""
+        """A size from dims by name. Dims that are left out are 0; names that these limits do not have are ignored."""
         return StepSize(kind, tuple([dims.get(name, 0) for name in self._names]))
 
     def but(self, size: StepSize, **dims: int) -> StepSize:
-        """A size with some dims changed, by name."""
+        """A copy of a size with some dims changed, by name."""
         return self.size(size.kind, **(self.named(size) | dims))
 
     @cached_property
@@ -175,29 +180,30 @@ class StepLimits:
         return [dim.name for dim in self.dims]
 
     def named(self, size: StepSize) -> dict[str, int]:
-        """The dims of a size by name; 0 for names that are none of these limits'."""
+        """The dims of a size by name; 0 for names that these limits do not have."""
         return defaultdict(int, zip(self._names, size.dims, strict=True))
 
     @cached_property
     def _pick(self) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-        """From the numbers of PLANNED and a 0, which stands for any other dim, to the dims of a size.
+        """Function from the numbers of PLANNED, followed by a 0 for any other dim, to the dims of a size.
 
-        Every step asks for one, and a dictionary by names takes five times as long.
+        Every step calls it, and a dictionary by names takes five times as long.
         """
         places = [PLANNED.index(name) if name in PLANNED else len(PLANNED) for name in self._names]
         return itemgetter(*places)
 
     def decode_size(self, num_rows: int, num_pairs: int) -> StepSize:
-        """Of rows of decode, and a neutral pair beside ``num_pairs``."""
+        """Size of a step of decode rows with ``num_pairs`` pairs, and a neutral pair in addition."""
         tokens = num_rows * self.decode.query
         return StepSize(StepKind.DECODE, self._pick((tokens, num_rows, tokens, num_rows, num_pairs + 1, 0, 0, 0, 0)))
 
     def mixed_size(
         self, num_rows: int, num_pairs: int, chunk_tokens: int, num_chunks: int, chunk_pairs: int, num_tiles: int = 0
     ) -> StepSize:
-        """Of rows of decode beside chunks, with a neutral pair each; of ``num_tiles``, or as many as they may take.
+        """Size of a step of decode rows and chunks, with a neutral pair in addition for both kinds of pairs.
 
-        There is a row of padding at least, so that no array of a graph is empty.
+        ``num_tiles`` is 0 for as many tiles as the chunks may take. There is at least one decode row, if only of
+        padding, so that no array of a graph is empty.
         """
         num_logits = num_rows * self.decode.query + num_chunks
         num_rows = max(1, num_rows)
@@ -216,7 +222,8 @@ class StepLimits:
         return StepSize(StepKind.MIXED, self._pick(planned))
 
     def num_tiles(self, num_tokens: int, num_chunks: int) -> int:
-        """The most query tiles that chunks of so many tokens in all can make: each may leave one ragged."""
+        """Largest number of query tiles that ``num_chunks`` chunks of ``num_tokens`` tokens in all can make: each may
+        leave one ragged."""
         return num_tokens // self.chunk.query + min(num_chunks, num_tokens)
 
     @property
@@ -234,7 +241,10 @@ class StepLimits:
 
 @compiled
 def first_that_holds(sizes: np.ndarray, kind: int, dims: tuple[int, ...]) -> int:
-    """The first row of ``sizes`` [N, 1 + dims] int32 that ``StepSize.holds`` a need of this kind and dims, or -1."""
+    """Index of the first row of ``sizes`` [N, 1 + dims] int32 that holds a need of this kind and dims, or -1.
+
+    ``StepSize.holds`` has the rule.
+    """
     for index in range(len(sizes)):
         if sizes[index, 0] == kind:
             holds = True
@@ -248,7 +258,7 @@ def first_that_holds(sizes: np.ndarray, kind: int, dims: tuple[int, ...]) -> int
 
 
 def cost_of(sizes: np.ndarray, dims: Iterable[Dim]) -> np.ndarray:
-    """What steps of these sizes, rows [..., 1 + dims], cost in units of one token; only to compare them."""
+    """Costs of steps of these sizes, rows [..., 1 + dims], in units of one token; only to compare them."""
     weights = np.array([dim.costs for dim in dims]).T
     return (sizes[..., 1:] * weights[sizes[..., 0]]).sum(axis=-1)
 

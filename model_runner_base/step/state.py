@@ -17,14 +17,15 @@ class GraphState:
         self.tensors: list[torch.Tensor] = []
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> "HeldTensors":
-        """Appends tensors; returns them as they stand at any later time."""
+        """Appends tensors; returns a view that has them as they are at any later time."""
         start = len(self.tensors)
         self.tensors += tensors
         return HeldTensors(self.tensors, start, len(self.tensors))
 
 
 class HeldTensors(MutableSequence[torch.Tensor]):
-    """A part of a graph's state; the state of a graph that updates no other part."""
+    """View of one owner's part of a graph's state. It also serves as the state of a graph that updates no other
+    part."""
 
     def __init__(self, tensors: list[torch.Tensor], start: int, stop: int) -> None:
         self._tensors = tensors

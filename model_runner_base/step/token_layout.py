@@ -1,7 +1,7 @@
-"""Layout of a step's tokens, for every kind of caches alike.
+"""Layout of a step's tokens, which all kinds of caches share.
 
 A model has one layout. ``rows_and_tiles.py`` has decode rows and tiles of chunks, each padded by itself, as attention
-plans read them; ``request_layout.py`` has one request's tokens behind another's, as kernels of other backends do.
+plans read them; ``request_layout.py`` has tokens request after request, as kernels of other backends do.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,8 @@ from model_runner_base.step.sizes import StepLimits, StepSize
 
 
 class TokenLayout(StepComponent, ABC):
-    """A component before the caches: sizes, the order of requests, and in the graph the position of every token."""
+    """Component before the caches. It has a step's sizes, the order of requests, and in the graph every token's
+    position."""
 
     order: BatchOrder
     limits: StepLimits
@@ -26,24 +27,25 @@ class TokenLayout(StepComponent, ABC):
 
     @abstractmethod
     def needs(self, batch: InputBatch) -> list[StepSize]:
-        """Sizes of this step before padding, one for each way to run it: one, or more to choose from."""
+        """Sizes of this step before padding, one for each way to run it; there is at least one."""
 
     def chunk_start(self, size: StepSize, num_decode_tokens: int) -> int:
-        """The index of the first token of chunks, behind ``num_decode_tokens`` of decode rows and their padding."""
+        """Index of the first token of chunks, after ``num_decode_tokens`` of decode rows and their padding."""
         return num_decode_tokens
 
     @abstractmethod
     def bind(self, call: ModelCall) -> None:
-        """Sets the call's ``positions`` and what else ``ModelCall`` says of places. Part of the graph."""
+        """Sets the call's ``positions`` and the other fields that ``ModelCall`` leaves to the layout. Part of the
+        graph."""
 
     @abstractmethod
     def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
-        """Does as ``bind``, for decode rows [R, Q] of any number of tokens, at positions that the step may touch, and
-        behind them the step's chunks or none. A pass of drafting is such."""
+        """Does as ``bind`` for a pass of drafting: decode rows [R, Q] of any number of tokens, at positions that the
+        step may touch, followed by the step's chunks or by none."""
 
 
 class DeviceStarts:
-    """Upkeep of a section of where rows start: while their step is repeated, the device knows."""
+    """Upkeep of the section that says where rows start: while their step is repeated, only the device knows."""
 
     def __init__(self, starts: np.ndarray, rows: np.ndarray) -> None:
         self._starts = starts

@@ -1,10 +1,10 @@
-"""Trace of a step, which tells by request what the model is given: the one way to look into a step.
+"""Trace of a step, which says for each request what the model is given: the one way to look into a step.
 
 The conformance kit, the benchmarks and the tests compare ``StepTrace``s with what they expect, so they need to know
 nothing of buffers, sections or attention metadata. A step that is not watched pays nothing for it.
 
 Example: request "a" is in decode at position 7, "b" has the first 3 tokens of its prompt. With blocks of 4 tokens, of
-which "a" has blocks 5 and 2 and "b" block 9, a layer without a window is handed
+which "a" has blocks 5 and 2 and "b" block 9, a layer without a window is given
 
     requests["a"]: token_ids [17], positions [7], slots[layer] [2 * 4 + 3]
                    seen[layer][0].positions 0..7, in the slots of blocks 5 and 2
@@ -28,19 +28,19 @@ from model_runner_base.step.sizes import StepSize
 
 
 class SampledPlace(NamedTuple):
-    """Where a request is sampled; where drafts are verified, behind the first of its tokens."""
+    """Place where a request is sampled; where drafts are verified, the one after the first of its tokens."""
 
     token: int
     """Index among the request's tokens in this step."""
     row: int
-    """The row that the sampled token is recorded in; of padding, where nobody looks, if the request yields none."""
+    """Row that the sampled token is recorded in; the padding row, which is never read, if the request yields none."""
     position: int
-    """The one that the sampled token will have."""
+    """Position that the sampled token will have."""
 
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """One request's Q tokens of a step."""
+    """Trace of one request's Q tokens in a step."""
 
     token_ids: list[int]
     positions: list[int]
@@ -53,26 +53,26 @@ class RequestTrace:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step."""
+    """Trace of one step."""
 
     size: StepSize
-    """That it runs at, padding included."""
+    """Size that the step runs at, padding included."""
     requests: dict[str, RequestTrace]
-    """By request id, in the order of the batch."""
+    """Traces by request id, in the order of the batch."""
     padding_slots: dict[str, np.ndarray]
-    """By layer name: where the keys and values of padding tokens go."""
+    """Cache slots that the keys and values of padding tokens go to, by layer name."""
     padding_rows: np.ndarray
-    """The rows that what is sampled for padding is recorded in."""
+    """Rows that the tokens sampled for padding are recorded in."""
     num_sent: int
-    """Numbers of the packed buffer that were sent: all of it, or where a step repeats the last one, what changed."""
+    """How many numbers of the packed buffer were sent: all, or only the changes where a step repeats the last one."""
 
 
 @contextmanager
 def watch_steps(runner: Any) -> Iterator[list[StepTrace]]:
-    """The steps that ``runner``, a ``ModelRunnerBase``, runs inside the block, in a list that grows.
+    """Yields a growing list of traces of the steps that ``runner``, a ``ModelRunnerBase``, runs inside the block.
 
-    A trace is worked out on the host from what lies on the device: what the device's own arithmetic makes of that shows
-    in its tokens.
+    Traces are worked out on the host from the buffers on the device. What the device's own arithmetic makes of these
+    shows only in the tokens that it samples.
     """
     graph = runner.parts.graph
     run = graph.run
@@ -113,7 +113,7 @@ def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:
         start = int(batch.query_start[index])
         tokens = slice(start, start + int(batch.query_len[index]))
         is_padding[tokens] = False
-        # Layers that are told the same share the arrays.
+        # Layers with the same metadata share the arrays.
         shares = {id(layer): (layer.slots[tokens], layer.seen[tokens]) for layer in layers.values()}
         requests[req_id] = RequestTrace(
             token_ids=token_ids[tokens].tolist(),
