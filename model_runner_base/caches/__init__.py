@@ -1,1 +1,1 @@
-"""KV-cache groups, one file a kind: what its caches look like, what a step sends for it, what its layers read."""
+"""Kinds of KV-cache groups, one file each: form of the caches, what a step sends for them, what their layers read."""

@@ -20,7 +20,9 @@ from model_runner_base.vllm_compat.types.kv_cache import attention_layers, bind_
 def allocate(
     layout: CacheLayout, vllm_config: VllmConfig, device_ops: DeviceOps, kv_tile_target: int
 ) -> tuple[list[torch.Tensor], dict[str, tuple[int, ...]]]:
-    """Zero-filled caches, and the indices of each layer's; layers that share a tensor in the layout share memory here.
+    """Allocates caches, filled with zeros; returns them, and the indices of each layer's caches among them.
+
+    Layers that share a tensor in the layout share memory here.
 
     The contents must be finite from the start: masked positions are multiplied by zero, not skipped.
     """
@@ -47,7 +49,7 @@ def allocate(
                     f"layers {tensor.layer_names[0]} and {name} share memory, but not the size of a block; such layers "
                     "are not supported yet"
                 )
-            # Attention in plain torch makes its own view: a graph knows its state by being these very tensors.
+            # The base's attention makes its own view, so its layers share one tensor: a graph knows its state by it.
             form = first if form.is_ours else form
             if form not in views:
                 views[form] = len(caches)
@@ -61,14 +63,14 @@ def allocate(
 
 
 class _Form(NamedTuple):
-    """How a layer's backend wants its cache."""
+    """Form of the cache that a layer's backend asks for."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    """The dimensions in memory, outermost first."""
+    """Order of the dimensions in memory, outermost first."""
     dtype: torch.dtype
     is_ours: bool
-    """The base's own attention."""
+    """Whether the layer runs the base's own attention."""
 
     @classmethod
     def of(
@@ -103,7 +105,7 @@ class _Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Memory, which is contiguous, as the backend wants it."""
+        """View of contiguous ``memory`` in the shape, order and dtype that the backend asks for."""
         if memory.dtype != self.dtype or memory.shape != self.in_memory:
             memory = memory.view(-1).view(self.dtype).view(self.in_memory)
         if self.order == tuple(range(len(self.shape))):
@@ -112,7 +114,7 @@ class _Form(NamedTuple):
 
 
 def bind(caches: Sequence[torch.Tensor], index_of: Mapping[str, Sequence[int]], vllm_config: VllmConfig) -> None:
-    """Gives every layer its cache, the tensors at its indices."""
+    """Gives every layer its cache: the tensors at its indices."""
     layers = attention_layers(vllm_config)
     for name, indices in index_of.items():
         bind_cache(layers[name], [caches[index] for index in indices])

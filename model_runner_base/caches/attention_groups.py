@@ -1,4 +1,4 @@
-"""Layers that are planned alike: which groups a model's attention layers make, and their block tables."""
+"""Attention groups of a model, the layers that are planned together, and their block tables."""
 
 import math
 from typing import Any, NamedTuple
@@ -26,13 +26,12 @@ from model_runner_base.vllm_compat.types.kv_cache import (
 def attention_groups(
     layout: CacheLayout, vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int, tiles: tuple[int, int]
 ) -> tuple[list[BlockTable], list[AttentionGroup]]:
-    """One block table for each KV-cache group; one attention group for each backend and key range among its layers.
+    """Makes a block table for each KV-cache group, and an attention group for each backend and key range in it.
 
-    Where metadata builders ask for it, each spec has an attention group of its own, too.
+    Layers with metadata builders are also split by KV-cache spec. Layers without a cache of their own are in further
+    attention groups, whose block table is not the scheduler's.
 
-    Layers without a cache of their own are in further attention groups, whose block table is not the scheduler's.
-
-    ``tiles``: the most positions of a decode row's KV tile, and of a chunk's.
+    ``tiles``: target sizes, in positions, of the KV tiles of decode rows and of chunks.
     """
     layers = attention_layers(vllm_config)
     sharing = shared_caches(vllm_config)
@@ -57,7 +56,8 @@ def attention_groups(
 def _scratch_groups(
     vllm_config: VllmConfig, max_num_reqs: int, max_model_len: int, tiles: tuple[int, int]
 ) -> list[AttentionGroup]:
-    """Groups of layers without a cache of their own, all on one block table, of which the scheduler knows nothing."""
+    """Groups of layers without a cache of their own. They share one block table, which the scheduler does not know
+    of."""
     layers = cacheless_layers(vllm_config)
     if not layers:
         return []
@@ -72,7 +72,7 @@ def _scratch_groups(
 
 
 class _Cut(NamedTuple):
-    """Sizes that the positions of a group's requests are cut into."""
+    """Sizes of the blocks and KV tiles that the positions of a group's requests are cut into."""
 
     block_size: int
     """Block size of the cache tensors."""
@@ -95,7 +95,7 @@ class _Cut(NamedTuple):
 def _alike(
     seen: dict[str, KeyRange], layers: dict[str, Any], kept: dict[str, LayerCache]
 ) -> dict[tuple[type[AttentionBackend], KeyRange, Any], list[str]]:
-    """Names of layers by their backend, by what their tokens see, and by what a metadata builder is made with."""
+    """Names of layers by backend, key range, and the spec that a metadata builder is made with (None without one)."""
     alike: dict[tuple[type[AttentionBackend], KeyRange, Any], list[str]] = {}
     for name, key_range in seen.items():
         backend = layers[name].get_attn_backend()
@@ -105,6 +105,6 @@ def _alike(
 
 
 def key_range_of(layer: Any) -> KeyRange:
-    """Keys that the tokens of an attention layer of vLLM's see, if no more than what comes before them."""
+    """Key range of one of vLLM's attention layers whose tokens see no later keys."""
     window, chunk = getattr(layer, "sliding_window", None), getattr(layer, "attention_chunk_size", None)
     return KeyRange(window or 0, chunk or 0)

@@ -1,8 +1,8 @@
-"""Groups whose backends have kernels of their own: through vLLM's metadata builders.
+"""Groups whose backends have kernels of their own, served through vLLM's metadata builders.
 
-Tokens lie as step/request_layout.py says. Block tables lie on the device, a row a request, and only rows that changed
-are sent; sequence lengths and cache slots are worked out there. So a step that repeats the last one sends nothing but
-the blocks that requests entered.
+Tokens lie as step/request_layout.py says. Block tables lie on the device with a row for each request, and only rows
+that changed are sent. Sequence lengths and cache slots are worked out on the device. So a step that repeats the last
+one sends only the rows of requests that entered a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,17 +29,17 @@ from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Ti
 from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata
 
 NO_SLOT = -1
-"""Kernels write nothing there."""
+"""Slot of padding, to which kernels write nothing."""
 
 
 def decode_dims(decode: Tiling) -> tuple[Dim, ...]:
-    """What sizes have beside the common dims where decode rows have more than one token."""
+    """Dims that sizes have in addition to the common ones where decode rows have more than one token."""
     free = (0.0, 0.0, 0.0)
     return (Dim("decode_rows", free), Dim("chunk_tokens", free)) if decode.query > 1 else ()
 
 
 class _Requests(NamedTuple):
-    """What builders are told of one run of the model: R requests, padding included."""
+    """Requests of one run of the model, as builders are told of them: R requests, padding included."""
 
     rows: torch.Tensor
     """[R] int32"""
@@ -52,19 +52,19 @@ class _Requests(NamedTuple):
     host_seq_lens: np.ndarray
     """[R] upper bounds; those of chunks are exact."""
     is_exact: bool
-    """Whether those of decode rows are exact, too."""
+    """Whether ``host_seq_lens`` of decode rows are exact, too."""
     num_tokens: int
     max_query_len: int
     max_seq_len: int
-    """A bound."""
+    """Upper bound of the sequence lengths."""
 
 
 class BuilderCaches(CacheKind):
-    """One metadata builder a group; tensors that kernels read lie at fixed addresses.
+    """Groups with one metadata builder each; tensors that kernels read lie at fixed addresses.
 
-    A backend whose metadata are nothing but the step's tensors, and numbers that a captured size fixes, says so by an
-    attribute, ``metadata_are_views = True``: a captured step needs no builder when it is run again. Builders of other
-    backends also plan each step, and are called before each.
+    A backend may set the attribute ``metadata_are_views = True`` if its metadata are nothing but the step's tensors,
+    and numbers that a captured size fixes. Then no builder is called when a captured step runs again. Builders of other
+    backends also plan each step, so they are called before each one.
     """
 
     reads = (STARTS, QUERY_START, "rows")
@@ -83,7 +83,8 @@ class BuilderCaches(CacheKind):
         ]
         thresholds = [builder.reorder_batch_threshold for builder in self._builders]
         self.threshold = min((value for value in thresholds if value is not None), default=None)
-        """The most tokens of a request that every kernel takes for decode; None where no builder asks for an order."""
+        """Largest number of tokens of a request that every kernel takes for decode; None if no builder asks for an
+        order."""
         self._query = limits.decode.query
         self._plans_each_step = not all(map(_has_views, groups))
         num_missing = limits.pass_tokens - 1
@@ -93,7 +94,7 @@ class BuilderCaches(CacheKind):
         self._block_tables = [
             device_ops.zeros((limits.max_num_reqs, self._table_of(group).shape[1]), torch.int32) for group in groups
         ]
-        """[max_num_reqs, blocks] a group: those of the step's requests, in its order."""
+        """Block table of each group, [max_num_reqs, blocks], with the step's requests in the step's order."""
         max_num_tokens = limits.max_num_tokens + limits.max_num_reqs * num_missing
         self._slots = [device_ops.zeros((max_num_tokens,), torch.int64) for _ in groups]
         self._query_start_loc = device_ops.zeros((limits.max_num_reqs + 1,), torch.int32)
@@ -108,7 +109,7 @@ class BuilderCaches(CacheKind):
         return self._tables[id(group.block_table)].tensor
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        """The kind has no section of the buffer: rows of block tables are sent as they change."""
+        """Returns nothing: the kind has no section of the buffer, and sends rows of block tables as they change."""
         return ()
 
     # ---- On the device ----
@@ -118,7 +119,7 @@ class BuilderCaches(CacheKind):
             table.update()
         self._batch, self._step = batch, step
         if self._plans_each_step:
-            # Entries of a repeated step, which are not in the buffer yet, are never of these sections.
+            # While a step is repeated, the changes are not in the buffer yet; but these sections never change then.
             arrays, computed = unpack(step.on_device, step.sections), rows.tensors[1]
             self._metadata = self._plan(self._requests_of_step(step.size, arrays, computed))
 
@@ -143,14 +144,14 @@ class BuilderCaches(CacheKind):
     def _slots_of(
         self, table: torch.Tensor, block_size: int, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[T] int64 where each token's key and value go, by a block table [rows + 1, blocks]; padding has no slot."""
+        """[T] int64 slots for each token's key and value, by a block table [rows + 1, blocks]; NO_SLOT for padding."""
         slots = table[rows, positions // block_size].long() * block_size + positions % block_size
         return slots.masked_fill(rows == self.limits.max_num_reqs, NO_SLOT)
 
     # ---- Metadata ----
 
     def _requests_of_step(self, size: StepSize, arrays: dict[str, torch.Tensor], computed: torch.Tensor) -> _Requests:
-        """Those of the step itself. A run of padding stands for the largest step of its size."""
+        """Requests of the step itself. A run on padding is described as the largest step of its size."""
         batch, loc = self._batch, arrays[QUERY_START]
         host_loc = self._step.views[QUERY_START].copy()
         query_len = np.diff(host_loc)
@@ -166,14 +167,14 @@ class BuilderCaches(CacheKind):
             host_query_start_loc=host_loc,
             host_seq_lens=seq_lens,
             is_exact=batch is None or not self.limits.unread,
-            # A graph of pure decode counts its padding, a request for each row; else kernels leave padding out.
+            # In pure decode, padding counts as a request for each row; in other steps kernels leave padding out.
             num_tokens=size.num_tokens if batch is None or is_decode else batch.num_places,
             max_query_len=self._query if is_decode else size.num_tokens if batch is None else int(query_len.max()),
             max_seq_len=longest,
         )
 
     def _requests_of_rows(self, call: ModelCall) -> _Requests:
-        """The requests of a pass of drafting, whose rows the device alone knows."""
+        """Requests of a pass of drafting; only the device knows where their rows are."""
         batch, rows, has_chunks = self._batch, call.rows, call.has_chunks
         assert rows is not None
         num_rows, query = rows.positions.shape
@@ -183,7 +184,7 @@ class BuilderCaches(CacheKind):
         host_loc = np.concatenate(([0], query_len.cumsum()))
         loc = torch.arange(num_rows + 1, dtype=torch.int32, device=call.positions.device) * query
         seq_lens = rows.positions[:, 0] + query
-        if rows.is_token is not None:  # Padding, or a row at the end of what the draft knows: no result depends on it.
+        if rows.is_token is not None:  # Padding, or a row at the draft model's length limit: no result depends on it.
             seq_lens = seq_lens.masked_fill(~rows.is_token.any(1), query)
         if has_chunks:
             step_loc = call.arrays[QUERY_START]
@@ -213,14 +214,14 @@ class BuilderCaches(CacheKind):
         )
 
     def _plan(self, requests: _Requests) -> dict[str, Any]:
-        """``_build``, once the last plans' copies are through: builders fill their host buffers again."""
+        """Calls ``_build`` once the copies of the last plan are done, since builders overwrite their host buffers."""
         self._wait_for_last()
         metadata = self._build(requests)
         self._wait_for_last = self._device_ops.mark()
         return metadata
 
     def _build(self, requests: _Requests) -> dict[str, Any]:
-        """Fills what builders and kernels read of requests, at fixed addresses, and calls the builders."""
+        """Fills the tensors at fixed addresses that builders and kernels read, and calls the builders."""
         num_reqs = len(requests.seq_lens)
         self._query_start_loc[: num_reqs + 1].copy_(requests.query_start_loc)
         self._seq_lens[:num_reqs].copy_(requests.seq_lens)
@@ -236,7 +237,7 @@ class BuilderCaches(CacheKind):
         return metadata
 
     def _common_metadata(self, requests: _Requests, index: int) -> Any:
-        """vLLM's, for one group."""
+        """vLLM's common metadata for one group."""
         num_reqs = len(requests.seq_lens)
         step = StepOnDevice(
             query_start_loc=self._query_start_loc[: num_reqs + 1],
@@ -254,7 +255,7 @@ class BuilderCaches(CacheKind):
         return common_metadata(step, bounds)
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        """From the block tables as they lie on the device: kernels read them, causally and within the key range."""
+        """Traces made from the block tables on the device, which kernels read causally and within the key range."""
         rows, traces = call.token_rows, dict[str, LayerTrace]()
         for group in self.groups:
             size = group.block_table.block_size
@@ -272,7 +273,8 @@ class BuilderCaches(CacheKind):
 
 
 def _has_views(group: AttentionGroup) -> bool:
-    """Whether the group's metadata are views; vLLM cuts requests at their chunks anew for each step."""
+    """Whether the group's metadata are views. They are not with a chunked key range: vLLM cuts requests anew each
+    step."""
     return getattr(group.backend, "metadata_are_views", False) and not group.key_range.chunk
 
 
@@ -288,8 +290,10 @@ def _check_block_size(group: AttentionGroup) -> None:
 
 
 class _DeviceTable:
-    """A block table's copy on the device, with one row more, of null blocks, for padding; and with columns more, where
-    kernels read ``num_missing`` positions behind the longest request's."""
+    """Copy of a block table on the device, with one more row of null blocks for padding.
+
+    It has more columns where kernels read ``num_missing`` positions after the longest request's.
+    """
 
     def __init__(self, table: BlockTable, num_missing: int, device_ops: DeviceOps) -> None:
         self._table = table
@@ -298,7 +302,7 @@ class _DeviceTable:
         self.tensor = device_ops.zeros((rows + 1, blocks + -(-num_missing // table.block_size)), torch.int32)
 
     def update(self) -> None:
-        """Sends the rows that changed, as far as they are in use."""
+        """Sends the rows that changed, up to the blocks in use."""
         table = self._table
         rows = np.flatnonzero(table.has_changed)
         if len(rows):

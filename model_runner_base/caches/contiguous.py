@@ -1,4 +1,4 @@
-"""Whether a cache is contiguous, how many lines it has, and how much of its memory comes to use."""
+"""Contiguous caches: whether a cache is one, how many lines it has, and how much memory is of use to it."""
 
 from vllm.config import VllmConfig
 
@@ -15,17 +15,17 @@ def is_contiguous(vllm_config: VllmConfig) -> bool:
 
 
 def useful_memory(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> float:
-    """Bytes of KV cache that may come to use: a contiguous cache needs a line a request, and the null block."""
-    # An encoder's output has a length of its own, so its blocks are no line.
+    """Bytes of KV cache that can be used: a contiguous cache needs one line for each request, and the null block."""
+    # An encoder's output has a length of its own, so its blocks are no cache line.
     has_lines = is_contiguous(vllm_config) and not cross_length(vllm_config)
     lines = vllm_config.scheduler_config.max_num_seqs if has_lines else None
     return useful_bytes(vllm_config, specs, lines)
 
 
 def num_lines(layout: CacheLayout, vllm_config: VllmConfig) -> int:
-    """Lines of a contiguous cache, the null block not counted, or 0 where reading all of them would not pay.
+    """Number of lines of a contiguous cache, without the null block; 0 where reading all lines would not pay.
 
-    So it is with more lines than there may be requests, and where a request has a line in each of several groups.
+    It does not pay if there are more lines than requests, or if a request has a line in each of several groups.
     """
     count = layout.num_blocks - 1
     pays = len(layout.groups) == 1 and count <= vllm_config.scheduler_config.max_num_seqs

@@ -1,9 +1,9 @@
 """Contiguous cache: decode over whole cache lines, without a gather of keys and values.
 
-With ``block_size=max_model_len`` a request has one block, whose id is its cache line. A step of decode may then read
-the front of all lines as one slice of the cache, each line as one pair with whatever token decodes there, and merge
-nothing. Lines that nobody uses are read for nothing, and short contexts at the length of the longest: where that costs
-more than the pairs of the plan, the step is packed as with a paged cache.
+With ``block_size=max_model_len`` a request has one block, whose id is the number of its cache line. A step of decode
+may then read the front of all lines as one slice of the cache. Each line is one pair with the token that decodes there,
+so there is nothing to merge. The price is that unused lines are read as well, and that short contexts are read at the
+length of the longest. Where that costs more than the pairs of a plan, the step is packed as with a paged cache.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,15 @@ NO_TOKEN = -1
 
 
 def contiguous_sizes(limits: StepLimits) -> list[StepSize]:
-    """Decode by whole lines: all requests, contexts of 4, 6, 8, 12, 16, ... KV tiles; shorter ones gain nothing."""
+    """Sizes of decode by whole lines: all requests, contexts of 4, 6, 8, 12, 16, ... KV tiles; shorter ones gain
+    nothing."""
     reqs = min(limits.max_num_reqs, limits.num_lines)
     tiles = geometric(4, limits.max_kv_tiles) + geometric(6, limits.max_kv_tiles)
     return [_line_size(limits, reqs, count) for count in sorted(set(tiles)) if limits.num_lines]
 
 
 def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:
-    """Every line is a pair of so many KV tiles."""
+    """Size of a step by whole lines, in which every line is a pair of ``kv_tiles`` KV tiles."""
     return limits.size(
         StepKind.DECODE_CONTIGUOUS,
         tokens=num_rows,
@@ -45,7 +46,7 @@ def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:
 
 
 class ContiguousDecode(CacheKind):
-    """Metadata of steps by whole lines. Other steps have no part of it: a paged kind beside it has the same groups."""
+    """Metadata of steps by whole lines. In other steps it does nothing: a paged kind serves the same groups."""
 
     reads = (STARTS,)
 
@@ -60,7 +61,7 @@ class ContiguousDecode(CacheKind):
         return [_line_size(self._limits, batch.num_reqs, longest)]
 
     def _kv_tiles(self, size: StepSize) -> int:
-        """KV tiles of each line."""
+        """Number of KV tiles that are read of each line."""
         return size.plan_dims()[1] // self._limits.num_lines
 
     def sections(self, size: StepSize) -> list[Section]:
@@ -131,22 +132,23 @@ class ContiguousDecode(CacheKind):
 
 
 def lines_of(group: AttentionGroup, rows: np.ndarray) -> np.ndarray:
-    """The cache lines of requests, from 1 on: 0 is the null block."""
+    """Numbers of the requests' cache lines, from 1 on: 0 is the null block."""
     return group.block_table.table[rows, 0] // group.block_table.parts
 
 
 class _StandingLines:
-    """A packed step by whole lines: all of it stands while the longest context fits, since lines never change."""
+    """Upkeep of a packed step by whole lines: nothing changes while the longest context fits, since lines never
+    change."""
 
     def __init__(self, context: int) -> None:
         self._context = context
-        """Tokens that the packed size reads of every line."""
+        """Number of tokens that the packed size reads of every line."""
         self._longest = 0
 
     def begin(self, positions: np.ndarray) -> None:
         self._longest = int(positions.max()) + 1
 
     def follow(self, positions: np.ndarray) -> bool:
-        """Whether the packed size has room for one more token of the longest request."""
+        """Returns whether one more token of the longest request fits the packed size."""
         self._longest += 1
         return self._longest <= self._context

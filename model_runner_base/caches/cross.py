@@ -1,4 +1,4 @@
-"""Cross-attention: every token sees the whole of its request's encoder output, which lies in blocks of its own.
+"""Cross-attention: every token sees its request's whole encoder output, which lies in blocks of its own.
 
 The keys and values of an encoder's output are written once, before the request's first step (multimodal/cross.py), and
 no step adds to them. So there is nothing to plan: each decode row, and each tile of a chunk, meets all KV tiles of its
@@ -6,8 +6,8 @@ request, in their order. A step sends the blocks; the graph lists the pairs, whi
 step is repeated nothing of this changes.
 
 Example: an encoder output of 150 keys in blocks of 32 and KV tiles of 64. "a" has blocks 7, 3, 4, 8 and 9. Its decode
-row has pairs of (7, 3), (4, 8) and (9, null), of which the last shows 22 keys. A row of padding has null blocks, and
-sees nothing; so does a request without an encoder input.
+row has pairs of (7, 3), (4, 8) and (9, null), in the last of which it sees 22 keys. A row of padding has null blocks,
+and sees nothing; so does a request without an encoder input.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ ROW_BLOCKS, TILE_BLOCKS = "cross_row_blocks", "cross_tile_blocks"
 
 
 class CrossCaches(CacheKind):
-    """Groups of cross-attention, beside the kind that has the model's self-attention."""
+    """Groups of cross-attention layers; the model's self-attention layers belong to another kind."""
 
     reads = (STARTS,)
 
@@ -61,7 +61,7 @@ class CrossCaches(CacheKind):
                 _fill_blocks(group.block_table, rows, views[f"{TILE_BLOCKS}.{index}"])
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        """Returns no upkeep: sections stay as they are while a step is repeated."""
+        """Returns nothing: sections stay as they are while a step is repeated."""
         return ()
 
     # ---- On the device ----
@@ -92,14 +92,14 @@ class CrossCaches(CacheKind):
 
 
 def _fill_blocks(table: BlockTable, rows: np.ndarray, view: np.ndarray) -> None:
-    """Blocks of each of ``rows`` [R], and null blocks for padding and for whoever has none."""
+    """Writes the blocks of each of ``rows`` [R], and null blocks for padding and for requests without blocks."""
     view[: len(rows)] = table.table[rows]
     view[: len(rows)][table.num_blocks[rows] == 0] = 0
     view[len(rows) :] = 0
 
 
 def _plan(group: AttentionGroup, kv_tile: int, blocks: torch.Tensor, is_token: torch.Tensor) -> PairPlan:
-    """Of NT tiles with ``blocks`` [NT, B] and the queries that ``is_token`` [NT, Q] names."""
+    """Plan of NT tiles with ``blocks`` [NT, B], whose queries are tokens where ``is_token`` [NT, Q] is true."""
     block_size, num_tiles, device = group.block_table.block_size, blocks.shape[0], blocks.device
     num_kv_tiles, blocks_per_tile = -(-group.cross_len // kv_tile), kv_tile // block_size
     tile, kv_start = (torch.arange(count, dtype=torch.int32, device=device) for count in (num_tiles, num_kv_tiles))

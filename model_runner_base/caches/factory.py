@@ -1,4 +1,4 @@
-"""The kinds of a model's KV-cache groups and their layout: chosen once, from the groups' specs and backends."""
+"""Factory of the kinds of a model's KV-cache groups and of their layout, chosen by the groups' specs and backends."""
 
 from collections.abc import Sequence
 
@@ -26,9 +26,10 @@ def make_caches(
     vllm_config: VllmConfig,
     device_ops: DeviceOps,
 ) -> list[CacheKind]:
-    """Puts every group into a kind of what its layers keep and read; the base plans where a backend reads plans.
+    """Puts every group into the kind that fits what its layers keep and read.
 
-    Raises UnsupportedConfigError for groups that cannot stand beside each other.
+    The base plans the attention of a backend that reads plans; other backends have metadata builders. Raises
+    UnsupportedConfigError for groups that cannot be in one model.
     """
     planned = [group for group in groups if group.reads_plans]
     whole = [group for group in planned if group.key_range.is_whole]

@@ -1,4 +1,4 @@
-"""What the step asks of a kind of KV-cache groups: from a batch to what the attention layers read.
+"""Interface of a kind of KV-cache groups, which turns a batch into what the attention layers read.
 
 A group's kind is chosen once, from what its layers keep and read (caches/factory.py). A model may have several
 kinds side by side:
@@ -9,10 +9,10 @@ kinds side by side:
 - ``caches/cross.py`` serves layers that see an encoder's output;
 - ``caches/builders.py`` hands groups to backends with metadata builders of their own.
 
-Where tokens lie is the layout's (step/token_layout.py), a component before the kinds. Work comes in halves, since the
-size a step runs at may depend on its plan: ``need`` counts on the unpadded batch; once a size is chosen, ``fill``
-writes the padded sections on the host, of the batch that ``need`` was last asked about; ``prepare`` runs when the
-buffer is on the device; ``bind`` works from it, inside the function that becomes a graph.
+The layout, a component before the kinds, says where tokens lie (step/token_layout.py). The size that a step runs at may
+depend on its plan, so the work is split. ``need`` counts on the unpadded batch. Once a size is chosen, ``fill`` writes
+the padded sections on the host, for the batch that ``need`` was last called with. ``prepare`` runs when the buffer is
+on the device. ``bind`` reads the buffer inside the function that becomes a graph.
 """
 
 from abc import ABC, abstractmethod
@@ -37,20 +37,20 @@ from model_runner_base.step.token_layout import TokenLayout
 
 @dataclass
 class AttentionGroup:
-    """Layers that share a block table, a backend and what they see, hence a plan or a metadata builder."""
+    """Layers that share a block table, a backend and a key range, and hence a plan or a metadata builder."""
 
     layer_names: list[str]
     block_table: BlockTable
     kv_tile: int
-    """Positions in a KV tile of a decode row, whole blocks of the table."""
+    """Number of positions in a KV tile of a decode row, whole blocks of the table."""
     chunk_kv_tile: int
-    """Those of a chunk's."""
+    """Number of positions in a KV tile of a chunk, whole blocks of the table."""
     key_range: KeyRange = CAUSAL
     backend: type[AttentionBackend] = PagedAttentionBackend
     spec: Any = None
     """vLLM's KV-cache spec, which a metadata builder is made with; None for layers without a cache of their own."""
     cross_len: int = 0
-    """Of cross-attention: how many keys of its encoder's output each token sees, in whatever place; else 0."""
+    """Number of keys of an encoder's output that each token sees in cross-attention, whatever its position; else 0."""
 
     @property
     def reads_plans(self) -> bool:
@@ -64,30 +64,31 @@ class AttentionGroup:
 
 
 class CacheKind(StepComponent, ABC):
-    """The groups of one kind, a component behind the layout."""
+    """Groups of one kind: a component after the layout."""
 
     def need(self, placed: Placed) -> PairNeed:
-        """The pairs of the kind's plans for a batch, before padding; none by default."""
+        """Number of pairs in the kind's plans for a batch, before padding; none by default."""
         return PairNeed()
 
     def other_sizes(self, batch: InputBatch) -> list[StepSize]:
-        """Further sizes that the step may run at instead, before padding."""
+        """Other sizes that the step may run at, before padding; none by default."""
         return []
 
     @abstractmethod
     def bind(self, call: ModelCall) -> None:
-        """Adds what the layers read to the call's ``metadata`` and ``slot_mapping``; the layout has bound its places.
+        """Adds what the layers read to the call's ``metadata`` and ``slot_mapping``; called after the layout's
+        ``bind``.
 
         Part of the graph.
         """
 
     def bind_rows(self, call: ModelCall) -> None:
-        """Does as ``bind``, for a pass of drafting, whose places the layout's ``bind_rows`` has set."""
+        """Does as ``bind`` for a pass of drafting; called after the layout's ``bind_rows``."""
         self.bind(call)
 
     @abstractmethod
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
-        """Traces of what ``bind`` makes, by layer; the call is on the host, and the layout has bound its places."""
+        """Traces of what ``bind`` makes, by layer; the call is on the host, and the layout's ``bind`` has run."""
 
 
 def bind_rows(
@@ -100,7 +101,7 @@ def bind_rows(
 
 
 def bind_step(layout: TokenLayout, kinds: Sequence[CacheKind], call: ModelCall) -> None:
-    """Binds the layout and all kinds for the tokens of the step itself, once more."""
+    """Binds the layout and all kinds for the step's own tokens again, for a pass of drafting over them."""
     layout.bind(call)
     for kind in kinds:
         kind.bind(call)

@@ -1,4 +1,4 @@
-"""The cache block that the key of each of a step's own tokens goes to."""
+"""Cache blocks that the keys of a step's own tokens are written to."""
 
 import numpy as np
 import torch
@@ -11,7 +11,10 @@ from model_runner_base.step.decode_rows import DecodeRows
 
 
 def blocks_of_rows(rows: DecodeRows, ring: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[R * Q] int32, the null block for what is no token; ``ring`` [R, N] as ``fill_ring`` has it."""
+    """[R * Q] int32 block of each place of decode rows, the null block where there is no token.
+
+    ``ring`` [R, N] is as ``fill_ring`` writes it.
+    """
     if ring.shape[1] == 1:
         blocks = ring.expand_as(rows.positions)
     else:
@@ -24,9 +27,9 @@ def blocks_of_rows(rows: DecodeRows, ring: torch.Tensor, block_size: int) -> tor
 def blocks_of_chunks(
     tiles: ChunkTiles, last_pair: torch.Tensor, plan: PairPlan, geometry: PairGeometry
 ) -> torch.Tensor:
-    """[C] int32, the null block for padding; ``last_pair`` [NT] is each tile's.
+    """[C] int32 block of each token of chunks, the null block for padding; ``last_pair`` [NT] is each tile's last pair.
 
-    A tile's pairs lie side by side in the order of their keys.
+    A tile's pairs follow each other in the order of their keys.
     """
     tile = tiles.slots // tiles.query
     assert plan.pair_start is not None and plan.pair_blocks is not None
@@ -37,7 +40,7 @@ def blocks_of_chunks(
 
 
 def ring_size(reach: int, block_size: int) -> int:
-    """The most blocks that ``reach`` consecutive positions can touch."""
+    """Largest number of blocks that ``reach`` consecutive positions can touch."""
     return 1 + -(-(reach - 1) // block_size)
 
 
@@ -51,8 +54,9 @@ def fill_ring(
     num_blocks: np.ndarray,
     ring: np.ndarray,
 ) -> None:
-    """The blocks of positions from ``first`` to before ``stop`` [R]: block b of a row stands in place b % N of the
-    row's ring [R, N] (padded), the null block where it has none.
+    """Writes the blocks of positions from ``first`` [R] to before ``stop`` [R] to a ring for each row, [R, N], padded.
+
+    Block b of a row is at place b % N of its ring; places without a block hold the null block.
 
     Example, with blocks of 16 and N = 2: positions 28 to 34 are in blocks 1 and 2 of a row that has [7, 9, 4]; its ring
     is [4, 9].

@@ -5,7 +5,7 @@ from model_runner_base.step.sizes import Dim, Tiling
 
 
 def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, ...]:
-    """The dims of a step with plans. A pair costs the reading of its keys and the arithmetic of its queries.
+    """Dims of a step with plans. The cost of a pair is that of reading its keys, and of the arithmetic of its queries.
 
     Each row and tile also meets the ``cross_len`` keys of an encoder's output.
 

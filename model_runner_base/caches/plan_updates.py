@@ -1,12 +1,12 @@
-"""A packed plan of decode rows, kept up while its step is repeated: what changes is where requests enter cache blocks.
+"""Updates of a packed plan of decode rows while its step is repeated, made where requests enter cache blocks.
 
-Nothing is planned again. A request that enters a block gets its id written, and one that enters a KV tile gets a pair
-at the end of the list, hung into the merge tree behind the pairs it has. A plan made from scratch lists the pairs in
-another order; it merges the same ones in the same order as long as nothing falls out of the row's key range.
+Nothing is planned again. If a request enters a block, the block's id is written. If it enters a KV tile, a pair is
+added at the end of the list, and linked into the merge tree after the request's other pairs. A plan made from scratch
+lists the pairs in another order; it merges the same pairs in the same order as long as none leaves the row's key range.
 
 Example: blocks of 16, KV tiles of 64. A request at position 47 is repeated. At 48 it enters a block: two entries, the
 block's id in its last pair and as the row's own. At 64 it enters a KV tile: further entries for a new pair (tile,
-start) and for the tree. The steps between change nothing of the buffer.
+start) and for the tree. The steps between these change nothing in the buffer.
 """
 
 from typing import Any
@@ -24,14 +24,14 @@ NO_ROOM = -1
 
 
 class PlanUpdates:
-    """One group's decode plan in the packed buffer, and what is needed to add to it. R requests, one tile each.
+    """Decode plan of one group in the packed buffer, and the state needed to add to it. R requests, one tile each.
 
     Args:
-        names: the group's sections: rows' own blocks; pairs' tiles, starts and blocks; the levels of the tree.
+        names: names of the group's sections: rows' own blocks; pairs' tiles, starts and blocks; the levels of the tree.
         count: the pairs that were packed.
-        block_table: of the group.
-        rows: [R] those of the requests in ``block_table``.
-        limits: what positions a row may touch behind the one that the scheduler says.
+        block_table: the group's block table.
+        rows: [R] rows of the requests in ``block_table``.
+        limits: say which positions a row may touch around the one that the scheduler says.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class PlanUpdates:
         self._rows = rows
         self._limits = limits
         self._reached: np.ndarray
-        """[R] the last block that is listed of each request."""
+        """[R] last block of each request that is in the plan."""
         self._last_pair: np.ndarray
-        """[R] the pair that each request's last token is in."""
+        """[R] pair of each request's last KV tile in the plan."""
         self._ring = step.views[own_blocks].shape[1]
         self._pairs = step.views[pair_tile], step.views[pair_start]
         self._places = np.array(
             [step.offsets[name] for name in (own_blocks, pair_tile, pair_start, pair_blocks, *levels)], np.int64
         )
-        """Where in the buffer the sections begin."""
+        """Indices in the buffer at which the sections begin."""
         self._num_levels = len(levels)
         self._steps_to_entry = 0
         self._tree: Any = None
 
     def begin(self, positions: np.ndarray) -> None:
-        """``positions`` [R] int64 of the step that was packed; counts the tree."""
+        """Counts the nodes of the tree; ``positions`` [R] int64 are those of the step that was packed."""
         self._tree = count_children(self._count.per_tile, self._num_levels, FAN_IN)
         self._last_pair = self._count.per_tile.cumsum() - 1
         stops = np.minimum(positions + self._limits.decode.query + self._limits.ahead, self._limits.max_model_len)
@@ -75,9 +75,10 @@ class PlanUpdates:
         self._steps_to_entry = 1
 
     def follow(self, positions: np.ndarray) -> bool:
-        """Follows the positions, which have moved on by a token a request, or as far as drafts may have been right.
+        """Updates the plan for ``positions``, which have moved on by one token, or by as many as drafts may have been
+        right.
 
-        Returns False, and leaves the sections in disorder, if they have no room for the pairs that are needed.
+        Returns False if the sections have no space for the pairs that are needed; they are inconsistent then.
         """
         self._steps_to_entry -= 1
         if self._steps_to_entry:
@@ -115,8 +116,8 @@ class PlanUpdates:
 def count_children(
     pairs_per_tile: np.ndarray, num_levels: int, fan_in: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each level of the merge tree and request, [levels, R], the number of children and the last of them; and for
-    each level, [levels], the number of children in all.
+    """Counts children in the merge tree: number and last of them by level and request [levels, R], number by level
+    [levels].
     """
     counts = np.empty((num_levels, len(pairs_per_tile)), np.int64)
     last = np.empty_like(counts)
@@ -132,7 +133,7 @@ def count_children(
 
 @compiled
 def write(buffer: np.ndarray, entries: np.ndarray, num_entries: np.ndarray, place: int, value: int) -> None:
-    """Writes one number of the packed buffer, and notes it among the entries if they have room."""
+    """Writes one number of the packed buffer, and records it as an entry if there is space for one."""
     buffer[place] = value
     if num_entries[0] < entries.shape[1]:
         entries[0, num_entries[0]] = place
@@ -166,13 +167,14 @@ def enter_blocks(
     entries: np.ndarray,
     num_entries: np.ndarray,
 ) -> tuple[int, int]:
-    """Sees to the requests that may touch further blocks than they have ``reached`` [R], which it moves on.
+    """Adds the blocks that requests may touch after those that they have ``reached`` [R], and updates ``reached``.
 
-    They are at ``positions`` [R] at most, up to ``unread`` before them, and touch ``query + ahead`` positions from
-    there, those before ``max_model_len``. ``ring`` is the number of own blocks of a row;
-    ``last_pair`` [R] is the pair that each was in; ``pairs`` are the sections of pairs' tiles and starts; ``places``
-    where rows' own blocks, these two, pairs' blocks and the levels of the tree begin in ``buffer``. ``tree`` holds by
-    level and request the number of children and the last of them, and by level the number of children in all.
+    A request is at its position in ``positions`` [R], or up to ``unread`` before it. It touches ``query + ahead``
+    positions from there, as far as they are before ``max_model_len``.
+
+    ``ring`` is the number of own blocks of a row. ``last_pair`` [R] is the pair that each request was in. ``pairs`` are
+    the sections of pairs' tiles and starts. ``places`` are the indices in ``buffer`` at which the sections begin: rows'
+    own blocks, these two, pairs' blocks, and the levels of the tree. ``tree`` is what ``count_children`` returns.
 
     Returns the number of pairs, or NO_ROOM; and after how many steps a request may touch a further block, if each takes
     it on by ``query`` tokens.
@@ -210,7 +212,7 @@ def enter_blocks(
 def fallen_pair(
     tile: int, first: int, kv_tile: int, num_pairs: int, pair_tile: np.ndarray, pair_start: np.ndarray
 ) -> int:
-    """A pair of the tile's that lies before ``first``, the first position it sees, and gives up its place; or -1."""
+    """Returns a pair of the tile whose keys all lie before ``first``, its first seen position, to be reused; or -1."""
     if first:
         for pair in range(num_pairs):
             if pair_tile[pair] == tile and pair_start[pair] + kv_tile <= first:
@@ -229,17 +231,17 @@ def hang(
     entries: np.ndarray,
     num_entries: np.ndarray,
 ) -> None:
-    """Adds a child to a tile's lowest level of the tree, and the nodes above that this takes."""
+    """Adds a child to a tile's lowest level of the tree, and to the levels above the nodes that this needs."""
     counts, last, totals = tree
     for level in range(len(totals)):
         place = counts[level, tile] % fan_in
         counts[level, tile] += 1
         last[level, tile] = child
-        # The highest level has a node a tile, in the tiles' order.
+        # The highest level has one node for each tile, in the tiles' order.
         if level == len(totals) - 1:
             write(buffer, entries, num_entries, places[4 + level] + tile * fan_in + place, child)
         else:
-            # A full node is followed by a new one, which the next level has to take in.
+            # After a full node comes a new one, which becomes a child on the next level.
             node = totals[level + 1] if place == 0 else last[level + 1, tile]
             write(buffer, entries, num_entries, places[4 + level] + node * fan_in + place, child)
             if place != 0:

@@ -1,7 +1,7 @@
 """Attention plans of some groups: counted on the host, packed at a size, and made into metadata in the graph.
 
 Rows are planned token by token, chunks in tiles of many tokens, since a tile reads each key once for all its queries.
-What of a plan follows from positions (offsets, what is seen, cache slots) the graph works out.
+The graph works out whatever follows from positions: offsets, seen keys, cache slots.
 
 Example, of the step in step/rows_and_tiles.py, with KV tiles of 64 positions for rows and 128 for chunks
 (docs/architecture.md has all of it):
@@ -39,7 +39,7 @@ from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 
 
 class _Names(NamedTuple):
-    """A group's sections of one of the two plans."""
+    """Names of a group's sections of one of its two plans."""
 
     pair_tile: str
     pair_start: str
@@ -52,7 +52,7 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, plan: str, index: int, geometry: PairGeometry) -> "_Names":
-        """Names for the group at ``index``, of the plan that ``plan`` says."""
+        """Names for the group at ``index``; ``plan`` is the name of the plan."""
 
         def name(part: str) -> str:
             return f"{plan}_{part}.{index}"
@@ -76,7 +76,7 @@ class _Planned(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """The batch whose needs were asked for, and the pairs of each group; those of chunks in a mixed step alone."""
+    """Batch that ``need`` was called with, and the pairs of each group; pairs of chunks only in a mixed step."""
 
     placed: Placed
     decode_counts: list[PairCount]
@@ -85,10 +85,10 @@ class _Counted(NamedTuple):
 
 
 class PlannedCaches(CacheKind):
-    """Groups with a plan of decode rows and one of chunk tiles each; ``label`` begins their sections' names.
+    """Groups with two plans each, of decode rows and of chunk tiles; ``label`` begins the names of their sections.
 
     ``spans``: further keys that tokens of chunks see, outside their layer's key range. Steps by whole cache lines are
-    planned elsewhere.
+    not planned here (caches/contiguous_decode.py).
     """
 
     reads = (STARTS,)
@@ -121,7 +121,7 @@ class PlannedCaches(CacheKind):
     # ---- On the host ----
 
     def need(self, placed: Placed) -> PairNeed:
-        """The most pairs and tiles that a group has; ``fill`` goes by what is counted here."""
+        """Largest numbers of pairs and tiles that a group has; ``fill`` uses the counts that are made here."""
         batch, decodes, chunks = placed
         decode_counts = [planned.decode.count(*decodes[:2], batch.num_decodes, NO_ENDS) for planned in self._planned]
         decode_pairs = max([count.num_pairs for count in decode_counts], default=0)
@@ -142,7 +142,7 @@ class PlannedCaches(CacheKind):
             return []
         num_rows, num_pairs, num_tokens, num_tiles, num_chunk_pairs = size.plan_dims()
         sections: list[Section] = []
-        # Only a plan of pure decode is ever added to: its nodes have space for children.
+        # Only plans of pure decode are ever added to, so only their nodes have space for more children.
         is_mixed = size.kind == StepKind.MIXED
         for planned in self._planned:
             ring = ring_size(self._limits.decode_reach, planned.decode.block_size)
@@ -237,7 +237,7 @@ class PlannedCaches(CacheKind):
 
 
 def trace_groups(groups: Sequence[AttentionGroup], call: ModelCall) -> dict[str, LayerTrace]:
-    """The plans that were bound for the layers of ``groups``, taken apart."""
+    """Traces of the plans that were bound for the layers of ``groups``."""
     traces = {}
     for group in groups:
         layer = trace_plan(call.metadata[group.layer_names[0]], group.block_table.parts)
@@ -248,7 +248,8 @@ def trace_groups(groups: Sequence[AttentionGroup], call: ModelCall) -> dict[str,
 def _pair_sections(
     names: _Names, geometry: PairGeometry, num_tiles: int, num_pairs: int, has_starts: bool
 ) -> list[Section]:
-    """Sections of one plan; ``has_starts``: of its merge tree where the children of each node start, not each child."""
+    """Sections of one plan. With ``has_starts``, its merge tree has the start of each node's children, not each
+    child."""
     levels = zip(names.levels, geometry.level_sizes(num_tiles, num_pairs), strict=True)
     return [
         Section(names.pair_tile, (num_pairs,)),
@@ -282,7 +283,7 @@ def _fill_pairs(
 
 
 def _decode_plan(planned: _Planned, call: ModelCall, rows: DecodeRows) -> PairPlan:
-    """A tile is a row; a token is the last that it sees itself."""
+    """Plan of decode rows: each row is a tile, and the last key that a token sees is its own."""
     names, arrays = planned.decode_names, call.arrays
     pair_tile, pair_start = arrays[names.pair_tile], arrays[names.pair_start]
     kv_start = pair_start.unsqueeze(1)
@@ -327,7 +328,7 @@ def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles, spans: Bi
 
 
 def _last_seen(tiles: ChunkTiles, key_range: KeyRange, positions: torch.Tensor) -> torch.Tensor:
-    """The last position that tokens of each tile at ``positions`` [NT] or [NT, N] see."""
+    """Last position that tokens of each tile at ``positions`` [NT] or [NT, N] see."""
     if not key_range.is_whole:
         return positions
     lengths = tiles.request_lengths().view(-1, *[1] * (positions.dim() - 1))
@@ -342,7 +343,7 @@ def _merge_tree(call: ModelCall, names: _Names) -> list[torch.Tensor]:
 
 
 def node_children(levels: Sequence[torch.Tensor], num_pairs: int) -> list[torch.Tensor]:
-    """The merge tree, each level [nodes, FAN_IN], from where the children of each node start, [nodes + 1]."""
+    """Merge tree with levels [nodes, FAN_IN], made from the start of each node's children, levels [nodes + 1]."""
     trees, num_below = [], num_pairs
     for starts in levels:
         children = starts[:-1, None] + torch.arange(FAN_IN, dtype=torch.int32, device=starts.device)

@@ -1,9 +1,9 @@
-"""Layers without a cache of their own: keys and values lie in a scratch cache while a layer attends to them.
+"""Scratch caches of layers that keep nothing: keys and values lie there while a layer attends to them.
 
-Each token of vLLM's encoder-only attention sees the whole of its request, so a request is whole in one step, and none
-needs its keys afterwards. One scratch cache serves all such layers, since each reads nothing but what it has written
-itself. It holds the largest step: blocks of its own for each request, and the null block for padding. Its plan is made
-as that of paged groups, with another key range and with a block table that is written anew in each step.
+Each token of vLLM's encoder-only attention sees its whole request. So a request has to be whole in one step, and its
+keys are not needed afterwards. All such layers share one scratch cache, since each reads only what it has written
+itself. The cache holds the largest step: separate blocks for each request, and the null block for padding. Its plan is
+made as that of paged groups, but with another key range and with a block table that is written anew in each step.
 
 Example, with blocks of 4: "a" (row 7) has 5 tokens, "b" (row 2) has 1. Row 7 of the table begins with blocks 1 and 2,
 row 2 with block 3. Every token of "a" sees keys 0 to 4. "b" has a decode row, and sees itself.
@@ -33,7 +33,8 @@ from model_runner_base.vllm_compat.types.kv_cache import cacheless_layers
 def scratch_caches(
     vllm_config: VllmConfig, kv_tile_target: int
 ) -> dict[tuple[tuple[int, ...], torch.dtype], list[str]]:
-    """Shape and dtype of each scratch cache, with the layers that share it: one, unless layers' heads differ."""
+    """Shape and dtype of each scratch cache, with the layers that share it; there is one, unless layers' heads
+    differ."""
     block_size = stored_block_size(vllm_config.cache_config.block_size, kv_tile_target)
     scheduler = vllm_config.scheduler_config
     num_blocks = num_scratch_blocks(block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
@@ -46,12 +47,13 @@ def scratch_caches(
 
 
 def num_scratch_blocks(block_size: int, max_num_tokens: int, max_num_reqs: int) -> int:
-    """Each request may leave its last block ragged; block 0 is the null block."""
+    """Number of blocks for the largest step: each request may leave its last block ragged; block 0 is the null
+    block."""
     return -(-max_num_tokens // block_size) + max_num_reqs + 1
 
 
 def check_serves_whole_requests(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedConfigError where layers without a cache could meet a request in parts, or have no plan."""
+    """Raises UnsupportedConfigError if layers without a cache could get a request in parts, or have no plan."""
     layers = cacheless_layers(vllm_config)
     refusals = {
         "use a model that pools": vllm_config.model_config.runner_type != "pooling",
@@ -67,10 +69,10 @@ def check_serves_whole_requests(vllm_config: VllmConfig) -> None:
 
 
 class ScratchTable(BlockTable):
-    """A block table that each step's requests find written anew, one request's blocks behind another's."""
+    """Block table that is written anew for each step's requests, request after request."""
 
     def hand_out(self, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Blocks for requests of ``lengths`` [R] int64, in ``rows`` [R] int64."""
+        """Gives blocks to requests of ``lengths`` [R] int64, in ``rows`` [R] int64."""
         hand_out_blocks(self.block_size, rows, lengths, self.table, self.num_blocks)
 
 
@@ -101,7 +103,7 @@ class ScratchCaches(PlannedCaches):
         super().fill(batch, size, views)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        """No request is in two steps."""
+        """Returns None: no request is in two steps, so no step is repeated."""
         return None
 
 
@@ -109,10 +111,9 @@ class ScratchCaches(PlannedCaches):
 def hand_out_blocks(
     block_size: int, rows: np.ndarray, lengths: np.ndarray, table: np.ndarray, num_blocks: np.ndarray
 ) -> None:
-    """Consecutive blocks from 1 on, a request's behind another's.
+    """Gives requests consecutive blocks from 1 on, request after request.
 
-    What else stands in a row are blocks that an earlier step handed out: whoever reads whole KV tiles finds a block
-    there that exists.
+    The rest of a row holds blocks of an earlier step. They exist, so whole KV tiles can be read there.
     """
     block = 1
     for request in range(len(rows)):

@@ -1,14 +1,14 @@
 """Bidirectional spans: tokens of a chunk that see each other both ways, whatever the key range of their layers.
 
-The tokens of an image do in some models. A token sees the keys that its layer's key range shows it, and its whole span:
-that is one interval, from the lower of both first positions to the higher of both last ones, since both hold the token.
+In some models the tokens of an image do. A token sees the keys in its layer's key range, and its whole span. Together
+they are one interval, since both contain the token: from the lower first position to the higher last position.
 
 Example: a prompt whose tokens 4 to 7 are an image, in layers with a window of 3. Token 5 sees keys 3 to 5 by the
 window, and 4 to 7 by its span: keys 3 to 7. Token 8 sees keys 6 to 8.
 
-Slopes by distance (ALiBi) know no keys behind a token: no model has both.
+Slopes by distance (ALiBi) do not cover keys after a token, but no model has both.
 
-A span's keys must be in the cache when its first token attends, so a step computes all that is left of a span.
+A span's keys must be in the cache when its first token attends, so a step computes all remaining tokens of a span.
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ NO_LAST = -1
 
 
 class SpanEnds(NamedTuple):
-    """Of C tokens of chunks, or of none where no token has a span."""
+    """Ends of the spans of C tokens of chunks; empty where no token has a span."""
 
     first: np.ndarray
-    """[C] int32, ``FAR`` for a token of no span."""
+    """[C] int32 first position of each token's span; ``FAR`` for a token without one."""
     last: np.ndarray
-    """[C] int32, ``NO_LAST`` for a token of no span."""
+    """[C] int32 last position of each token's span; ``NO_LAST`` for a token without one."""
 
     @classmethod
     def none(cls, num_tokens: int) -> "SpanEnds":
-        """Of tokens without spans."""
+        """Ends for tokens without spans."""
         return cls(np.full(num_tokens, FAR, np.int32), np.full(num_tokens, NO_LAST, np.int32))
 
 
@@ -43,23 +43,26 @@ NO_ENDS = SpanEnds.none(0)
 
 
 class BidirectionalSpans:
-    """No token has one."""
+    """Interface of the spans of a model; this default has none."""
 
     def of_chunks(self, batch: InputBatch) -> SpanEnds:
-        """Those of the batch's chunks, one chunk's tokens behind another's."""
+        """Ends of the spans in the batch's chunks, chunk after chunk."""
         return NO_ENDS
 
     def sections(self, num_tokens: int) -> list[Section]:
-        """Of a step with so many tokens of chunks, padded."""
+        """Sections of a step with ``num_tokens`` tokens of chunks, padding included."""
         return []
 
     def fill(self, ends: SpanEnds, views: Mapping[str, np.ndarray]) -> None:
-        """Sends what ``of_chunks`` said."""
+        """Writes to the sections what ``of_chunks`` returned."""
 
     def widen(
         self, arrays: Mapping[str, Array], tokens: torch.Tensor, first: torch.Tensor | None, last: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """What ``tokens``, indices among the chunks' of any shape, see beside ``first`` (None: 0) to ``last``."""
+        """Widens the range from ``first`` (None: 0) to ``last`` by the spans of ``tokens``; returns both ends.
+
+        ``tokens`` are indices among the chunks' tokens, of any shape; ``first`` and ``last`` have the same shape.
+        """
         return first, last
 
 
@@ -67,7 +70,7 @@ NO_SPANS = BidirectionalSpans()
 
 
 class SentSpans(BidirectionalSpans):
-    """Two numbers a token of a chunk; which they are, a class below says."""
+    """Spans that are sent to the device, two numbers for each token of a chunk; a subclass says which they are."""
 
     def sections(self, num_tokens: int) -> list[Section]:
         return [Section(FIRST, (num_tokens,)), Section(LAST, (num_tokens,))]

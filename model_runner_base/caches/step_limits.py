@@ -14,7 +14,7 @@ from model_runner_base.vllm_compat.types.speculation import read_speculation
 def step_limits(
     vllm_config: VllmConfig, max_model_len: int, kv_tile: int, chunk_query_tile: int, chunk_kv_tile: int, num_lines: int
 ) -> StepLimits:
-    """Limits of a step, and how attention will be cut: tiles as ``ModelRunnerBase`` has them."""
+    """Limits of a step, and the tilings of attention; ``kv_tile`` and the next two are as in ``ModelRunnerBase``."""
     scheduler = vllm_config.scheduler_config
     speculation = read_speculation(vllm_config)
     decode = Tiling(1 + speculation.num_drafts, least_tile(vllm_config, kv_tile))
@@ -34,6 +34,6 @@ def step_limits(
         ahead=speculation.ahead,
         pass_tokens=speculation.pass_tokens,
         cross_len=cross_len,
-        # A prompt comes whole, in the step that its sound is encoded in.
+        # A prompt comes whole in the step in which its sound is encoded.
         max_arrivals=max(1, scheduler.max_num_encoder_input_tokens // cross_len) if cross_len else None,
     )
