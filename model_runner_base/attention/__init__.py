@@ -1,1 +1,2 @@
-"""Paged attention whose cost follows the tokens that exist: a host-side plan and its execution in plain torch."""
+"""Paged attention whose cost follows the tokens that exist: a plan made on the host, and its execution in plain
+torch."""

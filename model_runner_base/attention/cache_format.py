@@ -1,6 +1,6 @@
 """Format of a layer's cache tensor: its shape, how keys and values are written, and how a plan's pairs read them.
 
-Attention layers, and whatever else puts keys and values into a cache, go through it.
+Attention layers use it, and so does any other code that puts keys and values into a cache.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,20 @@ from model_runner_base.attention.metadata import PairPlan
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Keys and values of K heads of size D side by side, in the cache's dtype: heads ``[:K]`` keys, ``[K:]`` values."""
+    """Format with keys and values of K heads of size D next to each other: heads ``[:K]`` are keys, ``[K:]`` values.
+
+    Both are in the cache's dtype.
+    """
 
     num_kv_heads: int
     head_size: int
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """The shape of a cache tensor."""
+        """Shape of a cache tensor."""
         return (num_blocks, block_size, 2 * self.num_kv_heads, self.head_size)
 
     def view(self, kv_cache: torch.Tensor, block_size: int) -> torch.Tensor:
-        """The cache in this shape: it may lie in memory shared with a layer that has other heads."""
+        """View of the cache in this format's shape; its memory may be shared with a layer that has other heads."""
         shape = self.shape(1, block_size)[1:]
         return kv_cache if kv_cache.shape[1:] == shape else kv_cache.view(-1, *shape)
 
@@ -36,13 +39,13 @@ class CacheFormat:
     ) -> None:
         """Writes the keys and values of T tokens in place.
 
-        The cache is indexed by block and offset, never flattened: a compiler then writes the rows where they lie, and
-        copies the whole cache otherwise.
+        The cache is indexed by block and offset, and never flattened. So a compiler writes the rows in place; otherwise
+        it would copy the whole cache.
 
         Args:
-            kv_cache: of this format's shape.
-            blocks: [T] integers.
-            offsets: [T] integers, in the block.
+            kv_cache: a cache tensor of this format's shape.
+            blocks: [T] integers, the block of each token.
+            offsets: [T] integers, the offset of each token in its block.
             key: [T, K, D] of the cache's dtype, or [T, K * D].
             value: as ``key``.
         """
@@ -55,18 +58,18 @@ class CacheFormat:
             tiles = read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles)
             return tiles[..., : self.num_kv_heads, :], tiles[..., self.num_kv_heads :, :]
         shape = (-1, plan.kv_tile, self.num_kv_heads, self.head_size)
-        # Two gathers, not one that is split after: a compiler then gathers straight into each product's layout.
+        # Two gathers, not one that is split afterwards: a compiler can then gather into the layout of each product.
         keys = kv_cache[:, :, : self.num_kv_heads][plan.pair_blocks]
         values = kv_cache[:, :, self.num_kv_heads :][plan.pair_blocks]
         return keys.view(shape), values.view(shape)
 
 
 def read_lines(kv_cache: torch.Tensor, num_lines: int, num_tiles: int) -> torch.Tensor:
-    """The first ``num_tiles`` KV tiles of every cache line but the null one, [lines, S, 2 * K, D]: a slice, no gather.
+    """First ``num_tiles`` KV tiles of every cache line but the null one, [lines, S, 2 * K, D]: a slice, no gather.
 
-    It applies to decode on a contiguous cache (``block_size=max_model_len``), whose blocks [lines * tiles, ...] are
-    whole lines, and pays where most lines are in use with contexts of like length: ``GraphPolicy.choose`` takes such
-    steps there, all others go tile by tile.
+    It is for decode on a contiguous cache (``block_size=max_model_len``), whose blocks [lines * tiles, ...] are whole
+    lines. It pays where most lines are in use, with contexts of similar length. ``GraphPolicy.choose`` finds such
+    steps; all others read tile by tile.
     """
     lines = kv_cache.view(num_lines + 1, -1, *kv_cache.shape[1:])
     return lines[1:, :num_tiles].flatten(1, 2)

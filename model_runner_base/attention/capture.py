@@ -1,8 +1,8 @@
 """Attention as one node of a captured graph.
 
-Dynamo takes some 10 ms for every operation on symbolic sizes, and attention is most of a layer's operations. Where a
-captured graph is run operation by operation later, as a lazy device is traced, the capture need not look into it: it
-sees one call, and of that the shape of its result.
+Dynamo takes some 10 ms for every operation on symbolic sizes, and most of a layer's operations are attention. A graph
+that is later run operation by operation, as on a lazy device, can be captured without a look inside attention: the
+capture sees one call, and the shape of its result.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +22,9 @@ _is_capturing = False
 
 @contextmanager
 def attention_as_one_node() -> Iterator[None]:
-    """What Dynamo captures within has attention as one node.
+    """Makes attention one node of every graph that Dynamo captures inside the block.
 
-    Such a graph is to be run operation by operation, eagerly or lazily: neither Dynamo nor AOTAutograd may go over it
+    Such a graph must be run operation by operation, eagerly or lazily; neither Dynamo nor AOTAutograd may trace it
     again.
     """
     global _is_capturing
@@ -36,10 +36,10 @@ def attention_as_one_node() -> Iterator[None]:
 
 
 class OneNode:
-    """``attend`` of a layer, which Dynamo takes for one operation within ``attention_as_one_node``."""
+    """Wrapper of a layer's ``attend``, which Dynamo takes for one operation inside ``attention_as_one_node``."""
 
     def __init__(self, attend: Attend, weights: list[torch.Tensor]) -> None:
-        """``weights`` are those that ``attend`` reads."""
+        """Takes ``attend`` and the ``weights`` that it reads."""
 
         def call(
             query: torch.Tensor,

@@ -1,4 +1,4 @@
-"""What the KV cache looks like, in the house's own words: layers, the groups that share blocks, the tensors.
+"""Layout of the KV cache in this library's own types: layers, groups that share blocks, tensors.
 
 Example: a model of two layers that see everything and one with a sliding window, blocks of 16 tokens:
 
@@ -17,41 +17,42 @@ import torch
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one attention layer keeps of a token."""
+    """Form of the keys and values that one attention layer keeps of a token."""
 
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
     spec: Any
-    """vLLM's own words for it, which its metadata builders are made with."""
+    """vLLM's KV-cache spec of the layer, with which its metadata builders are made."""
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layers whose keys and values of a token lie in blocks of one id."""
+    """Layers that keep a token's keys and values in blocks of the same ids."""
 
     layers: dict[str, LayerCache]
-    """By name."""
+    """Layers by name."""
     block_size: int
-    """Tokens in a block of the scheduler's."""
+    """Number of tokens in one of the scheduler's blocks."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Memory that layers share: they are in different groups, so no block is two layers' at a time."""
+    """Memory that layers share. They are in different groups, so no two of them use a block at a time."""
 
     num_blocks: int
-    """Of the scheduler's."""
+    """Number of the scheduler's blocks in this memory."""
     layer_names: list[str]
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """All of a model's KV cache."""
+    """Layout of a model's whole KV cache."""
 
     num_blocks: int
-    """Of the scheduler's, in each group; block 0 is the null block, which no request gets."""
+    """Number of the scheduler's blocks in each group; block 0 is the null block, which no request gets."""
     groups: list[GroupLayout]
     tensors: list[TensorLayout]
     make_views: Callable[..., dict[str, torch.Tensor]] | None = None
-    """Where vLLM places all layers in one buffer: makes it, and each layer's cache as vLLM's own kernels want it."""
+    """Function that makes the one buffer of all layers, and each layer's view of it for vLLM's own kernels; None if
+    vLLM does not place all layers in one buffer."""

@@ -1,4 +1,4 @@
-"""The loops of the attention plan: over query tiles, pairs and nodes of the merge tree."""
+"""Loops of the attention plan, over query tiles, pairs and nodes of the merge tree."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from model_runner_base.host_loops import compiled
 
 FAN_IN = 8
 FAR = 1 << 29
-"""Start of a pair whose positions lie behind what any token sees."""
+"""Start of a padding pair: a position after all that any token sees."""
 
 
 @compiled
 def first_seen(position: int, window: int, chunk: int) -> int:
-    """The first position that a token sees (see ``KeyRange``)."""
+    """First position that a token sees (see ``KeyRange``)."""
     if window:
         return max(0, position - window + 1)
     if chunk:
@@ -21,7 +21,7 @@ def first_seen(position: int, window: int, chunk: int) -> int:
 
 @compiled
 def last_seen(position: int, request_end: int, window: int, is_whole: bool) -> int:
-    """The last position that a token sees of a request whose tokens end before ``request_end`` (see ``KeyRange``)."""
+    """Last position that a token sees of a request whose tokens end before ``request_end`` (see ``KeyRange``)."""
     if not is_whole:
         return position
     if window:
@@ -41,9 +41,9 @@ def kv_tiles_of(
     span_first: np.ndarray,
     span_last: np.ndarray,
 ) -> tuple[int, int]:
-    """The first KV tile that a query tile, from ``position`` to before ``end``, sees, and the one behind its last.
+    """First KV tile that a query tile from ``position`` to before ``end`` sees, and the one after its last.
 
-    ``span_first`` and ``span_last`` are what its tokens also see, by their spans; they may be empty.
+    ``span_first`` and ``span_last`` are the ends of its tokens' spans, which they see too; they may be empty.
     """
     first, last = first_seen(position, window, chunk), last_seen(end - 1, request_end, window, is_whole)
     for index in range(len(span_first)):
@@ -64,9 +64,9 @@ def count_pairs(
     span_last: np.ndarray,
     pairs_per_tile: np.ndarray,
 ) -> tuple[int, int]:
-    """Fills in the pairs of each query tile; returns how many tiles and pairs there are.
+    """Writes the number of pairs of each query tile; returns the number of tiles and the number of pairs.
 
-    ``span_first`` and ``span_last`` are those of all tokens, or empty.
+    ``span_first`` and ``span_last`` are the ends of all tokens' spans, or empty.
     """
     tile = num_pairs = token = 0
     for request in range(len(query_len)):
@@ -100,10 +100,10 @@ def fill_pairs(
     pair_start: np.ndarray,
     pair_blocks: np.ndarray,
 ) -> None:
-    """Each pair's query tile, the first position of its KV tile, and that one's blocks [NP, B].
+    """Writes each pair's query tile [NP], the first position of its KV tile [NP], and that tile's blocks [NP, B].
 
-    Padding pairs are seen by nothing, so they keep the tiles and blocks of an earlier step. The last pair is always
-    padding, and its blocks are the null block: what padding tiles name as theirs.
+    No token sees a padding pair, so padding pairs keep the tiles and blocks of an earlier step. The last pair is always
+    padding, and its blocks are the null block; padding tiles name it as their pair.
     """
     width = pair_blocks.shape[1]
     all_blocks = pair_blocks.reshape(-1)
@@ -117,7 +117,7 @@ def fill_pairs(
             spans = span_first[token:behind_tile], span_last[token:behind_tile]
             start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole, *spans)
             behind = pair + stop - start
-            # As slices, which the compiler fills several places at a time.
+            # Slices, so that the compiler can fill several places at a time.
             tiles, starts = pair_tile[pair:behind], pair_start[pair:behind]
             for index in range(stop - start):
                 tiles[index] = tile
@@ -128,8 +128,8 @@ def fill_pairs(
             pair = behind
             tile += 1
             first, token = end, behind_tile
-    # Behind the first padding there is nothing else: no step of this size has reached so far, and a buffer of zeros was
-    # padded to its end. So whoever adds pairs leaves no padding between them.
+    # After the first padding pair all are padding: no step of this size reached so far, and the first one padded the
+    # buffer of zeros to its end. For this to hold, code that adds pairs must leave no padding between them.
     while pair < len(pair_start) and pair_start[pair] != FAR:
         pair_start[pair] = FAR
         pair += 1
@@ -137,12 +137,12 @@ def fill_pairs(
 
 @compiled
 def fill_merge_tree(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
-    """The merge tree of a step of pure decode: for each level [nodes, FAN_IN], node indices of the level below.
+    """Fills the merge tree of a step of pure decode: each level [nodes, FAN_IN] has node indices of the level below.
 
-    The last index of every level is a neutral node, to which all padding points.
+    The last node of every level is neutral, and all padding points to it.
 
     Args:
-        trees: padded, as long as ``PairGeometry.level_sizes`` says.
+        trees: levels, padded to ``PairGeometry.level_sizes``.
         num_pairs: padded number of pairs.
     """
     counts = pairs_per_tile
@@ -154,9 +154,10 @@ def fill_merge_tree(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray, n
 
 @compiled
 def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray:
-    """One level of the merge tree, [nodes, FAN_IN]: ``counts`` [NT] are each tile's nodes below, returned those on it.
+    """Fills one level of the merge tree, [nodes, FAN_IN], and returns the number of each tile's nodes on it.
 
-    What a tile has below lies side by side; all that is left over points to ``neutral``.
+    ``counts`` [NT] are the numbers of each tile's nodes on the level below, where they follow each other. Unused places
+    point to ``neutral``.
     """
     num_nodes = np.empty_like(counts)
     node = child = 0
@@ -180,8 +181,11 @@ def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray
 
 @compiled
 def fill_node_starts(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray) -> None:
-    """The merge tree of a mixed step, to which nothing is ever added: for each level, [nodes + 1], the first child of
-    each node, whose children end where the next one's begin; padding has none."""
+    """Fills the merge tree of a mixed step, to which nothing is ever added: each level [nodes + 1] has the first child
+    of each node.
+
+    A node's children end where the next node's begin; padding has none.
+    """
     counts = pairs_per_tile
     for starts in trees:
         num_nodes = np.empty_like(counts)

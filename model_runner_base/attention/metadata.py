@@ -1,7 +1,7 @@
 """Metadata of attention over a plan: where keys and values are written, and which of them each token sees.
 
 The kinds of caches make it inside the step's graph (caches/paged.py, caches/contiguous_decode.py).
-attention/paged.py reads it, as do the kernels by which a device replaces that.
+attention/paged.py reads it, as do a device's own kernels in its place.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
 NEVER = -(1 << 29)
-"""The last position that a query sees which is none."""
+"""Last position seen by a query that is no token: it sees nothing."""
 
 
 @dataclass
 class PairPlan:
-    """The pairs of decode rows, or of chunk tiles, on the device. All int32, sizes padded.
+    """Pairs of decode rows, or of chunk tiles, on the device. All int32, sizes padded.
 
     P pairs, NT tiles of Q query tokens, B blocks in a KV tile. A query of a pair sees the keys of the KV tile from
     ``first`` to ``last``, which are counted from the KV tile's start and may lie outside of it.
@@ -24,41 +24,44 @@ class PairPlan:
     block_size: int
     kv_tile: int
     pair_tile: torch.Tensor
-    """[P]"""
+    """[P] query tile of each pair."""
     pair_start: torch.Tensor | None
-    """[P] the first position of each pair's KV tile, of padding ``FAR``; None: 0 for all."""
+    """[P] first position of each pair's KV tile, ``FAR`` for padding; None: 0 for all."""
     pair_blocks: torch.Tensor | None
-    """[P, B]; None if pair i is the front of cache line i, whatever its length (caches/contiguous_decode.py)."""
+    """[P, B] cache blocks of each pair's KV tile; None if pair i is the front of cache line i, whatever its length
+    (caches/contiguous_decode.py)."""
     last: torch.Tensor
-    """[P, Q] of each query; causally it is the query's own position. Negative for what sees nothing of the tile."""
+    """[P, Q] last key that each query sees; in causal attention its own position. Negative if it sees no key of the
+    tile."""
     first: torch.Tensor | None
-    """[P, Q]; None if every query sees from its request's first token on."""
+    """[P, Q] first key that each query sees; None if every query sees from its request's first token on."""
     merge_tree: list[torch.Tensor]
-    """[nodes, FAN_IN] a level"""
+    """Levels of the merge tree, [nodes, FAN_IN] each."""
     tile_tokens: torch.Tensor | None = None
-    """[NT, Q] the tokens of each tile, counted from the plan's first, any behind a tile's last; None: tile i has the
-    tokens from i * Q on."""
+    """[NT, Q] tokens of each tile, counted from the plan's first token; arbitrary after a tile's last token. None: tile
+    i has the tokens from i * Q on."""
     token_slots: torch.Tensor | None = None
-    """Where each token's output lies in the flattened tiles; None: in the tiles' order."""
+    """[C] place of each token's output in the flattened tiles; None: tokens are in the tiles' order."""
     line_tiles: int = 0
-    """KV tiles at the front of each cache line that are read, where ``pair_blocks`` is None."""
+    """Number of KV tiles that are read at the front of each cache line, where ``pair_blocks`` is None."""
 
     @property
     def pair_last(self) -> torch.Tensor:
-        """[P] the last key that any query of the pair sees; what lies behind it is not the request's."""
+        """[P] last key that any query of the pair sees; keys after it may belong to other requests."""
         return self.last.amax(dim=1)
 
     @property
     def pair_first(self) -> torch.Tensor | None:
-        """[P] the first key that any query of the pair sees."""
+        """[P] first key that any query of the pair sees; None as for ``first``."""
         return None if self.first is None else self.first.amin(dim=1)
 
 
 @dataclass
 class PagedAttentionMetadata(AttentionMetadata):
-    """Where a step's keys and values go, and what its tokens see, on the device. All int32, sizes padded.
+    """Destinations of a step's keys and values, and the keys that its tokens see, on the device. All int32, sizes
+    padded.
 
-    The first ``num_decode_tokens`` of the T tokens are decode rows, those behind them are of chunks.
+    The first ``num_decode_tokens`` of the T tokens are decode rows, and the rest are tokens of chunks.
     """
 
     slot_blocks: torch.Tensor

@@ -1,6 +1,6 @@
 """Paged attention over a block-sparse plan, in plain torch.
 
-The same code runs eager on any torch device and inside a compiled graph: shapes are static, the cache is written in
+The same code runs eagerly on any torch device and inside a compiled graph: shapes are static, the cache is written in
 place, masked values are finite. Softmax and merging are in float32.
 
 Shapes: P pairs, Q query tokens a tile, S KV tile, H heads, K KV heads, G = H / K, D head size.
@@ -24,13 +24,17 @@ from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPla
 
 MASK_VALUE = -1e30
 SEES_NOTHING = -1e29
-"""Above ``MASK_VALUE``, below any score."""
+"""Value above ``MASK_VALUE`` and below any score."""
 MAX_DIAGONAL_KV_HEADS = 8
-"""Up to so many, a product over all KV heads at once costs less than one a head, most of it by zeros as it is."""
+"""Largest number of KV heads for which one product over all heads costs less than one product per head, although most
+of it is with zeros."""
 
 
 class NoBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
-    """What vLLM derives others from for chunked local and encoder-only attention: the base plans attention itself."""
+    """Placeholder builder, from which vLLM derives others for chunked local and encoder-only attention.
+
+    The base plans attention itself, so it raises NotImplementedError when it is made.
+    """
 
     def __init__(self, *args: Any) -> None:
         raise NotImplementedError("attention in plain torch is planned by model_runner_base.caches, not by builders")
@@ -42,12 +46,12 @@ class NoBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
 
 
 class PagedAttentionBackend(AttentionBackend):
-    """vLLM attention backend of every device that has no attention kernels of its own."""
+    """Attention backend, as vLLM knows it, of every device that has no attention kernels of its own."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     reads_plans: ClassVar[bool] = True
-    """Whether the base plans attention; else metadata builders of the backend do. The layers' ``impl`` has a
-    ``cache_format`` then."""
+    """Whether the base plans attention, so that the layers' ``impl`` has a ``cache_format``; else metadata builders of
+    the backend plan it."""
     reads_lines: ClassVar[bool] = True
     """Whether decode may read whole lines of a contiguous cache (caches/contiguous_decode.py)."""
 
@@ -69,7 +73,8 @@ class PagedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """The one of vLLM's layouts that ``get_kv_cache_shape`` has; releases that ask have them."""
+        """vLLM's name of the layout of ``get_kv_cache_shape``. Only releases of vLLM that have ``KVCacheLayout`` ask
+        for it."""
         interface: Any = kv_cache_interface
         return (interface.KVCacheLayout.LBNHC,)
 
@@ -86,10 +91,10 @@ def reads_plans(backend: type[AttentionBackend]) -> bool:
 
 
 class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
-    """Of decoder layers; of encoder-only ones, which see what lies behind a token too; of cross-attention, which sees
-    an encoder's output. The plan says what is seen.
+    """Attention of decoder layers, of encoder-only layers and of cross-attention layers. The plan says what is seen.
 
-    Raises NotImplementedError for whatever a layer asks for beyond that.
+    Tokens of encoder-only layers also see later tokens; those of cross-attention layers see an encoder's output. Raises
+    NotImplementedError for anything else that a layer asks for.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.cache_format = CacheFormat(self.num_kv_heads, head_size)
         self.sliding_window = sliding_window if is_causal else None
-        """Where a query's own key is the last that it sees; elsewhere the plan alone says what is seen."""
+        """Sliding window of a decoder layer; None for other layers, where only the plan says what is seen."""
         self.is_cross = kind == AttentionType.ENCODER_DECODER
         """Whether the keys are an encoder's output."""
         self.logits_soft_cap = logits_soft_cap
@@ -146,8 +151,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     ) -> torch.Tensor:
         """Writes keys and values to the cache, then attends. ``query`` [T, H * D], or [T, H, D]; returns [T, H * D].
 
-        A layer that shares the cache of another finds it written, and so does one of cross-attention, which is given no
-        keys. Some releases of vLLM hand over ``output`` and read it in place of what is returned.
+        A layer that shares the cache of another does not write it, nor does a cross-attention layer, which is given no
+        keys. Some releases of vLLM pass ``output``, and read it instead of the returned tensor.
         """
         kv_cache = self.cache_format.view(kv_cache, attn_metadata.block_size)
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
@@ -159,11 +164,12 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: PagedAttentionMetadata
     ) -> torch.Tensor:
-        """Attention over the cache, in which the active tokens' keys and values lie already; [T, H * D] both ways.
+        """Attention over the cache, which holds the keys and values of the active tokens already. Takes and
+        returns [T, H * D].
 
         A device with a kernel of its own overrides this, or ``attend_decode`` and ``attend_chunks``. They may be one
-        node of a captured graph: of tensors they read their arguments and ``sinks``, or a weight that is loaded anew
-        would not count.
+        node of a captured graph, so they may read no tensors but their arguments and ``sinks``. The graph would not see
+        new contents of any other weight.
         """
         num_rows, outputs = attn_metadata.num_decode_tokens, []
         if attn_metadata.decode is not None:
@@ -175,7 +181,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     # ---- Decode rows: pairs' partial results, merged by the tree ----
 
     def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
-        """Of decode rows, [rows, H * D] both ways."""
+        """Attention of decode rows. Takes and returns [rows, H * D]."""
         is_diagonal = self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS
         attend = self._attend_diagonally if is_diagonal else self._attend_pairs
         partial = attend(query, kv_cache, plan)
@@ -185,7 +191,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         if self.sinks is not None:
             scale, total = self._sink(maximum, total)
             out = out * scale
-        # A padded row saw nothing: its sum is 0, and its output must stay finite.
+        # A padding row sees nothing: its sum is 0, and its output must stay finite.
         out = out / total.clamp(min=1e-30)
         group = self.num_heads // self.num_kv_heads
         out = out.view(-1, self.num_kv_heads, plan.last.shape[1], group, self.head_size).transpose(1, 2)
@@ -209,10 +215,10 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def _attend_diagonally(
         self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``_attend_pairs`` where KV heads are few, Q * G rows a KV head.
+        """Does as ``_attend_pairs`` where KV heads are few; Q * G rows for each KV head.
 
-        Each pair's keys and values stay the matrices [S, K * D] that the gather makes: queries are laid out
-        block-diagonally, zero but for their own KV head's columns, and of the output only those columns are kept.
+        Each pair's keys and values stay the matrices [S, K * D] that the gather makes. Queries are laid out
+        block-diagonally: zero except in the columns of their own KV head. Of the output only those columns are kept.
         """
         kv_heads, head_size = self.num_kv_heads, self.head_size
         group = self.num_heads // kv_heads
@@ -241,13 +247,13 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         rows = (-1, kv_heads, num_queries * group, 1)
         return out.float(), maximum.view(rows), total.view(rows)
 
-    # ---- Chunk tiles: against their tile's maximum at once, so that partial outputs only add up ----
+    # ---- Chunk tiles: scores are taken relative to their tile's maximum, so partial outputs need only be added ----
 
     def attend_chunks(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
-        """Of chunks' tokens, [C, H * D] both ways.
+        """Attention of chunks' tokens. Takes and returns [C, H * D].
 
-        The maximum of every tile's scores is small, so its merge tree costs next to nothing; partial outputs are large,
-        and are added up by one product with the matrix that says whose tile a pair is.
+        The maxima of scores are small tensors, so merging them by the tree costs next to nothing. Partial outputs are
+        large, and are added up by one product with the matrix that says which pair is of which tile.
         """
         assert plan.tile_tokens is not None and plan.token_slots is not None
         kv_heads, head_size = self.num_kv_heads, self.head_size
@@ -264,7 +270,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         maximum = scores.amax(dim=3)
         for tree in plan.merge_tree:
             maximum = maximum[tree].amax(dim=1)
-        # Where a row sees nothing at all, every weight is 0 even so.
+        # So every weight is 0 also where a row sees nothing at all.
         maximum = maximum.clamp(min=SEES_NOTHING)
         # Back to the pairs by a product, not a gather: a compiler would take the maxima again for every score.
         reference = torch.matmul(is_of.t(), maximum.flatten(1)).view(-1, kv_heads, tile * group, 1)
@@ -281,7 +287,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def _score(
         self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores, and what is visible, [P, K, Q * G, S], of pairs' queries [P, K, Q * G, D]; values [P, S, K, D]."""
+        """Scores and visibility [P, K, Q * G, S] of pairs' queries [P, K, Q * G, D], and the pairs' values [P, S, K,
+        D]."""
         group, query_tile = self.num_heads // self.num_kv_heads, plan.last.shape[1]
         keys, values = self.cache_format.read(kv_cache, plan)
         position = torch.arange(keys.shape[1], dtype=torch.int32, device=tiles.device)
@@ -297,7 +304,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         return scores, visible, values
 
     def _slopes(self, device: torch.device) -> torch.Tensor | None:
-        """[H] float32, whatever the model's dtype: distances are long."""
+        """[H] float32 ALiBi slopes; float32 whatever the model's dtype, since distances are long."""
         slopes = self.alibi_slopes
         return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
 
@@ -322,7 +329,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         return torch.where(visible, scores, MASK_VALUE), visible
 
     def _by_column(self, x: torch.Tensor) -> torch.Tensor:
-        """One value a query, [P, Q], to the columns of the diagonal layout, [P, 1, K * Q * G]."""
+        """Expands one value for each query, [P, Q], to the columns of the diagonal layout, [P, 1, K * Q * G]."""
         num_queries = x.shape[1]
         if num_queries == 1:
             return x.unsqueeze(-1)
@@ -330,9 +337,9 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         return x.view(-1, 1, num_queries, 1).expand(shape).reshape(x.shape[0], 1, -1)
 
     def _sink(self, maximum: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds each head's sink: a score that takes its share of the softmax and gives nothing.
+        """Adds each head's sink: a score that takes its share of the softmax and adds nothing to the output.
 
-        Maximum and total are [NT, K, Q * G, 1]; returns what outputs are scaled by, and the new total.
+        Maximum and total are [NT, K, Q * G, 1]; returns the factor for outputs, and the new total.
         """
         assert self.sinks is not None
         tile = maximum.shape[2] * self.num_kv_heads // self.num_heads
@@ -342,20 +349,20 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         return scale, total * scale + torch.exp(sinks - new_max)
 
     def _by_row(self, values: torch.Tensor, tile: int) -> torch.Tensor:
-        """One value a head, [H], to the rows of a tile, [1, K, Q * G, 1]."""
+        """Expands one value for each head, [H], to the rows of a tile, [1, K, Q * G, 1]."""
         values = values.view(1, self.num_kv_heads, 1, -1).expand(1, self.num_kv_heads, tile, -1)
         return values.reshape(1, self.num_kv_heads, -1, 1)
 
 
 def _by_query(x: torch.Tensor, group: int) -> torch.Tensor:
-    """One value a query, [P, Q], to the rows of a tile, [P, 1, Q * G, 1]."""
+    """Expands one value for each query, [P, Q], to the rows of a tile, [P, 1, Q * G, 1]."""
     return x.unsqueeze(2).expand(-1, -1, group).reshape(x.shape[0], 1, -1, 1)
 
 
 def _is_own(plan: PairPlan, position: torch.Tensor) -> torch.Tensor:
     """[P, S] bool: whether an entry of a pair's KV tile, at ``position`` [1, S], is seen by any of its queries.
 
-    What no query sees may be whatever other requests left: a weight of 0 would not silence a NaN there.
+    Entries that no query sees may hold anything that other requests left there. A weight of 0 would not remove a NaN.
     """
     is_own = position <= plan.pair_last.view(-1, 1)
     first = plan.pair_first
@@ -365,7 +372,7 @@ def _is_own(plan: PairPlan, position: torch.Tensor) -> torch.Tensor:
 def _merge(
     out: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor, tree: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One level of the merge tree: nodes that share a parent are rescaled to a common maximum and added."""
+    """Merges one level of the tree: nodes that share a parent are rescaled to a common maximum and added."""
     child_max = maximum[tree]
     new_max = child_max.amax(dim=1)
     scale = torch.exp(child_max - new_max.unsqueeze(1))

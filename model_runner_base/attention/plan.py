@@ -1,4 +1,4 @@
-"""The block-sparse attention plan: which query tile meets which KV tile.
+"""Block-sparse attention plan: which query tile meets which KV tile.
 
 Attention is computed over (query tile, KV tile) pairs. A query tile is up to ``tiling.query`` consecutive tokens of one
 request, a KV tile ``tiling.keys`` consecutive cache positions of the same request. Only pairs that hold a key that a
@@ -25,12 +25,12 @@ from model_runner_base.attention.loops import FAN_IN, count_pairs
 
 @dataclass(frozen=True)
 class PairGeometry:
-    """What is fixed for the pairs of one KV-cache group and key range, of decode rows or of chunks."""
+    """Fixed sizes of the pairs of one KV-cache group and key range, of decode rows or of chunks."""
 
     block_size: int
     query_tile: int
     kv_tile: int
-    """Cache positions in a KV tile, a multiple of ``block_size``."""
+    """Number of cache positions in a KV tile, a multiple of ``block_size``."""
     max_kv_tiles: int
     key_range: KeyRange = CAUSAL
 
@@ -40,14 +40,15 @@ class PairGeometry:
 
     @property
     def num_levels(self) -> int:
-        """Levels of the merge tree that the longest tile needs."""
+        """Number of levels of the merge tree that the longest request needs."""
         levels, reach = 1, FAN_IN
         while reach < self.max_kv_tiles:
             levels, reach = levels + 1, reach * FAN_IN
         return levels
 
     def level_sizes(self, num_tiles: int, num_pairs: int) -> list[int]:
-        """Nodes of each level of the merge tree, from the one over the pairs to the one that holds the tiles.
+        """Number of nodes on each level of the merge tree, from the one above the pairs to the one that holds the
+        tiles.
 
         Each tile may leave one ragged node on an inner level, and the last node of a level is neutral.
         """
@@ -65,8 +66,10 @@ class PairGeometry:
         num_tokens: int,
         spans: tuple[np.ndarray, np.ndarray],
     ) -> "PairCount":
-        """The pairs of requests with ``query_len`` [R] int64 new tokens, ``num_tokens`` in all, behind ``num_computed``
-        [R] int64 others. ``spans``: the first and last position of each token's span, int32, or empty.
+        """Counts the pairs of requests with ``query_len`` [R] int64 new tokens after ``num_computed`` [R] int64 others.
+
+        ``num_tokens`` is the sum of ``query_len``. ``spans`` are the first and last position of each token's span,
+        int32, or empty.
         """
         per_tile = np.empty(num_tokens // self.query_tile + len(query_len), np.int64)  # Each may leave one ragged.
         tile, key_range = self.query_tile, self.key_range
@@ -75,10 +78,10 @@ class PairGeometry:
 
 
 class PairCount(NamedTuple):
-    """What a step needs room for, before padding. NT query tiles."""
+    """Numbers of a step's pairs, before padding. NT query tiles."""
 
     per_tile: np.ndarray
-    """[NT]"""
+    """[NT] number of pairs of each query tile."""
     num_pairs: int
 
     @property
@@ -87,14 +90,14 @@ class PairCount(NamedTuple):
 
 
 def kv_tile_for(block_size: int, target: int = 64, least: int = 1) -> int:
-    """The KV tile near ``target``, no less than ``least``: several blocks, or a whole part of a block that is larger.
+    """KV tile near ``target``, no less than ``least``: several blocks, or an integer fraction of a larger block.
 
     A request pays for whole tiles, so small ones suit short contexts; long ones cost the same with tiles of 64 and 256.
-    Raises ValueError for a large block that has no such part.
+    Raises ValueError for a large block that has no such fraction.
     """
     if block_size <= target:
         return max(target // block_size, -(-least // block_size)) * block_size
-    # Kernels that ask for whole 128s multiply so many positions at a time.
+    # Kernels that ask for multiples of 128 multiply so many positions at a time.
     granule = 128 if target % 128 == 0 and block_size % 128 == 0 else 1
     parts = [size for size in range(granule, block_size + 1, granule) if block_size % size == 0 and size >= least]
     tile = min(parts, key=lambda size: max(size / target, target / size))
@@ -108,7 +111,8 @@ def kv_tile_for(block_size: int, target: int = 64, least: int = 1) -> int:
 
 
 def stored_block_size(block_size: int, target: int, least: int = 1) -> int:
-    """Tokens in a block of the cache tensors: a block of the scheduler's that is larger than a KV tile is stored as so
-    many tiles, side by side.
+    """Number of tokens in a block of the cache tensors.
+
+    A block of the scheduler's that is larger than a KV tile is stored as consecutive blocks of one tile each.
     """
     return min(block_size, kv_tile_for(block_size, target, least))

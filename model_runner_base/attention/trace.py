@@ -1,4 +1,4 @@
-"""An attention plan taken apart: which keys each token sees, as the metadata say it."""
+"""Trace of an attention plan: the keys that each token sees, according to the metadata."""
 
 from typing import NamedTuple
 
@@ -8,25 +8,26 @@ from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPla
 
 
 class SeenKeys(NamedTuple):
-    """The keys that one token attends to, each as often as it is counted, by position. K keys."""
+    """Keys that one token attends to, by position; a key is repeated as often as it is counted. K keys."""
 
     positions: np.ndarray
-    """[K]"""
+    """[K] position of each key."""
     slots: np.ndarray
     """[K] cache slot: block id times block size plus offset, in blocks of the cache tensors."""
 
 
 class LayerTrace(NamedTuple):
-    """What an attention layer was told of a step's padded tokens, T of them."""
+    """Cache slots and seen keys of a step's T padded tokens, as an attention layer is told of them."""
 
     slots: np.ndarray
-    """[T] the cache slot that each token's key and value go to."""
+    """[T] cache slot that each token's key and value go to."""
     seen: list[SeenKeys]
-    """[T], or of the first of them; empty for a backend whose metadata only it can read."""
+    """[T] keys that each token sees, or fewer, from the first token on; empty for a backend whose metadata only it can
+    read."""
 
 
 def trace_plan(metadata: PagedAttentionMetadata, parts: int) -> LayerTrace:
-    """From metadata on the host; ``parts`` as in ``BlockTable``.
+    """Trace made from metadata on the host; ``parts`` is that of the ``BlockTable``.
 
     Raises ValueError where a plan contradicts itself.
     """
@@ -41,13 +42,13 @@ def trace_plan(metadata: PagedAttentionMetadata, parts: int) -> LayerTrace:
 
 
 def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
-    """What each of a plan's tokens sees."""
+    """Keys that each of a plan's tokens sees."""
     size = plan.block_size
     last, pair_tile = plan.last.numpy(), plan.pair_tile.numpy()
     starts = np.zeros_like(pair_tile) if plan.pair_start is None else plan.pair_start.numpy()
     first = np.zeros_like(last) if plan.first is None else plan.first.numpy()
     if plan.pair_blocks is None:
-        # A cache line is a tile and its only pair; the null line comes before the first.
+        # Each cache line is a tile with one pair; the null line comes before the first.
         lines = np.arange(len(pair_tile))
         blocks = (1 + lines[:, None]) * parts + np.arange(plan.line_tiles)
         tile_tokens, pair_tile = pair_tile[:, None] * last.shape[1] + np.arange(last.shape[1]), lines
@@ -60,7 +61,7 @@ def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
     position = np.arange(blocks.shape[1] * size)
     token_slots = np.arange(num_tokens) if plan.token_slots is None else plan.token_slots.numpy()
     query_tile = tile_tokens.shape[1]
-    # From the leaves up: the pairs that each node of the merge tree adds up. Pairs that no query sees are neutral.
+    # The pairs that each node of the merge tree adds up, from the leaves up. Pairs that no query sees are neutral.
     nodes = [[pair] if (last[pair] >= 0).any() else [] for pair in range(len(pair_tile))]
     for tree in plan.merge_tree:
         nodes = [[pair for child in children for pair in nodes[child]] for children in tree.tolist()]
@@ -86,7 +87,10 @@ def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
 
 
 def _check_sums(plan: PairPlan, nodes: list[list[int]]) -> None:
-    """Chunks add up what their tile's pairs hold, and take maxima by the tree: both must be of the same pairs."""
+    """Raises ValueError if the merge tree has other pairs of a tile than the plan.
+
+    Chunks add up the results of their tile's pairs, and take maxima by the tree, so both must cover the same pairs.
+    """
     pair_tile, is_seen = plan.pair_tile.numpy(), (plan.last.numpy() >= 0).any(axis=1)
     for tile, pairs in enumerate(nodes):
         added = np.flatnonzero((pair_tile == tile) & is_seen).tolist()
