@@ -1,1 +1,1 @@
-"""What is known of every request that holds a row: tokens, progress, cache blocks."""
+"""Records of every request that holds a row: tokens, progress, cache blocks."""

@@ -1,4 +1,4 @@
-"""Block tables: which KV-cache blocks hold a request's tokens, one table a KV-cache group, rows as in RequestStates."""
+"""Block tables: the KV-cache blocks of each request, a table for each KV-cache group, rows as in ``RequestStates``."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from model_runner_base.host_loops import compiled, int_array, put_ints
 class BlockTable:
     """Block ids of every row of one KV-cache group.
 
-    ``table`` is [max_num_reqs, max_blocks] int32. Entries past a row's ``num_blocks`` are leftovers: whoever reads them
-    must mask what it finds there. Blocks are those of the cache tensors, of ``block_size`` tokens; each of the
-    scheduler's is stored as ``parts`` of them, side by side.
+    ``table`` is [max_num_reqs, max_blocks] int32. Entries after a row's ``num_blocks`` are leftovers; code that reads
+    them must mask the result. Blocks are those of the cache tensors, of ``block_size`` tokens. Each of the scheduler's
+    blocks is stored as ``parts`` consecutive ones.
     """
 
     def __init__(
@@ -23,13 +23,13 @@ class BlockTable:
         self.block_size = block_size
         self.parts = parts
         max_blocks = -(-max_model_len // block_size)
-        # Whole KV tiles, so that a tile's block ids are one slice; and whole blocks of the scheduler's.
+        # A row holds whole KV tiles, so that a tile's block ids are one slice, and whole blocks of the scheduler's.
         whole = math.lcm(blocks_per_tile, parts)
         max_blocks = -(-max_blocks // whole) * whole
         self.table = np.zeros((max_num_reqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_reqs, np.int32)
         self.has_changed = np.zeros(max_num_reqs, np.bool_)
-        """[rows] set with every change; whoever keeps a copy of the table elsewhere clears it."""
+        """[rows] whether each row has changed; code that keeps a copy of the table clears it."""
 
     def assign(self, row: int, block_ids: list[int]) -> None:
         """Sets all blocks of a row."""
@@ -41,13 +41,13 @@ class BlockTable:
     def append(self, rows: Sequence[int], block_ids: Sequence[list[int]]) -> None:
         """Adds blocks at the end of each of ``rows`` [R], which are distinct.
 
-        Raises IndexError for a row that cannot hold them: the scheduler has gone beyond the model's length.
+        Raises IndexError for a row that cannot hold them, because the scheduler has exceeded the model's length.
         """
         numbers = int_array([*rows, *map(len, block_ids), *chain.from_iterable(block_ids)])
         append_blocks(self.table, self.num_blocks, self.has_changed, numbers, len(rows), self.parts)
 
     def _stored(self, block_ids: list[int]) -> list[int]:
-        """The scheduler's blocks as those of the cache tensors."""
+        """Blocks of the cache tensors that hold the scheduler's ``block_ids``."""
         if self.parts == 1:
             return block_ids
         return [block_id * self.parts + part for block_id in block_ids for part in range(self.parts)]
@@ -62,7 +62,8 @@ def append_blocks(
     num_rows: int,
     parts: int,
 ) -> None:
-    """``numbers`` are the rows, how many of the scheduler's blocks go behind what each has, and all these blocks."""
+    """Appends blocks to rows. ``numbers`` are the rows, the number of the scheduler's blocks for each, and these
+    blocks."""
     rows, counts, block_ids = numbers[:num_rows], numbers[num_rows : 2 * num_rows], numbers[2 * num_rows :]
     first = 0
     for index in range(num_rows):

@@ -1,8 +1,8 @@
-"""What the device knows of every row before the host does: the last tokens, and how far the row truly is.
+"""Rows on the device: each row's last tokens and exact progress, which the device knows before the host does.
 
-The host plans with the scheduler's numbers, which are bounds. A step's graph reads the truth here, so the host never
-waits for a token to launch the next step. Wherever a packed number may be known to the device alone, a negative one,
-``-(row + 1)``, stands for "what the device knows of that row".
+The host plans with the scheduler's numbers, which are bounds. A step's graph reads the exact ones here, so the host
+never waits for a token before it launches the next step. A packed number that only the device may know is replaced by a
+negative one: ``-(row + 1)`` means "the device's number for that row".
 """
 
 from collections.abc import MutableSequence, Sequence
@@ -12,24 +12,25 @@ import torch
 from model_runner_base.device_ops import DeviceOps
 
 NO_TOKEN = -2
-"""A sampled token that no rule allows. Its request ends with an error. (-1 is what counts for nothing.)"""
+"""Sampled token of a row for which the rules allow no token. Its request ends with an error. (-1 is a token that does
+not count.)"""
 
 
 class DeviceRows:
-    """Tensors with a row for each request row, and one more, the last, for padding.
+    """Tensors with a row for each request row, and a last one for padding.
 
-    ``tokens`` [rows + 1, K] int32: the token that was sampled last, and the K - 1 drafts behind it (K = 1: none), -1
+    ``tokens`` [rows + 1, K] int32: the token that was sampled last, and the K - 1 drafts after it (K = 1: none), -1
     where none was made.
-    ``computed`` [rows + 1] int32: tokens in the cache, once that token's step has run: its position.
-    ``recent`` [rows + 1, K + 1] int32, where there are drafts: the tokens that the last step yielded, -1 behind them;
-    in the last column the token that was the last before that step.
+    ``computed`` [rows + 1] int32: position of that token, which is the number of tokens in the cache before it.
+    ``recent`` [rows + 1, K + 1] int32, where there are drafts: the tokens that the last step yielded, and -1 after
+    them; the last column has the last token before that step.
 
-    A graph that updates them may replace the tensors; they are read through ``tensors`` only.
+    A graph that updates the tensors may replace them, so they are read through ``tensors`` only.
     """
 
     def __init__(self, max_num_reqs: int, device_ops: DeviceOps, num_tokens: int = 1) -> None:
         self.num_tokens = num_tokens
-        """K"""
+        """K, the last token and its drafts."""
         self.tensors: MutableSequence[torch.Tensor] = [
             device_ops.zeros((max_num_reqs + 1, num_tokens), torch.int32),
             device_ops.zeros((max_num_reqs + 1,), torch.int32),
@@ -39,23 +40,24 @@ class DeviceRows:
 
     @property
     def yielded(self) -> torch.Tensor:
-        """[rows + 1, ...] whose first K columns are what the last step of each row yielded, -1 behind it."""
+        """[rows + 1, ...] int32; the first K columns are the tokens that each row's last step yielded, and -1 after
+        them."""
         return self.tensors[0 if self.num_tokens == 1 else 2]
 
 
 def known_or(values: torch.Tensor, on_device: torch.Tensor) -> torch.Tensor:
-    """``values`` [N] int32 with ``on_device`` [rows] in place of each negative one. Traceable."""
+    """``values`` [N] int32, where each negative value ``-(i + 1)`` is replaced by ``on_device[i]``. Traceable."""
     return torch.where(values < 0, on_device[(-values - 1).clamp(min=0)], values)
 
 
 def commit(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Records what was sampled, in place; returns what of it counts, [S] int32, -1 elsewhere. Traceable.
+    """Records sampled tokens in place; returns those that count, [S] int32, and -1 for others. Traceable.
 
     Args:
         rows: the tensors of ``DeviceRows``.
         slots: [2, S] or, where drafts are verified, [3, S] int32 (``ModelCall.sample_slots``): the row of each token
             (the padding row where nothing is to be recorded), its position, the draft for that position or -1.
-        tokens: [S] int32. Of NO_TOKEN the row keeps token 0, so that a step that is launched already can run.
+        tokens: [S] int32. For NO_TOKEN the row records token 0, so that a step that is launched already can run.
     """
     if slots.shape[0] == 3:
         return _verify(rows, slots, tokens)
@@ -66,8 +68,9 @@ def commit(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Tens
 
 
 def _verify(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """A request's tokens count up to the first that is not the draft that stands there: what comes behind was sampled
-    in a context that is not the request's.
+    """Records a request's tokens up to the first one that differs from its draft.
+
+    Later tokens were sampled after a wrong draft, so they do not count.
 
     Example: drafts 5, 9, 4 of a row; 5, 9, 7, 2 are sampled. 5, 9, 7 count, and 7 is the row's last token.
     """
@@ -82,13 +85,14 @@ def _verify(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Ten
         place = torch.where(follows & ~is_first, _shifted(place) + 1, 0)
         counts = is_first | follows
     counts = counts & (row != padding_row)
-    # What the step yielded; of each row it is written anew.
+    # Each row's ``recent`` is written anew: first no tokens and the last one before the step, then what the step
+    # yielded.
     begins = torch.where(is_first, row, padding_row)
     nothing = torch.full((1, num_tokens), -1, dtype=torch.int32, device=row.device).expand(row.shape[0], -1)
     recent.index_put_((begins,), torch.cat((nothing, last[begins, :1]), dim=1))
     known = tokens.clamp(min=0)
     recent.index_put_((torch.where(counts, row, padding_row), place), known)
-    # Where it is now; drafts come later.
+    # The last token that counts, and its position; drafts come later.
     ends = torch.where(counts & ~is_right, row, padding_row)
     last.index_put_((ends,), torch.cat((known.unsqueeze(1), nothing[:, 1:]), dim=1))
     computed.index_put_((ends,), position)
@@ -96,5 +100,5 @@ def _verify(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Ten
 
 
 def _shifted(values: torch.Tensor) -> torch.Tensor:
-    """Each place's is that of the place before; zero in front."""
+    """``values`` moved by one place to the back, with a zero in front."""
     return torch.cat((torch.zeros_like(values[:1]), values[:-1]))

@@ -1,7 +1,7 @@
-"""Request states as a struct of arrays: one row a request, rows never move.
+"""Request states as a struct of arrays: one row for each request, and rows never move.
 
-A row lives from the step that first schedules a request until it finishes or is preempted. What a preempted request
-needs to come back is kept apart, so that ``max_num_reqs`` rows serve any number of preempted requests.
+A request has its row from the step that first schedules it until it finishes or is preempted. The data that a preempted
+request needs to come back is kept apart, so ``max_num_reqs`` rows serve any number of preempted requests.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,21 +19,22 @@ from model_runner_base.host_loops import int_array, put_ints
 
 @dataclass(slots=True, weakref_slot=True)
 class RequestInfo:
-    """What survives a preemption."""
+    """Data of a request that survives a preemption."""
 
     sampling_params: SamplingParams
     seed: int
     """The request's own seed, or one drawn for it."""
     prompt_token_ids: list[int]
-    """Zeros for a prompt of embeddings."""
+    """Token ids of the prompt; zeros for a prompt of embeddings."""
     prompt_embeds: torch.Tensor | None = None
-    """[prompt, hidden] on the host, in place of ids."""
+    """[prompt, hidden] embeddings on the host, in place of ids."""
     adapter: LoRARequest | None = None
-    """The low-rank adapter that it runs with."""
+    """Low-rank adapter that the request runs with."""
     items: Sequence[MultiModalFeatureSpec] = ()
-    """The images and such of its prompt, and where they stand."""
+    """Images and other items of the prompt, with their positions."""
     output_token_ids: list[int] = field(default_factory=list)
-    """Kept up to date only where a rule looks back on it (heads/sampling/history.py); the list stays the same."""
+    """Output so far, kept up to date only if a sampling rule reads it (heads/sampling/history.py); always the same
+    list."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -43,10 +44,10 @@ class RequestInfo:
 class RequestStates:
     """Tokens and progress of every request that holds a row.
 
-    Tokens sampled on the device are not copied back into ``token_ids``: the device keeps each row's last token, and
-    the scheduler sends all tokens of a request when it resumes. So ``num_known`` stays as it was when the row was
-    filled, and two comparisons tell all: a row is sampled once ``seq_len >= num_known``, and its last input token lies
-    on the device once ``seq_len > num_known``.
+    Tokens sampled on the device are not copied back into ``token_ids``: the device keeps each row's last token, and the
+    scheduler sends all tokens of a request when it resumes. So ``num_known`` stays as it was when the row was filled.
+    Two comparisons say the rest: a row is sampled once ``seq_len >= num_known``, and its last input token is on the
+    device once ``seq_len > num_known``.
     """
 
     def __init__(self, max_num_reqs: int, max_model_len: int) -> None:
@@ -59,16 +60,16 @@ class RequestStates:
         self.by_row: list[RequestInfo | None] = [None] * max_num_reqs
         self._free = list(range(max_num_reqs - 1, -1, -1))
         self._last_step = np.zeros(max_num_reqs, np.int64)
-        """The number of the last step that was built with each row; those that are repeated do not count."""
+        """Number of the last step that was built with each row; repeated steps do not count."""
         self._num_steps = 0
 
     def rows_of(self, req_ids: Sequence[str]) -> np.ndarray:
-        """[R] the rows of requests, at least one, each of which holds one."""
-        rows = itemgetter(*req_ids)(self.rows)  # Half the time of a loop.
+        """[R] int64 rows of requests; there is at least one request, and each holds a row."""
+        rows = itemgetter(*req_ids)(self.rows)  # Takes half the time of a loop.
         return int_array(rows if len(req_ids) > 1 else (rows,))
 
     def infos_of(self, rows: np.ndarray) -> list[RequestInfo]:
-        """Those of the requests in ``rows``, each of which holds one."""
+        """Infos of the requests in ``rows``, all of which are in use."""
         return [info for row in rows.tolist() if (info := self.by_row[row]) is not None]
 
     def admit(self, req_id: str, info: RequestInfo, token_ids: list[int], num_computed: int) -> int:
@@ -84,11 +85,12 @@ class RequestStates:
         return row
 
     def make_room(self, arriving: Collection[str], scheduled: Collection[str]) -> None:
-        """Sees to it that ``arriving``, which are among the scheduled requests, can be given a row if they have none.
+        """Frees rows, so that each request of ``arriving``, which are among the scheduled ones, can have one.
 
-        The scheduler may set requests aside without a word (a streaming session that waits for input, a forced
-        preemption); they come back with all their tokens and blocks, so their rows can go, first of those that were in
-        no step for the longest time: one that runs may miss a step, too, and comes back with nothing.
+        The scheduler may set a request aside without telling the runner: a streaming session that waits for input, or a
+        forced preemption. Such a request comes back with all its tokens and blocks, so its row can be freed. But a
+        running request may miss a step, too, and is not sent anew when it comes back. So rows that were in no step for
+        the longest time are freed first.
         """
         if len(arriving) <= len(self._free):
             return
@@ -98,19 +100,19 @@ class RequestStates:
             self.release(req_id)
 
     def note_step(self, rows: np.ndarray) -> None:
-        """A step is built with the requests in ``rows``."""
+        """Notes that a step is built with the requests in ``rows``."""
         self._num_steps += 1
         self._last_step[rows] = self._num_steps
 
     def release(self, req_id: str) -> None:
-        """Frees the row of a preempted request; nothing happens if it holds none."""
+        """Frees the row of a preempted request; does nothing if it holds none."""
         row = self.rows.pop(req_id, None)
         if row is not None:
             self.by_row[row] = None
             self._free.append(row)
 
     def forget(self, req_id: str) -> None:
-        """Forgets a finished request; an unknown one (aborted before it ever ran) is ignored."""
+        """Forgets a finished request; ignores an unknown one, which was aborted before it ran."""
         self.release(req_id)
         self.infos.pop(req_id, None)
 
