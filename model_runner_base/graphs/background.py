@@ -1,8 +1,8 @@
-"""Sizes that are made while steps are served: traced between two steps, compiled beside them, then offered to dispatch.
+"""Background compilation of step sizes: traced between two steps, compiled while steps run, then offered to dispatch.
 
-A graph policy whose graphs take long names the few sizes that hold every step (``GraphPolicy.first_sizes``). They are
-made before the first request; the others are left to the threads of this file. Which size serves a step changes what it
-costs, not what it computes.
+A graph policy whose graphs take long to make names the few sizes that hold every step (``GraphPolicy.first_sizes``).
+These are made before the first request; the others are left to the threads of this file. The size at which a step runs
+changes its cost, but not its results.
 
     step 1 | trace A | step 2 | step 3 | step 4 | offer A | step 5, at size A
                      |------ compile A ------|
@@ -26,11 +26,12 @@ from model_runner_base.step.sizes import StepSize
 logger = init_logger(f"vllm.{__name__}")
 
 SizeParts = Iterator[tuple[object, Callable[[], None]]]
-"""What makes a size, each to be run before the next is asked for, with a key: parts of equal keys are made once."""
+"""Functions that make the parts of a size, each with a key; parts of equal keys are made once. Each function must be
+called before the next is taken from the iterator."""
 
 
 class Serving(Protocol):
-    """What a runner is while its sizes are made."""
+    """Interface of a runner whose sizes are made while it serves."""
 
     vllm_config: VllmConfig
     parts: Any
@@ -41,10 +42,10 @@ class Serving(Protocol):
 
 
 class BackgroundCompiler:
-    """The sizes that are still to be made: none, unless ``leave`` is called.
+    """Compiler of the sizes that are still to be made while steps run: none, unless ``leave`` is called.
 
-    The runner is not kept alive for them. An engine that is started beside another in one process waits for the sizes
-    of that, since tracing has the process to itself.
+    It does not keep the runner alive. An engine that starts in a process with another one waits for the sizes of that
+    one, since only one engine may trace at a time.
     """
 
     _begun_ones: ClassVar["weakref.WeakSet[BackgroundCompiler]"] = weakref.WeakSet()
@@ -57,7 +58,7 @@ class BackgroundCompiler:
         self._is_stopped = False
         self._error: Exception | None = None
         for other in [other for other in self._begun_ones if other.is_making]:
-            gc.collect()  # Of an engine that was dropped nothing more is made.
+            gc.collect()  # An engine that was dropped makes no more sizes.
             logger.info("Waiting for the step sizes of another engine in this process.")
             other._join()
 
@@ -68,9 +69,9 @@ class BackgroundCompiler:
         parts_of: Callable[[Any, StepSize], SizeParts],
         runner: Serving,
     ) -> None:
-        """``sizes`` are to be made once ``start`` is called; ``made`` are keys of parts that are made.
+        """Takes the ``sizes`` to make once ``start`` is called; ``made`` are the keys of parts that exist already.
 
-        Raises ValueError if there are several workers: they would come to different sizes in one step.
+        Raises ValueError if there are several workers, since they would choose different sizes for one step.
         """
         if sizes and runner.vllm_config.parallel_config.world_size > 1:
             raise ValueError("several workers have to make all sizes first: first_sizes() may leave none out")
@@ -79,7 +80,7 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Sizes that nobody has begun to make."""
+        """Number of sizes that are not begun."""
         return len(self._waiting)
 
     @property
@@ -87,7 +88,7 @@ class BackgroundCompiler:
         return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Begins to make what was left. From now on steps are to be run within the guard."""
+        """Begins to make the sizes that were left. From now on steps must run inside the guard."""
         if not self._waiting:
             return
         self._started, self._num_sizes, self._num_made = time.perf_counter(), len(self._waiting), 0
@@ -97,16 +98,16 @@ class BackgroundCompiler:
         self._num_running = min(runner.graph_policy.num_at_a_time, self._num_sizes)
         self._begun_ones.add(self)
         for index in range(self._num_running):
-            # No daemons: Python would end beneath a compiler at work.
+            # No daemons: Python would end while a compiler is at work.
             self._threads.append(threading.Thread(target=self._make_all, name=f"BackgroundCompiler-{index}"))
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """What has not begun is not made any more."""
+        """Stops before the next part: sizes that are not begun are not made any more."""
         self._is_stopped = True
 
     def wait(self) -> None:
-        """Returns when every size is made; raises what kept the first of the others from it."""
+        """Waits until every size is made or has failed; raises the first error."""
         self._join()
         if self._error is not None:
             raise self._error
@@ -140,11 +141,11 @@ class BackgroundCompiler:
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         logger.warning("Larger step sizes go on serving for %s, which failed to compile: %s", size, what)
         logger.debug("It failed here:", exc_info=error)
-        traceback.clear_frames(error.__traceback__)  # What was traced is not kept for the error's sake.
+        traceback.clear_frames(error.__traceback__)  # Else the error would keep what was traced.
         self._error = self._error or error
 
     def _pick(self) -> StepSize | None:
-        """The size to be made next."""
+        """Removes and returns the size to make next; None if there is none."""
         with self._guard.between_steps(self._is_halfway):
             runner = self._runner()
             if not self._waiting or runner is None:
@@ -154,17 +155,18 @@ class BackgroundCompiler:
             return size
 
     def _make(self, size: StepSize) -> None:
-        """Makes what the size consists of, and offers it then."""
+        """Makes all parts of the size, then offers it to dispatch."""
         for wait in self._begin(size):
             wait()
         with self._guard.between_steps(self._is_halfway):
             if (runner := self._runner()) is not None:
                 runner.graph_policy.offer(size)
-                runner.parts.repeat.stop()  # The next step is dispatched anew.
+                runner.parts.repeat.stop()  # So the next step is dispatched anew.
                 self._num_made += 1
 
     def _begin(self, size: StepSize) -> list[Wait]:
-        """Traces what the size consists of, one part between two steps; returns what waits for the compilations."""
+        """Traces the parts of a size, one at a time between two steps; returns functions that wait for the
+        compilations."""
         waits: list[Wait] = []
         runner = self._runner()
         if runner is None:

@@ -1,8 +1,8 @@
-"""Which step sizes a device runs at, and how a step is padded to one of them.
+"""Graph policies: the step sizes that a device runs at, and the choice of one for each step.
 
-Captured device graphs and compiled buckets are one idea here: a list of sizes that are captured ahead, one dispatch
-that picks the cheapest size a step fits in, and padding up to it. The default policy is eager: every step runs at the
-size it has and nothing is captured.
+Captured device graphs and compiled buckets are one idea here: a list of sizes that are captured in advance, one
+dispatch that picks the cheapest size that holds a step, and padding up to it. The default policy is eager: every step
+runs at its own size, and nothing is captured.
 """
 
 from collections import Counter, deque
@@ -19,63 +19,66 @@ from model_runner_base.step.sizes import COMMON_DIMS, Dim, StepLimits, StepSize,
 
 @dataclass(frozen=True)
 class SortLimits:
-    """What a device's graphs may sort. By default anything: tokens are drawn from the whole vocabulary, exactly."""
+    """Limits on what a device's graphs may sort. By default there are none: tokens are drawn exactly, from the
+    whole vocabulary."""
 
     max_candidates: int | None = None
-    """A token is drawn among so many likeliest of its row, at most; None: among all. Where several tie for the last
-    place, all of them are candidates."""
+    """Largest number of candidates, the likeliest tokens of a row, among which a token is drawn; None: all tokens.
+    Tokens that tie for the last place are all candidates."""
     max_width: int | None = None
-    """The longest row that the largest numbers are searched in at a time; None: any."""
+    """Length of the longest row that can be searched for its largest numbers in one operation; None: any."""
 
 
 StepFunction = Callable[..., Any]
 WrapFunction = Callable[[StepFunction, MutableSequence[torch.Tensor]], StepFunction]
-"""``GraphPolicy.wrap``, as components and heads with functions of their own are given it."""
+"""Type of ``GraphPolicy.wrap``, which components and heads get for functions of their own."""
 
 
 Wait = Callable[[], None]
-"""Returns when something is compiled, or raises its error; may be called again."""
+"""Function that returns once something is compiled, or raises its error. It may be called again."""
 
 
 class NoGraphSizeError(RuntimeError):
-    """A step is larger than every captured size; it is a fault of the policy, not of the request."""
+    """Error of a step that no captured size holds; it is a fault of the policy, not of the request."""
 
 
 class GraphPolicy:
-    """Eager: no sizes, no padding beyond the plan's neutral pair, functions run as they are."""
+    """Eager policy, and interface of others: no sizes, no padding but the plan's neutral pair, functions run as they
+    are."""
 
     sizes: Sequence[StepSize] = ()
     sort_limits = SortLimits()
     dims: Sequence[Dim] = COMMON_DIMS
-    """What the numbers of a size are, and cost."""
+    """Names and costs of a size's numbers."""
 
     def configure(self, limits: StepLimits) -> None:
         """Called when model length, block size and scheduler limits are known, and again if the engine changes them."""
         self.dims = limits.dims
 
     def dispatch(self, need: StepSize) -> StepSize:
-        """The size that a step of size ``need`` runs at."""
+        """Size that a step of size ``need`` runs at."""
         return need
 
     def choose(self, needs: Sequence[StepSize]) -> StepSize:
-        """The cheapest size for a step that may run in several ways, with what it needs in each."""
+        """Cheapest size for a step that may run in several ways; ``needs`` has the size that it needs in each."""
         if len(needs) == 1:
             return self.dispatch(needs[0])
         return min(map(self.dispatch, needs), key=self.cost)
 
     def cost(self, size: StepSize) -> float:
-        """What a step of a size costs, in units of one token; only to compare sizes."""
+        """Cost of a step of a size, in units of one token; only to compare sizes."""
         return float(cost_of(np.array(size.as_row()), self.dims))
 
     def num_compilations(self) -> int:
-        """Graphs that this process has captured or compiled so far; the checks hold it still after warm-up."""
+        """Number of graphs that this process has captured or compiled so far. Checks require that it stays the same
+        after warm-up."""
         return 0
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
-        """Returns what the runner calls in place of ``function``.
+        """Returns the function that the runner calls instead of ``function``.
 
-        ``function`` updates the tensors in ``state`` in place. A policy that compiles it may replace the elements of
-        the list by new tensors instead; the runner reads them through the list only.
+        ``function`` updates the tensors in ``state`` in place. A policy that compiles it may instead replace the list's
+        elements by new tensors; the runner reads them through the list only.
         """
         return function
 
@@ -83,55 +86,56 @@ class GraphPolicy:
 
     @property
     def offered(self) -> Sequence[StepSize]:
-        """Those of the sizes that steps may run at by now."""
+        """Sizes that steps may run at by now."""
         return self.sizes
 
     def make_ahead(self, runs: Sequence[Callable[[], None]]) -> Iterator[None]:
-        """Calls each of ``runs``, which makes what it runs; yields whenever one is made.
+        """Calls each of ``runs``, which makes the graphs of what it runs; yields after each one.
 
-        A policy that can compile functions without running them may call them twice: first with functions that compile
-        and return tensors without contents, so that compilations go side by side.
+        A policy that can compile functions without running them may call each twice. In the first call the wrapped
+        functions only begin to compile, and return tensors without contents. So compilations run in parallel.
         """
         for run in runs:
             run()
             yield
 
     def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
-        """Those of ``sizes`` that steps are not served without; the others are made while steps run.
+        """Sizes, among ``sizes``, that are made before serving begins; the others are made while steps run.
 
-        Where there are several workers all of them, since ranks would come to different sizes in one step. A policy
-        that leaves some out has what follows.
+        With several workers it must return all sizes, since ranks would choose different ones for a step. A policy that
+        leaves some out has to provide the methods below.
         """
         return sizes
 
     num_at_a_time = 1
-    """Compilations behind the steps."""
+    """Number of compilations that run at a time while steps are served."""
 
     def compile_in_background(self, run: Callable[[], None]) -> Wait:
-        """Called between two steps: calls ``run`` with functions that begin to compile, as ``make_ahead`` may.
+        """Calls ``run``, in which wrapped functions only begin to compile, as ``make_ahead`` may. Called between two
+        steps.
 
-        When it returns, steps may go on; what it returns waits for the compilation.
+        Steps go on when it returns. It returns a function that waits for the compilation.
         """
         raise NotImplementedError
 
     def offer_only(self, sizes: Sequence[StepSize]) -> None:
-        """Steps run at these of the sizes alone."""
+        """Restricts steps to these sizes."""
 
     def offer(self, size: StepSize) -> None:
-        """A size that was left out may serve from now on."""
+        """Lets steps run at a size that was left out before."""
 
     def most_wanted(self, sizes: Sequence[StepSize]) -> StepSize:
-        """The one of ``sizes``, which are still to be made, that does most good."""
+        """Size that helps most among ``sizes``, which are still to be made."""
         return sizes[0]
 
 
 class BucketPolicy(GraphPolicy):
-    """A fixed list of sizes; a step runs at the cheapest that holds it."""
+    """Policy with a fixed list of sizes; a step runs at the cheapest one that holds it."""
 
     _offered: Sequence[StepSize] = ()
 
     def set_sizes(self, sizes: Sequence[StepSize]) -> None:
-        """``sizes`` in any order, repeats allowed; ``configure`` of this class comes first."""
+        """Sets the list. ``sizes`` may be in any order and have repeats. ``configure`` must have been called before."""
         self.sizes = sorted(set(sizes), key=lambda size: (self.cost(size), size))
         self._every = self._table_of(self.sizes)
         self._last_needs: deque[StepSize] = deque(maxlen=64)
@@ -158,7 +162,7 @@ class BucketPolicy(GraphPolicy):
         return self._offered[index]
 
     def largest_sizes(self, sizes: Sequence[StepSize]) -> list[StepSize]:
-        """Those of ``sizes`` that no other of them holds: together they hold whatever the others do."""
+        """Sizes, among ``sizes``, that no other one holds: together they hold every step that any of ``sizes`` does."""
         return [size for size in sizes if not any(other.holds(size) for other in sizes if other != size)]
 
     def offer(self, size: StepSize) -> None:
@@ -166,13 +170,15 @@ class BucketPolicy(GraphPolicy):
         self._table = self._table_of(self._offered)
 
     def most_wanted(self, sizes: Sequence[StepSize]) -> StepSize:
-        """What makes steps like the last ones cheapest; of all sizes, if those run at what they need already."""
+        """Size that saves most in steps like the last ones; if these already run at their best sizes, in steps of any
+        size."""
         wanted = Counter(self._cheapest(self._every, need) for need in self._last_needs.copy())
         unserved = {index: count for index, count in wanted.items() if self.sizes[index] not in self.offered}
         weights = unserved or dict.fromkeys(range(len(self.sizes)), 1)
 
         def good_of(size: StepSize) -> float:
-            """By how much it makes a step cheaper, as a logarithm, summed over the steps that it could serve."""
+            """Benefit of a size: the logarithm of the factor by which it makes a step cheaper, summed over the steps
+            that it holds."""
             good = 0.0
             for index, weight in weights.items():
                 if size.holds(self.sizes[index]):

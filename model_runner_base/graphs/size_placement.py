@@ -1,10 +1,10 @@
-"""Which sizes to capture: those that expected traffic gains most from, until little enough of its work is padding.
+"""Choice of the sizes to capture: those that save expected traffic most work, until little enough of it is padding.
 
-A grid fine enough to waste little everywhere would need hundreds of graphs, and the steps of a server visit a small
-part of it. So steps are drawn at random as traffic makes them, and sizes are taken one by one, each the one that saves
-most of the padding that is left. Always among them are the largest sizes, so that whatever the limits allow has a
-size, and a few for a lone request and for prompts alone: it is little work in a server's day, but all there is to its
-user.
+A grid fine enough to waste little everywhere would need hundreds of graphs, and the steps of a server visit only a
+small part of it. So steps are drawn at random as traffic makes them, and sizes are chosen one by one, each the one that
+saves most of the remaining padding. The largest sizes are always chosen, so that every step within the limits has a
+size. So are a few sizes for a lone request and for steps of prompts only: these are a small part of a server's work,
+but a lone user waits for nothing else.
 """
 
 from collections.abc import Sequence
@@ -16,35 +16,38 @@ import numpy as np
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, cost_of, geometric
 
 PROMPT, OUTPUT = (100, 1.0), (225, 0.9)
-"""Median and spread of log-normal token counts: means of 160 and 340, as the vLLM paper gives for ShareGPT."""
+"""Median and spread of log-normal token counts; their means are 160 and 340, as the vLLM paper gives for ShareGPT."""
 OTHER_TRAFFIC = 0.2
 """Share of the batches whose requests have any other length, a short one as likely as a long one."""
 NUM_BATCHES = 1000
 SMALLEST_MIXED = 32
-"""Tokens; what is smaller costs hardly less."""
+"""Number of tokens in the smallest mixed step that gets a size; smaller steps cost hardly less."""
 SMALLEST_PROMPT, LONG_PROMPT = 64, 512
-"""Of steps of prompts alone: tokens of the smallest; tokens of prompts that have a size that fits them."""
+"""Numbers of tokens for steps of prompts only: of the smallest size, and of the longest prompt that has one."""
 
 
 @dataclass(frozen=True)
 class ExpectedSteps:
+    """Steps that traffic is expected to make."""
+
     sizes: np.ndarray
-    """[N, 1 + dims] what each step needs, as ``StepSize.as_row`` has it."""
+    """[N, 1 + dims] size that each step needs, as ``StepSize.as_row`` writes it."""
     frequency: np.ndarray
-    """[N]"""
+    """[N] weight of each step."""
 
 
 @lru_cache(maxsize=8)
 def expect_steps(limits: StepLimits) -> ExpectedSteps:
-    """Two steps of each of many batches, one that decodes and one that takes prompts in; the same for equal limits."""
+    """Draws many batches, and two steps of each, one of pure decode and one with new prompts; equal for equal
+    limits."""
     rng = np.random.default_rng(0)
     sizes, frequency = [], []
     for index in range(NUM_BATCHES):
-        # Any load up to overload; every second batch any order of magnitude of load.
+        # In every second batch the load is uniform up to overload; in the others it is log-uniform.
         load = 1.1 * rng.random() if index % 2 else limits.max_num_reqs ** (rng.random() - 1)
         num_reqs = min(limits.max_num_reqs, int(np.ceil(load * limits.max_num_reqs)))
         prompts, outputs = _draw_requests(limits, rng, 4 * num_reqs + 8)
-        # Requests with long answers are met more often, and anywhere in their answer.
+        # A long answer is running more often than a short one, and a request may be anywhere in its answer.
         running = rng.choice(len(outputs), num_reqs, p=outputs / outputs.sum())
         contexts = prompts + (rng.random(len(outputs)) * outputs).astype(int)
         kv_tiles = contexts[running] // limits.decode.keys + 1
@@ -70,7 +73,7 @@ def _draw_requests(limits: StepLimits, rng: np.random.Generator, count: int) -> 
 
 
 def _mixed_step(limits: StepLimits, kv_tiles: np.ndarray, prompts: list[int], rng: np.random.Generator) -> StepSize:
-    """A step in which ``prompts``, or the chunks of them that fit, take the place of as many decodes."""
+    """Size of a step in which ``prompts``, or chunks of those that fit, take the place of as many decode rows."""
     num_rows = max(0, min(len(kv_tiles) - len(prompts), limits.max_num_tokens - 2))
     num_tokens = num_tiles = num_chunks = num_pairs = 0
     for prompt in prompts[: min(limits.max_num_reqs - num_rows, limits.max_chunks)]:
@@ -86,9 +89,9 @@ def _mixed_step(limits: StepLimits, kv_tiles: np.ndarray, prompts: list[int], rn
 
 @lru_cache(maxsize=8)
 def place_sizes(limits: StepLimits, max_padding: float) -> tuple[StepSize, ...]:
-    """Sizes with at most ``max_padding`` of the expected work spent on padding; few, since greedily found.
+    """Sizes with which at most the share ``max_padding`` of the expected work is padding; few, found greedily.
 
-    The largest alone where all of it may be padding (1).
+    If all of the work may be padding (1), they are the largest sizes only.
     """
     if max_padding == 1:
         return limits.largest_sizes
@@ -116,9 +119,10 @@ def place_sizes(limits: StepLimits, max_padding: float) -> tuple[StepSize, ...]:
 
 
 def prompts_alone(limits: StepLimits, num_tokens: int, requests: Sequence[int]) -> StepSize:
-    """A step of nothing but prompts, which a user waits for who is alone, and everybody where many come at once.
+    """Size of a step of prompts only: a lone user waits for such steps, and so do all users where many arrive at once.
 
-    Its number of requests is one of ``requests``, above two where there is one: each number brings samplers of its own.
+    Its number of requests is one of ``requests``, and more than two if possible: each different number needs samplers
+    of its own.
     """
     num_reqs = next((count for count in requests if count > max(2, num_tokens // 128)), limits.max_num_reqs)
     prompt = min(num_tokens, LONG_PROMPT, limits.max_model_len)
@@ -135,7 +139,8 @@ def _from_row(row: list[int]) -> StepSize:
 
 
 def _candidate(limits: StepLimits, need: StepSize) -> StepSize:
-    """A size for a step, rounded up so that steps nearby share it; rows by powers of two: each has its samplers."""
+    """Size for a step, rounded up so that similar steps share it. Requests go by powers of two, since each number of
+    them needs its own samplers."""
     dims = limits.named(need)
     num_reqs = min(_round_up(need.num_reqs, 1), limits.max_num_reqs)
     if need.kind == StepKind.DECODE:
