@@ -1,1 +1,1 @@
-"""What happens before the first request."""
+"""Start-up, before the first request: wiring, warm-up, memory."""

@@ -1,4 +1,4 @@
-"""Device-agnostic memory measurement."""
+"""Measurement of device memory, for any device."""
 
 import gc
 from types import TracebackType
@@ -7,7 +7,7 @@ from model_runner_base.device_ops import DeviceOps
 
 
 class DeviceMemoryProfiler:
-    """Measures how many bytes of device memory a block of code leaves taken.
+    """Measures the bytes of device memory that are still in use after a block of code.
 
     >>> with DeviceMemoryProfiler(device_ops) as profiler:
     ...     model = load()

@@ -1,4 +1,4 @@
-"""What the largest step needs beside weights and KV cache, from its shapes."""
+"""Estimate of the memory that the largest step needs in addition to weights and KV cache, from its shapes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def estimate_step_memory(
 ) -> int:
     """An upper estimate in bytes of one layer's temporaries and the logits, over all sizes; 0 if there are none.
 
-    ``specs`` are what ``get_kv_cache_spec`` returns, ``limits`` those that the sizes were made with.
+    ``specs`` are what ``get_kv_cache_spec`` returns; ``limits`` are those that the sizes were made with.
 
     Counted in float32: the gathered KV tiles and a transposed copy of them, attention scores and their exponentials,
     the pairs' partial outputs, a few hidden states and an MLP's two inner activations, what experts gather and compute;
@@ -42,7 +42,7 @@ def estimate_step_memory(
         for layer in layer_caches(specs).values():
             attention = 0
             counts = limits.cross_pairs(size) if is_of_encoder(layer.spec) else pairs
-            decode_query = max(limits.decode.query, limits.pass_tokens)  # A pass that drafts may take more of a row.
+            decode_query = max(limits.decode.query, limits.pass_tokens)  # A pass of drafting may take more of a row.
             for query, keys, count in (
                 (decode_query, limits.decode.keys, counts["decode_pairs"]),
                 (limits.chunk.query, limits.chunk.keys, counts["chunk_pairs"]),
@@ -56,7 +56,7 @@ def estimate_step_memory(
 
 
 def _experts(model_config: ModelConfig, num_tokens: int) -> int:
-    """Numbers that a mixture-of-experts layer holds at a time, the dearer of its ways (layers/fused_moe.py)."""
+    """Numbers that a mixture-of-experts layer holds at a time, in the costlier of its ways (layers/fused_moe.py)."""
     num_experts = model_config.get_num_experts()
     if not num_experts:
         return 0
@@ -70,6 +70,6 @@ def _experts(model_config: ModelConfig, num_tokens: int) -> int:
 
 
 def _largest(model_config: ModelConfig, name: str) -> int:
-    """A size in the model's own config, the largest where it has one a layer; 0 if it has none."""
+    """Size from the model's own config, the largest one if each layer has its own; 0 if there is none."""
     value = getattr(model_config.hf_text_config, name, None) or 0
     return max(value) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""What runs before the first request: the step that is measured, every size once, the host's loops."""
+"""Warm-up before the first request: runs the step that is measured, every size once, and the host's loops."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -27,7 +27,7 @@ from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
 class Starting(Protocol):
-    """What a runner is before its first step."""
+    """Interface of a runner before its first step."""
 
     vllm_config: VllmConfig
     model_config: ModelConfig
@@ -53,7 +53,7 @@ class Starting(Protocol):
 
 
 def profile_largest_step(runner: Starting) -> None:
-    """The largest step without KV caches, attention left out, and the sampling that takes most memory."""
+    """Runs the largest step without KV caches and attention, and the kind of sampling that takes most memory."""
     scheduler = runner.vllm_config.scheduler_config
     num_tokens = scheduler.max_num_batched_tokens
     num_logits = min(scheduler.max_num_seqs, num_tokens) * (1 + read_speculation(runner.vllm_config).num_drafts)
@@ -65,7 +65,7 @@ def profile_largest_step(runner: Starting) -> None:
     ):
         inputs = profile_inputs(runner.model_config, runner.model, token_ids)
         output = runner.model(intermediate_tensors=None, **inputs)
-        hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else states of layers beside it.
+        hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else with other layers' states.
         logits = LogitsOf(runner.model, runner.vocabulary).whole(hidden_states, zeros((num_logits,), torch.int32))
     tables = (zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
     rows = zeros((num_tokens, 1), torch.int32), token_ids
@@ -73,7 +73,7 @@ def profile_largest_step(runner: Starting) -> None:
 
 
 def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
-    """Makes every size that serving waits for, and all that sampling may need after it, under a progress bar.
+    """Makes every size that serving waits for, and all that sampling may need for it, and shows a progress bar.
 
     The other sizes are left to ``runner.background_compiler``.
     """
@@ -99,9 +99,9 @@ def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
 
 
 def parts_of(runner: Starting, size: StepSize) -> SizeParts:
-    """Yields the parts of a size: what components have on the device, the model's graph, sampling on its results.
+    """Yields the parts of a size: functions of components, the model's graph, and sampling on its results.
 
-    Sizes of as many tokens, or rows of logits, share what is made for these.
+    Sizes with the same number of tokens, or of rows of logits, share the parts that are made for that number.
     """
     parts = runner.parts
     components, head = parts.components, parts.head
@@ -114,22 +114,23 @@ def parts_of(runner: Starting, size: StepSize) -> SizeParts:
 
 
 def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:
-    """Runs a size on padding, and those of its parts that have these keys."""
+    """Runs the parts of a size that have these keys, on padding."""
     for key, run in parts_of(runner, size):
         if key in keys:
             run()
 
 
 def compile_host_loops(runner: Starting) -> None:
-    """A request of padding decodes into its second block, then has a chunk of two tokens.
+    """Compiles the host's loops on a made-up request, which decodes into its second block, then has a chunk of two
+    tokens.
 
-    As far as the limits allow: what they rule out, no step will call.
+    It goes as far as the limits allow: loops that they rule out are never called by a step.
     """
     parts, req_id = runner.parts, "warm-up"
     info = RequestInfo(SamplingParams(), seed=0, prompt_token_ids=[0])
     query = parts.layout.limits.decode.query
     most_tokens = min(runner.max_model_len, runner.vllm_config.scheduler_config.max_num_batched_tokens)
-    # Behind its prompt it has a decode row; a model of a single token knows prompts alone.
+    # After its prompt it has a decode row; in a model with a length of one token there are only prompts.
     for num_computed, num_tokens in ((min(1, runner.max_model_len - query), query), (0, 2)):
         if num_tokens > most_tokens or num_computed < 0:
             continue

@@ -1,4 +1,4 @@
-"""The step, put together from its parts in the order of start-up: the one place where a reader sees who gets what."""
+"""Wiring of the step from its parts, in the order of start-up: the one place that shows which part gets what."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
 class Unwired(Protocol):
-    """What a runner has before its KV cache exists."""
+    """Interface of a runner before its KV cache exists."""
 
     vllm_config: VllmConfig
 
@@ -80,14 +80,14 @@ class Unwired(Protocol):
 
 @dataclass
 class StepParts:
-    """The nouns of a step."""
+    """Parts of the step, as ``wire`` makes them."""
 
     requests: RequestStates
     block_tables: list[BlockTable]
     rows: DeviceRows
     kv_caches: HeldTensors
     bind_kv_caches: Callable[[], None]
-    """Points the layers at the caches."""
+    """Function that points the layers at the caches."""
     layout: TokenLayout
     caches: list[CacheKind]
     components: StepComponents
@@ -95,14 +95,14 @@ class StepParts:
     batches: BatchBuilder
     repeat: Repeat
     forward_context: ForwardContext
-    """One for all steps: a step's attention metadata is put into it while the model runs."""
+    """Context of all steps, which holds a step's attention metadata while the model runs."""
     head: Head
     drafter: Drafter
     graph: ModelGraph
 
 
 def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
-    """Every part of the step of ``runner``, whose model is loaded."""
+    """Makes and connects all parts of the step of ``runner``, whose model is loaded."""
     config, device_ops, policy = runner.vllm_config, runner.device_ops, runner.graph_policy
     max_num_reqs, max_model_len = config.scheduler_config.max_num_seqs, runner.max_model_len
 
@@ -113,7 +113,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     tiles = runner.KV_TILE, runner.CHUNK_KV_TILE
     block_tables, groups = attention_groups(layout, config, max_num_reqs, max_model_len, tiles)
 
-    # What graphs update.
+    # State that graphs update.
     state = GraphState()
     tensors, index_of = runner.make_kv_caches(layout)
     kv_caches = state.hold(tensors)
@@ -132,7 +132,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     components = StepComponents(
         [
             TokenInputs(requests),
-            # Adapters come before what looks embeddings up, and the layout before what reads positions.
+            # Adapters come before components that look embeddings up, and the layout before those that read positions.
             *runner.adapters.components(requests),
             token_layout,
             *caches,
@@ -143,7 +143,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         ]
     )
 
-    # What the model's hidden states become.
+    # The head, which turns the model's hidden states into tokens.
     head = make_generate_head(
         config,
         runner.model,
@@ -157,7 +157,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         device_ops,
     )
 
-    # What drafts the next tokens.
+    # The drafter, which guesses the next tokens.
     draft_parts = None
     if speculation.num_drafts:
         draft_parts = DraftParts(
@@ -179,7 +179,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     drafter = make_drafter(speculation, requests, draft_parts)
     components.add(drafter)
 
-    # What runs on the device.
+    # The model's graph, which runs on the device.
     repeat, forward_context = Repeat(requests), create_forward_context(None, config)
     graph = ModelGraph(
         runner.model,
@@ -195,7 +195,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         bind_kv_caches,
     )
 
-    # What a schedule is read into.
+    # The states that a schedule updates.
     updates = StateUpdates(
         requests, block_tables, head, components, runner.adapters, runner.encoder, repeat, runner.errors
     )
