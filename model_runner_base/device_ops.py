@@ -1,7 +1,7 @@
-"""What the step asks of a device, and how a plain torch device answers.
+"""Operations that the step asks of a device, and their defaults for a plain torch device.
 
 The base never calls a vendor's namespace: memory figures, buffers, copies and barriers go through ``DeviceOps``. The
-class as it stands serves any device whose memory is the host's; a subclass overrides what differs.
+defaults serve any device whose memory is the host's; a subclass overrides what differs.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ class DeviceOps:
     """Memory, copies and barriers of one device."""
 
     towers_as_graphs = False
-    """Whether image towers run as graphs on the device, those that can. vLLM's ``MMEncoderAttention`` is given the
-    segment of each patch there in place of ``cu_seqlens``: patches of one segment see each other.
-    """
+    """Whether image towers that can run as graphs on the device. In these graphs, vLLM's ``MMEncoderAttention`` gets
+    the segment of each patch instead of ``cu_seqlens``; patches of one segment see each other."""
     calls_alike = False
-    """Whether all calls of the model have the same kinds of arguments, for a compiler that looks at the first alone.
+    """Whether all calls of the model have the same kinds of arguments, for a compiler that looks at the first call
+    only.
 
-    None is a tensor in one call and missing in another, and where a tensor lies, how far its rows are apart, and which
-    share memory does not change.
+    Then no argument is a tensor in one call and missing in another. Addresses and strides of tensors do not change, nor
+    does which of them share memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class DeviceOps:
 
     @property
     def eager_device(self) -> torch.device:
-        """Where tensor code that is not part of any graph runs: user-supplied logits processors."""
+        """Device for tensor code that is not part of any graph, which is user-supplied logits processors."""
         return self.device
 
     def memory_info(self) -> MemoryInfo:
@@ -48,7 +48,8 @@ class DeviceOps:
         return MemoryInfo(free=memory.available, total=memory.total)
 
     def memory_pool(self, tag: str) -> AbstractContextManager:
-        """Where "weights" and "kv_cache" are allocated, each within its own: a device that sleeps sets them aside."""
+        """Context in which "weights" or "kv_cache" are allocated, by ``tag``. A device that sleeps sets these pools
+        aside."""
         return nullcontext()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -57,8 +58,8 @@ class DeviceOps:
     def to_device(self, array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies a host array to the device; the caller may overwrite the array as soon as this returns.
 
-        ``out`` is what an earlier call returned for an array of this shape: a device that runs what it is given in
-        order writes there, and its graphs may read fixed addresses; another leaves it alone.
+        ``out`` is the tensor that an earlier call returned for an array of this shape. A device that runs its work in
+        order writes to it, so that graphs may read fixed addresses; other devices do not touch it.
         """
         if out is None or not out.is_cpu:
             return torch.from_numpy(array.copy()).to(self.device)
@@ -66,15 +67,15 @@ class DeviceOps:
         return out
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies a host tensor to the device; nobody changes it any more."""
+        """Copies a host tensor, which does not change any more, to the device."""
         return tensor.to(self.device)
 
     def place(self, module: torch.nn.Module) -> None:
-        """Moves a module that was loaded on the host, and lays out its weights as the device wants them."""
+        """Moves a module that was loaded on the host to the device, and puts its weights into the device's layout."""
         module.to(self.device)
 
     def overwrite(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
-        """Puts ``contents``, which lie on the device, in place of a tensor's that graphs hold; both of one shape."""
+        """Overwrites a tensor that graphs hold with ``contents``, which are on the device and have the same shape."""
         tensor.copy_(contents)
 
     def to_host(self, tensor: torch.Tensor) -> np.ndarray:
@@ -82,15 +83,16 @@ class DeviceOps:
         return tensor.cpu().numpy()
 
     def begin_to_host(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """``to_host`` in two halves: starts the copy where the device can, and returns what waits for it alone."""
+        """Starts the copy of ``to_host`` if the device can; returns a function that waits for this copy only, and its
+        result."""
         return lambda: self.to_host(tensor)
 
     def buffer_address(self, tensor: torch.Tensor) -> int:
-        """Where the tensor's contents lie, to show that they are written in place."""
+        """Address of the tensor's contents, to check that they are written in place."""
         return tensor.data_ptr()
 
     def mark(self) -> Callable[[], None]:
-        """What waits for all that was launched so far, and for nothing later."""
+        """Returns a function that waits for everything launched so far, but for nothing later."""
         return self.synchronize
 
     def synchronize(self) -> None:

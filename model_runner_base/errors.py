@@ -1,14 +1,14 @@
-"""Errors of what this library does not do."""
+"""Errors for configurations and requests that this library does not serve."""
 
 from vllm.exceptions import VLLMValidationError
 
 
 class UnsupportedConfigError(ValueError):
-    """The engine config asks for a feature that model_runner_base does not have."""
+    """Error of an engine config that asks for a feature that model_runner_base does not have."""
 
 
 class RequestError(VLLMValidationError, ValueError):
-    """A request that cannot be served as it is asked for; vLLM's API server answers it with status 400.
+    """Error of a request that cannot be served as it is; vLLM's API server answers with status 400.
 
-    Of any other error some releases make status 500.
+    Some releases answer any other error with status 500.
     """

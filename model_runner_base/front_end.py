@@ -1,9 +1,9 @@
-"""Checks and error handling between clients and an engine of this library, on any platform, and its scheduler.
+"""Front end of an engine of this library, on any platform: checks of requests, error handling, choice of the scheduler.
 
-``PagedPlatform`` calls ``stand_before`` itself. On a platform that knows nothing of this library, such as one of
-vLLM's own, the entry point of ``vllm.general_plugins`` does, for engines whose worker is a ``ModelRunnerWorker``; vLLM
-calls it in each of its processes. vLLM's config package imports platforms, so nothing of vLLM's is imported here at the
-top.
+``PagedPlatform`` calls ``stand_before`` itself. On a platform that does not know this library, such as one of vLLM's
+own, the entry point of ``vllm.general_plugins`` sees to that for engines whose worker is a ``ModelRunnerWorker``. vLLM
+calls the entry point in each of its processes. vLLM's config package imports platforms, so this file imports nothing of
+vLLM at its top.
 """
 
 import logging
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SCHEDULER = "model_runner_base.scheduling.make_scheduler"
-"""Qualified name of the scheduler where the user names none. Called as a class."""
+"""Qualified name of the scheduler if the user names none. It is called like a class."""
 WORKER_MODULE = "model_runner_base.worker"
-"""Module of ``ModelRunnerWorker``, which is not imported here: it knows the platform."""
+"""Module of ``ModelRunnerWorker``, which is not imported here, since it imports the platform."""
 
 
 def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> None:
-    """Prepares this process for an engine's requests, any number of times; ``worker_cls`` is known by now.
+    """Prepares this process for an engine's requests. It may be called many times, once ``worker_cls`` is known.
 
-    Raises UnsupportedConfigError for what is not supported, and sets ``scheduler_cls`` where the user has named none. A
-    platform that is no ``PagedPlatform`` and chooses a worker of this library calls it in ``check_and_update_config``,
-    and ``our_engines.check_arriving`` in ``validate_request``.
+    Raises UnsupportedConfigError for settings that are not supported, and sets ``scheduler_cls`` if the user has named
+    none. A platform that is no ``PagedPlatform`` and chooses a worker of this library must call this in
+    ``check_and_update_config``, and ``our_engines.check_arriving`` in ``validate_request``.
     """
     from model_runner_base.limits import check_config
     from model_runner_base.multimodal.item_checks import check_fields, check_shares
@@ -65,9 +65,9 @@ def register() -> None:
 
 
 def quiet_scheduler_warning() -> None:
-    """Leaves out vLLM's warning that its interface of schedulers may change, where the scheduler is this library's.
+    """Suppresses vLLM's warning that its scheduler interface may change, if the scheduler is this library's.
 
-    It is a warning to people who named a class of their own.
+    The warning is meant for users who name a class of their own.
     """
     logging.getLogger("vllm.config.scheduler").addFilter(_names_another_scheduler)
 
@@ -77,7 +77,7 @@ def _names_another_scheduler(record: logging.LogRecord) -> bool:
 
 
 def _extend(platform: Any) -> None:
-    """Makes a platform's hooks prepare engines of this library, and check their requests."""
+    """Wraps a platform's hooks so that they prepare engines of this library and check their requests."""
     from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
     def preparing(check_and_update_config: Any) -> classmethod:
@@ -104,7 +104,8 @@ def _extend(platform: Any) -> None:
 
 
 def _is_our_worker(worker_cls: Any) -> bool:
-    """Whether the user has named a worker of this library; what a platform chooses by itself is not imported here."""
+    """Whether the user has named a worker of this library. A worker that the platform chooses by itself is not
+    imported."""
     if isinstance(worker_cls, str):
         if worker_cls == "auto" or worker_cls.startswith("vllm."):
             return False

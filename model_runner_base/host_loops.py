@@ -1,13 +1,13 @@
-"""Loops over tokens, tiles and pairs that a step cannot do without, compiled for the host by numba.
+"""Compilation, by numba, of the host's loops over tokens, tiles and pairs that every step needs.
 
-As array expressions they are some fifty NumPy calls a step, each over a few hundred numbers, and most of the time goes
-into the calls. Without numba, or with its own ``NUMBA_DISABLE_JIT=1``, the same functions run as plain Python: slower,
-with the same results.
+As array expressions these loops would be some fifty NumPy calls a step, each over a few hundred numbers, and most of
+the time would go into the calls. Without numba, or with numba's ``NUMBA_DISABLE_JIT=1``, the same functions run as
+plain Python: slower, with the same results.
 
-Compiled code is kept on disk, under ``NUMBA_CACHE_DIR`` or else ``VLLM_CACHE_ROOT``, and is found again as long as the
-file that the loop is in stays the same: so a loop reads no value that another file defines. What older versions left
-there stays. Where nothing can be written, every start compiles anew. Types decide what is compiled, so arguments keep
-theirs: int64 for what describes a batch, int32 for what is sent to the device.
+Compiled code is kept on disk, under ``NUMBA_CACHE_DIR`` or else ``VLLM_CACHE_ROOT``. It is used again as long as the
+loop's file stays the same, so a loop must read no value that another file defines. Code of older versions is not
+deleted. If the directory cannot be written, every start compiles anew. Code is compiled for types of arguments, so
+arguments must keep theirs: int64 for numbers that describe a batch, int32 for numbers that are sent to the device.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """The function, compiled when it is first called with arguments of some types."""
+    """Returns the function so that it is compiled when it is first called with arguments of new types."""
     try:
         from numba import config, njit
     except ImportError:
@@ -38,13 +38,13 @@ def compiled(function: Function) -> Function:
         folder = cache_folder(Path(function.__code__.co_filename))
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError:  # There is no file to tell versions by, or no directory that can be written to.
+    except OSError:  # There is no file that tells versions apart, or no directory that can be written.
         return njit(function)
     kept = config.CACHE_DIR
-    config.CACHE_DIR = str(folder)  # It is read while the function is wrapped.
+    config.CACHE_DIR = str(folder)  # numba reads it while it wraps the function.
     try:
         return njit(cache=True)(function)
-    except RuntimeError:  # NUMBA_CACHE_LOCATOR_CLASSES names other places, and none of them will do.
+    except RuntimeError:  # NUMBA_CACHE_LOCATOR_CLASSES names other places, and none of them works.
         return njit(function)
     finally:
         config.CACHE_DIR = kept
@@ -54,7 +54,7 @@ def compiled(function: Function) -> Function:
 def compiling() -> Iterator[None]:
     """Lets one process at a time compile and keep loops.
 
-    Two processes that keep code of two signatures of one loop at a time may give both the same name.
+    Two processes that keep code of two signatures of one loop at the same time may give both the same name.
     """
     try:
         os.makedirs(cache_root(), exist_ok=True)
@@ -77,11 +77,11 @@ def cache_root() -> Path:
 
 
 def cache_folder(file: Path) -> Path:
-    """The directory of what this version of numba, with its flags, compiles from this version of a file.
+    """Directory of the code that this version of numba, with its flags, compiles from this version of a file.
 
-    numba itself keeps all versions under one name. It writes its index before the code that the index names; a process
-    that starts between the two, after an update, would load the code of the version before. And it goes by a file's
-    time, too: a file that is only newer has a directory of its own.
+    numba itself keeps all versions under one name, and writes its index before the code that the index names. A process
+    that starts between the two writes, after an update, would load code of the old version. numba also compares a
+    file's time, so a file that is only newer has a directory of its own, too.
 
     Raises OSError where the file cannot be read.
     """
@@ -93,12 +93,12 @@ def cache_folder(file: Path) -> Path:
 
 
 def put_ints(values: Collection[int], into: np.ndarray) -> None:
-    """Writes Python's integers to the front of an array, which takes a third of the time that an assignment does."""
+    """Writes Python integers to the front of an array, in a third of the time that an assignment takes."""
     struct.pack_into(f"{len(values)}{into.dtype.char}", into.data, 0, *values)
 
 
 def int_array(values: Collection[int]) -> np.ndarray:
-    """[len(values)] int64"""
+    """[len(values)] int64 array of Python integers."""
     array = np.empty(len(values), np.int64)
     put_ints(values, array)
     return array

@@ -1,7 +1,7 @@
-"""What the base cannot do yet, said before any work is done.
+"""Limits of the base: features that it does not have yet, and their refusal before any work is done.
 
-A configuration or request that would come out wrong is refused here with one line that says what to do. A feature that
-is built takes its line away.
+A configuration or request that would give wrong results is refused with one line that says what to do instead. When a
+feature is built, its line is removed.
 """
 
 from importlib.metadata import entry_points
@@ -19,10 +19,11 @@ from model_runner_base.vllm_compat.probes.config import returns_routed_experts, 
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
 
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
-"""Fields of ``SamplingParams`` of newer releases of vLLM that are refused."""
+"""Refused fields of ``SamplingParams``, which newer releases of vLLM have."""
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
 BESIDE_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
-"""Heads know an image by the target's hidden states; a draft model would have to see it, and ``mtp`` was not tried."""
+"""Speculative methods that are supported with images. Draft heads know an image through the target's hidden states; a
+draft model would need the image itself, and ``mtp`` is not tested."""
 
 MULTIMODAL_ARCHITECTURES = (
     "LlavaForConditionalGeneration",
@@ -44,11 +45,14 @@ MULTIMODAL_ARCHITECTURES = (
     "HunYuanVLForConditionalGeneration",
     "WhisperForConditionalGeneration",
 )
-"""Those whose images are held against another implementation; of others it is not known what they need."""
+"""Multimodal architectures that are tested against another implementation; others may need features that are
+missing."""
 ENCODER_DECODER_ARCHITECTURES = ("WhisperForConditionalGeneration",)
-"""Those whose encoder outputs have one length, and whose cross-attention layers project them by a ``kv_proj``."""
+"""Encoder-decoder architectures whose encoder outputs have one length, and whose cross-attention layers project them by
+a ``kv_proj``."""
 WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", *multimodal.VIDEOS_UNTRIED)
-"""The first two: vLLM's M-RoPE counts the frames of their videos, but not the text between them."""
+"""Architectures whose videos are refused. For the first two, vLLM's M-RoPE counts the frames of a video, but not the
+text between them."""
 
 
 def check_config(vllm_config: VllmConfig) -> None:
@@ -56,7 +60,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     refusals = {
-        # Before KV transfer, which vLLM makes of it.
+        # This comes before KV transfer, since vLLM turns offloading into it.
         "KV offloading is not supported yet: leave out kv_offloading_size": (
             vllm_config.cache_config.kv_offloading_size is not None
         ),
@@ -86,18 +90,18 @@ def check_config(vllm_config: VllmConfig) -> None:
         "routed experts are not returned yet: leave out enable_return_routed_experts": (
             returns_routed_experts(vllm_config)
         ),
-        "logits processors are not supported with what vLLM says to its second runner, which has others: set "
+        "logits processors are not supported with vLLM's second runner, which has another interface for them: set "
         "VLLM_USE_V2_MODEL_RUNNER=0": (
             (setting(model, "logits_processors") or _plugins()) and uses_second_runner(vllm_config)
         ),
-        # What newer releases of vLLM have beside.
+        # Settings that only newer releases of vLLM have.
         "watermarks are not supported yet: leave out watermark_config": setting(vllm_config, "watermark_config"),
         "diffusion models are not supported yet: leave out diffusion_config": setting(vllm_config, "diffusion_config"),
         "engrams are not supported yet: leave out engram_config": setting(vllm_config, "engram_config"),
         "caches of sparse attention on the host are not supported yet: leave out hisparse_config": (
             setting(vllm_config, "attention_config.hisparse_config")
         ),
-        "hits in parts of a block are not supported yet: leave out prefix_match_unit": (
+        "prefix-cache hits in parts of a block are not supported yet: leave out prefix_match_unit": (
             setting(vllm_config, "cache_config.prefix_match_unit")
         ),
         "sampling masks are not returned yet: leave out return_sampling_mask": (
@@ -108,7 +112,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         "sampling in shards of a batch is not supported yet: leave out enable_batch_sharded_sampling": (
             setting(parallel, "enable_batch_sharded_sampling", False)
         ),
-        "ranks that come and go are not supported yet: leave out enable_elastic_ep and enable_fault_tolerance": (
+        "elastic ranks and fault tolerance are not supported yet: leave out enable_elastic_ep and"
+        " enable_fault_tolerance": (
             setting(parallel, "enable_elastic_ep", False) or setting(parallel, "enable_fault_tolerance", False)
         ),
     }
@@ -142,7 +147,7 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         "token trees are not supported: leave speculative_token_tree out of speculative_config": (
             setting(config, "speculative_token_tree", chain) != chain
         ),
-        "as many drafts as the batch's size allows are not supported yet: leave out "
+        "a number of drafts for each batch size is not supported yet: leave out "
         "num_speculative_tokens_per_batch_size": setting(config, "num_speculative_tokens_per_batch_size"),
         "a draft model with a vocabulary of its own is not supported yet: leave out use_heterogeneous_vocab": (
             setting(config, "use_heterogeneous_vocab", False)
@@ -156,8 +161,8 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         ),
         f"{', '.join(_plugins())}: logits processors from plugins are not supported with speculative decoding, where "
         "vLLM leaves them out: uninstall them, or leave out speculative_config": bool(_plugins()),
-        f"draft_tensor_parallel_size={_size_of(config.draft_parallel_config)} is not supported: what drafts is cut "
-        f"like the target, over tensor_parallel_size={_size_of(config.target_parallel_config)}; leave it out": (
+        f"draft_tensor_parallel_size={_size_of(config.draft_parallel_config)} is not supported: the draft model is "
+        f"split like the target, over tensor_parallel_size={_size_of(config.target_parallel_config)}; leave it out": (
             _size_of(config.draft_parallel_config) not in (None, _size_of(config.target_parallel_config))
         ),
         "prompt embeddings are not supported with speculative decoding: leave out enable_prompt_embeds": (
@@ -172,10 +177,10 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
 
 
 def _check_encoder_decoder(vllm_config: VllmConfig) -> None:
-    """Beside what is refused of every multimodal model, which these are to vLLM."""
+    """Refuses settings of encoder-decoder models, in addition to those of multimodal models, which they are to vLLM."""
     model = vllm_config.model_config
     refusals = {
-        f"{model.architecture} is not supported yet: use a model without an encoder beside its decoder, or one of "
+        f"{model.architecture} is not supported yet: use a decoder-only model, or one of "
         f"{', '.join(ENCODER_DECODER_ARCHITECTURES)}": model.architecture not in ENCODER_DECODER_ARCHITECTURES,
         "prefix caching is not supported with encoder-decoder models: leave out enable_prefix_caching": (
             vllm_config.cache_config.enable_prefix_caching
@@ -209,16 +214,16 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         "tensor parallelism is not supported with multimodal models yet: use tensor_parallel_size=1": (
             vllm_config.parallel_config.tensor_parallel_size > 1
         ),
-        "priorities are not supported with multimodal models, of whose images vLLM may then believe that they were "
-        "encoded: leave out scheduling_policy": vllm_config.scheduler_config.policy == "priority",
+        "priorities are not supported with multimodal models, since vLLM may then skip the encoding of an image: "
+        "leave out scheduling_policy": vllm_config.scheduler_config.policy == "priority",
         "towers are compiled by the device or run eagerly: leave out compile_mm_encoder": (
             setting(vllm_config.compilation_config, "compile_mm_encoder", False)
         ),
         "video_pruning_rate is not supported: leave it out": config and config.is_multimodal_pruning_enabled(),
-        "tokens of an image see each other in this model, so a chunk has it whole: leave out "
+        "tokens of an image see each other in this model, so a chunk must hold a whole image: leave out "
         "long_prefill_token_threshold": model.is_mm_prefix_lm
         and vllm_config.scheduler_config.long_prefill_token_threshold,
-        "an image is longer than this model's window, and the keys of its first tokens may be given up when a cached "
+        "an image is longer than this model's window, and the keys of its first tokens may be freed when a cached "
         "prefix ends inside it: set enable_prefix_caching=False": vllm_config.cache_config.enable_prefix_caching
         and _has_images_longer_than_window(model),
     }
@@ -232,7 +237,7 @@ def _has_images_longer_than_window(model: ModelConfig) -> bool:
 
 
 def _plugins() -> list[str]:
-    """Installed logits processors."""
+    """Names of installed plugins with logits processors."""
     return [each.name for each in entry_points(group=LOGITSPROCS_GROUP)]
 
 
@@ -241,7 +246,8 @@ def _size_of(parallel_config: ParallelConfig | None) -> int | None:
 
 
 def _has_recurrent_layers(model: ModelConfig) -> bool:
-    """Told by the config where it lists its layers; else the layers' cache specs tell (caches/factory.py)."""
+    """Whether the config lists layers with a recurrent state. If it lists no layers, ``collect_specs`` refuses them
+    later."""
     config = model.hf_text_config
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return model.is_attention_free or any(kind in ("mamba", "linear_attention", "conv") for kind in kinds)
@@ -250,7 +256,7 @@ def _has_recurrent_layers(model: ModelConfig) -> bool:
 def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:
     """Raises RequestError, a ValueError that the API server answers with status 400.
 
-    Refused are pooling requests, parameters out of their ranges (``request_ranges.py``) and ids of no token.
+    It refuses pooling requests, parameters out of their ranges (``request_ranges.py``) and ids that are no tokens.
     """
     check_prompt(token_ids, vocab_size)
     check_params(params, vocab_size)

@@ -1,4 +1,4 @@
-"""Loading a checkpoint by vLLM's own loaders, and later another in its place; one clear line where it does not fit."""
+"""Loading of a checkpoint by vLLM's own loaders, and of another one in its place; an error names the first misfit."""
 
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,17 @@ from model_runner_base.weight_stream import Weights, get_model, make_loader, wei
 
 
 class CheckpointError(ValueError):
-    """The checkpoint cannot be loaded into the model that its config describes."""
+    """Error of a checkpoint that cannot be loaded into the model that its config describes."""
 
 
 def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> nn.Module:
-    """The model with its weights, on the device of ``load_config``; raises CheckpointError naming the first misfit.
+    """Returns the model with its weights, on the device of ``load_config``; raises CheckpointError for the first
+    misfit.
 
     ``use_plain_layers`` puts the base's plain torch in place of layers whose kernels vLLM has for some devices only.
     """
-    # vLLM shares rotary embeddings of equal settings, and some models then change theirs: not what the next may find.
+    # vLLM shares rotary embeddings of equal settings, and some models change theirs; the next model must not find
+    # these.
     rotary_embedding._ROPE_DICT.clear()
     is_draft = False
     try:
@@ -41,7 +43,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
             use_plain_experts(model)
         return model
     except (NotImplementedError, UnsupportedConfigError, torch.OutOfMemoryError):
-        raise  # A layer or the platform does not support something, or memory is full: no fault of the checkpoint.
+        raise  # A layer or the platform lacks something, or memory is full: no fault of the checkpoint.
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
         model_config, speculation = vllm_config.model_config, vllm_config.speculative_config
         if is_draft and speculation is not None:
@@ -53,16 +55,16 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
 
 
 def _first_line(error: Exception) -> str:
-    """Its own, or what it is: an assertion need not say anything."""
+    """First line of an error's message; its repr if there is no message, as an assertion may have none."""
     return str(error).partition("\n")[0] or repr(error)
 
 
 def change_config(vllm_config: VllmConfig, overrides: dict[str, dict[str, Any]]) -> None:
-    """Changes fields of ``load_config``; raises ValueError for another config's, and changes nothing."""
+    """Changes fields of ``load_config``; raises ValueError for another config, and then changes nothing."""
     if others := overrides.keys() - {"load_config"}:
         raise ValueError(
-            f"{', '.join(sorted(others))} cannot be changed while the engine runs, only load_config: what is read from "
-            "elsewhere is named to reload_weights(weights_path=...)"
+            f"{', '.join(sorted(others))} cannot be changed while the engine runs, only load_config: to read another "
+            "checkpoint, call reload_weights(weights_path=...)"
         )
     vllm_config.load_config = update_config(vllm_config.load_config, overrides.get("load_config", {}))
 
@@ -79,10 +81,11 @@ def reload_checkpoint(
 
     Args:
         weights_iterator: names and tensors as the checkpoint has them; layers that it leaves out stay as they are.
-        weights_path: else a checkpoint of the same config; without it, the model's own is read again.
+        weights_path: a checkpoint of the same config, if there is no iterator; without either, the model's own is read
+            again.
 
-    Raises CheckpointError; what does not fit a checkpoint on disk is found before a weight is touched, and a layer of
-    which only a part comes keeps its own.
+        Raises CheckpointError. A misfit of a checkpoint on disk is found before any weight changes. A layer that gets
+        only a part of its weights keeps its old ones.
     """
     _check_reloadable(model)
     if not is_checkpoint_format:
@@ -115,7 +118,7 @@ def reload_checkpoint(
             _check_complete(model)
         except Exception as error:
             for module in model.modules():
-                get_layerwise_info(module).load_numel = 0  # A layer that got half of its weights keeps its own.
+                get_layerwise_info(module).load_numel = 0  # A layer that got half of its weights keeps its old ones.
             model_config.model = old_path
             raise CheckpointError(
                 f"cannot load weights from {path}: {_first_line(error)}; some layers may hold new weights, so load "
@@ -126,7 +129,7 @@ def reload_checkpoint(
 
 
 def _check_reloadable(model: nn.Module) -> None:
-    """Refuses weights that reach their layers past vLLM's record of what was loaded, which reloading goes by."""
+    """Raises CheckpointError for weights whose loading vLLM does not record, since reloading relies on that record."""
     if getattr(model, "supports_multimodal", False):
         raise CheckpointError(
             "weights of a multimodal model cannot be loaded again yet: start another engine; nothing was changed"
@@ -153,7 +156,8 @@ def _check_complete(model: nn.Module) -> None:
 
 
 def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
-    """The first tensor that is missing or of another shape than the config asks for, by transformers' own model."""
+    """Describes the first tensor that is missing or has another shape than in transformers' own model; None if all
+    fit."""
     files = sorted(Path(path or model_config.model).glob("*.safetensors"))
     try:
         with torch.device("meta"):
@@ -162,16 +166,16 @@ def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
         for file in files:
             with safe_open(file, "pt") as tensors:
                 slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-                # Bytes are what a method packed several values into: of a shape of its own.
+                # A quantisation method packs several values into bytes, in a shape of its own.
                 found.update({n: None if s.get_dtype() == "U8" else s.get_shape() for n, s in slices.items()})
     except Exception:
-        return None  # Not a model of transformers, or unreadable: the loader's own words must do.
+        return None  # Not a model of transformers, or unreadable: the loader's own message has to do.
     if not any(name in found for name in wanted):
         return None  # Saved under other names, as bare models without a head are.
     tied = "lm_head.weight" if model_config.hf_config.tie_word_embeddings else None
-    # What a method made of a layer's tensors may have names of its own.
+    # Tensors that a quantisation method makes of a layer's may have names of their own.
     quantised = {name.rpartition(".")[0] for name in found} if model_config.quantization else set()
-    # Newer transformers have names of their own for some layers' tensors, and checkpoints those of before.
+    # Newer releases of transformers rename tensors of some layers, while checkpoints have the old names.
     renamed = {_layer_of(name) for name in found if name not in wanted}
     for name, tensor in wanted.items():
         if name in found and found[name] not in (None, list(tensor.shape)):
@@ -183,6 +187,6 @@ def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
 
 
 def _layer_of(name: str) -> str:
-    """A tensor's name as far as the number of its layer; the whole of it where it is of none."""
+    """A tensor's name up to the number of its layer; the whole name if it has none."""
     parts = name.split(".")
     return ".".join(parts[: next((index for index, part in enumerate(parts, 1) if part.isdigit()), len(parts))])

@@ -1,4 +1,4 @@
-"""The model's graph of a step: what is packed for it, the function that becomes the graph, and its runs."""
+"""The model's graph of a step: its packed buffer, the function that becomes the graph, and its runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +22,8 @@ from model_runner_base.step.token_layout import TokenLayout
 class ModelGraph:
     """Packs a batch at a size, and runs the model on what was packed.
 
-    ``wrap`` makes a graph of a function; ``bind_kv_caches`` points the layers at the caches, which eager runs and
-    tracing read, while a compiled run goes by its state.
+    ``wrap`` makes a graph of a function. ``bind_kv_caches`` points the layers at the caches; eager runs and tracing
+    read these, while a compiled run reads its state.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ModelGraph:
         self._forward_context = forward_context
         self._bind_kv_caches = bind_kv_caches
         self.forward = wrap(self._run)
-        """``_run`` as the device runs it."""
+        """``_run`` as the graph policy has wrapped it."""
 
     def pack(self, size: StepSize, batch: InputBatch) -> PackedStep:
         """Fills the buffer of the size, which holds the batch, and sends it; the next step may repeat this one."""
@@ -72,8 +72,10 @@ class ModelGraph:
         return step
 
     def run(self, batch: InputBatch | None, step: PackedStep) -> list[torch.Tensor]:
-        """Launches the graph on a packed step, without a batch on padding: what the head makes of the hidden states,
-        then the tensors that drafting needs beside."""
+        """Launches the graph on a packed step, or on padding if ``batch`` is None.
+
+        Returns the tensors that the head makes of the hidden states, then those that drafting needs in addition.
+        """
         with override_forward_context(self._forward_context):
             self._components.prepare(batch, step, self._rows)
             tokens, computed, *_ = self._rows.tensors
@@ -88,7 +90,7 @@ class ModelGraph:
         return self.run(None, self.pad(size))
 
     def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
-        """Runs what drafts after a step of a size, which returned ``results``."""
+        """Runs the drafting that follows a step of a size; ``results`` are what the step's run returned."""
         with override_forward_context(self._forward_context):
             self._drafter.warm_up_at(self._packer.at(size), results)
 
@@ -106,15 +108,15 @@ class ModelGraph:
         Args:
             size: the step's.
             packed: [N] int32, the packed buffer.
-            entries: [2, E] int32, places in it and what is to stand there.
-            tokens, computed: those of ``DeviceRows``.
-            tensors: what components read beside.
+            entries: [2, E] int32, places in the buffer and the numbers to write there.
+            tokens, computed: tensors of ``DeviceRows``.
+            tensors: further tensors that components read.
         """
         packed = packed.index_put((entries[0],), entries[1])
         call = ModelCall.unpack(size, packed, self._components.sections(size), tokens, computed)
         self._components.bind(call, tensors)
         context = get_forward_context()
-        context.moe_layer_index = 0  # Counted up by vLLM's own expert layers, step by step.
+        context.moe_layer_index = 0  # vLLM's own expert layers count it up in each step.
         context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
         output = self._model(**call.arguments)
         context.attn_metadata = None  # type: ignore[assignment]

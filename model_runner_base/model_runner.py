@@ -1,8 +1,8 @@
 """ModelRunnerBase: one step of the engine, from the scheduler's output to sampled tokens.
 
-What may never enter this file: a device's name, a branch on a feature, a formula of attention or sampling. Those live
-in the files that this one calls, and a device plugs itself in through four hooks (``_cache_device_properties``,
-``load_model``, ``profile_run``, ``capture_model``) and the two objects that the first of them may install.
+This file must contain no device's name, no branch on a feature, and no formula of attention or sampling. These belong
+in the files that it calls. A device plugs itself in through four hooks (``_cache_device_properties``, ``load_model``,
+``profile_run``, ``capture_model``), and through the two objects that the first of them may install.
 """
 
 from collections.abc import Iterable, Iterator
@@ -62,22 +62,22 @@ from model_runner_base.vllm_compat.types.schedule import GrammarOutput, Schedule
 
 
 class ModelRunnerBase:
-    """A device's model runner, less what only the device knows."""
+    """Base class of a device's model runner: everything but what only the device knows."""
 
     KV_TILE = 64
-    """Cache positions that an attention KV tile of a decode row has at most, unless a block has more.
+    """Largest number of cache positions in an attention KV tile of a decode row, unless a block has more.
 
-    A request pays for whole tiles, so small ones suit short contexts; in plain torch long ones cost the same with 64
-    and 256, while a kernel may want more at a time. A device sets this and the next two in
+    A request pays for whole tiles, so small ones suit short contexts. In plain torch long contexts cost the same with
+    tiles of 64 and 256; a kernel may need larger ones. A device sets this and the next two in
     ``_cache_device_properties``.
     """
     CHUNK_QUERY_TILE = 64
-    """Query tokens in one attention tile of a chunk of a prompt: they share every key that is read."""
+    """Number of query tokens in one attention tile of a chunk of a prompt; they share every key that is read."""
     CHUNK_KV_TILE = 128
-    """Cache positions in a KV tile of a chunk, of which there are fewer."""
+    """Number of cache positions in a KV tile of a chunk. There are fewer of these tiles than of decode rows'."""
 
     parts: StepParts
-    """The step's own; ``initialize_kv_cache`` has them wired."""
+    """Parts of the step, which ``initialize_kv_cache`` makes."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         limits.check_config(vllm_config)
@@ -88,15 +88,15 @@ class ModelRunnerBase:
         self.device = device
         self.step_guard = StepGuard(vllm_config.parallel_config.rank)
         self.background_compiler = BackgroundCompiler(self.step_guard)
-        """Step sizes that are made while steps are served."""
+        """Compiler of step sizes that are made while steps are served."""
         self.max_model_len = self.model_config.max_model_len
         self._reach: int | None = None
-        """Tokens of a request that tables and graphs are made for; None before they are."""
+        """Number of tokens of a request that tables and graphs are made for; None before they are made."""
         self.errors = RequestErrors(vllm_config.parallel_config.world_size)
         self.is_all_failed = False
         """Whether ``execute_model`` left out every request of its step, so that nothing is pending."""
         self.pending: Forward | None = None
-        """What ``execute_model`` left for ``sample_tokens``."""
+        """Forward pass that ``execute_model`` left for ``sample_tokens``; None if there is none."""
 
         # Replaced by _cache_device_properties where the device asks for it.
         self.device_ops = DeviceOps(device)
@@ -106,7 +106,7 @@ class ModelRunnerBase:
 
         self.model: Any
         self.adapters: Adapters = NO_ADAPTERS
-        """Of the model; ``load_adapters`` puts them in."""
+        """LoRA adapters of the model, which ``load_adapters`` makes."""
         self.encoder: Encoder = NO_ENCODER
         self._cache_device_properties()
         self.logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
@@ -114,61 +114,65 @@ class ModelRunnerBase:
     # ---- The four hooks of a device ----
 
     def _cache_device_properties(self) -> None:
-        """Called once, by the constructor: read what the device can do, install ``device_ops``, ``graph_policy``."""
+        """Reads what the device can do, and installs ``device_ops`` and ``graph_policy``. The constructor calls it
+        once."""
         raise NotImplementedError
 
     def load_model(self) -> None:
-        """Set ``self.model``, its weights on the device."""
+        """Sets ``self.model``, with its weights on the device."""
         raise NotImplementedError
 
     def profile_run(self) -> int:
-        """The device memory in bytes that the largest step needs beyond weights and KV cache."""
+        """Returns the device memory in bytes that the largest step needs in addition to weights and KV cache."""
         raise NotImplementedError
 
     def capture_model(self) -> None:
-        """Make every graph that a step may need; called once, after ``initialize_kv_cache``."""
+        """Makes every graph that a step may need. It is called once, after ``initialize_kv_cache``."""
         raise NotImplementedError
 
     # ---- Factories: a device with a component of its own returns it here; the defaults serve all others ----
 
     def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, tuple[int, ...]]]:
-        """Cache tensors on the device, and the indices of each layer's among them."""
+        """Makes the cache tensors on the device; returns them, and the indices of each layer's caches among them."""
         with self.device_ops.memory_pool("kv_cache"):
             return allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
     def make_caches(
         self, groups: list[AttentionGroup], limits: StepLimits, spans: BidirectionalSpans
     ) -> list[CacheKind]:
-        """Kinds of caches, each with some of the groups, as caches/factory.py chooses them."""
+        """Makes the kinds of caches, each with some of the groups, as caches/factory.py chooses them."""
         return make_caches(groups, limits, spans, self.vllm_config, self.device_ops)
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction:
-        """A function like ``sample`` without its first three parameters."""
+        """Returns a function like ``sample`` without its first three parameters."""
         return partial(sample, mode, reads_processed(self.model_config.logprobs_mode), self.graph_policy.sort_limits)
 
     def make_output(self, batch: InputBatch, sampled: SampledStep) -> AsyncModelRunnerOutput:
-        """``batch`` is valid until the next step, which may move its arrays on: an output copies what it keeps."""
+        """Makes the output of a step. The next step may change the arrays of ``batch``, so an output copies what it
+        keeps."""
         return StepOutput(batch, sampled, self.device_ops)
 
     # ---- The engine's contract: before the first step ----
 
     def load_adapters(self) -> None:
-        """Gives the loaded model places for LoRA adapters, if they are enabled."""
+        """Gives the loaded model slots for LoRA adapters, if they are enabled."""
         self.adapters = make_adapters(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
 
     def load_encoder(self) -> None:
-        """Makes room for what the loaded model's encoder makes of images and such, if it has one."""
+        """Makes the encoder for images and other items, and allocates memory for its outputs, if the loaded model has
+        one."""
         self.encoder = choose_encoder(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
 
     def get_model(self) -> nn.Module:
         return self.model
 
     def update_config(self, overrides: dict[str, dict[str, Any]]) -> None:
-        """``{"load_config": {field: value}}``: what a later ``reload_weights`` goes by."""
+        """Changes fields of ``load_config``, which a later ``reload_weights`` uses; ``{"load_config": {field:
+        value}}``."""
         change_config(self.vllm_config, overrides)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Overwrites the model's weights in place; arguments as ``loader.reload_checkpoint`` has them."""
+        """Overwrites the model's weights in place; takes the arguments of ``loader.reload_checkpoint``."""
         with self.step_guard.lock, self.adapters.set_aside():
             reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
             self.device_ops.synchronize()
@@ -180,13 +184,13 @@ class ModelRunnerBase:
         return collect_specs(self.vllm_config)
 
     def useful_cache_memory(self) -> float:
-        """Bytes of KV cache beyond which more would lie idle."""
+        """Largest number of bytes of KV cache that can be used."""
         return useful_memory(self.vllm_config, self.get_kv_cache_spec())
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """The engine fitted the model length to the memory that is left, before the KV cache exists.
+        """Sets the model length that the engine has fitted to the free memory, before the KV cache exists.
 
-        Later it can only be lowered: block tables, plans and captured sizes reach as far as the caches were made for.
+        Later it can only be lowered, since block tables, plans and captured sizes are made for one length.
         """
         if self._reach is not None and max_model_len > self._reach:
             raise ValueError(
@@ -202,7 +206,7 @@ class ModelRunnerBase:
 
     @property
     def use_piecewise_graph(self) -> bool:
-        """Whether steps are padded to sizes of graphs: where the graph policy has sizes, else they run at their own."""
+        """Whether steps are padded to sizes of graphs, which is the case if the graph policy has sizes."""
         return bool(self.tokenwise_graph_batch_sizes)
 
     @property
@@ -211,13 +215,14 @@ class ModelRunnerBase:
         return sorted({size.num_tokens for size in self.graph_policy.offered})
 
     def step_limits(self, num_lines: int = 0) -> StepLimits:
-        """What steps may be asked of; ``num_lines`` of a contiguous cache, where decode may read all of them."""
+        """Limits of a step; ``num_lines`` are the lines of a contiguous cache, if decode may read all of them."""
         tiles = self.KV_TILE, self.CHUNK_QUERY_TILE, self.CHUNK_KV_TILE
         return step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
 
     @contextmanager
     def changing_adapters(self) -> Iterator[Adapters]:
-        """Between two steps. An adapter may take the slot of another, so the next step is packed anew."""
+        """Yields the adapters between two steps. An adapter may take another's slot, so the next step is packed
+        anew."""
         with self.step_guard.lock, torch.no_grad():
             self.parts.repeat.stop()
             yield self.adapters
@@ -230,7 +235,7 @@ class ModelRunnerBase:
     ) -> ModelRunnerOutput | None:
         """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless this returns an output.
 
-        Tensors would come from the stage before in a pipeline, which limits.py refuses.
+        ``intermediate_tensors`` would come from an earlier stage of a pipeline, which limits.py refuses.
         """
         schedule, parts, self.is_all_failed = read_schedule(scheduler_output), self.parts, False
         if not schedule.total_num_tokens:
@@ -254,10 +259,11 @@ class ModelRunnerBase:
 
     @guarded
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """Launches the sampler on what ``execute_model`` left; the device records the tokens by row."""
+        """Launches the sampler on the forward pass that ``execute_model`` left; the device records the tokens by
+        row."""
         pending, self.pending = self.pending, None
         if pending is None:
-            # Where nothing failed of itself execute_model did; the engine raises its exception.
+            # If no request failed alone, then execute_model did, and the engine raises its exception.
             return FailedOutput([], {}, errors=self.errors.take()) if self.is_all_failed else None
         parts, batch = self.parts, pending.batch
         plan = self._prepare_sampling(batch)
@@ -274,11 +280,11 @@ class ModelRunnerBase:
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """What was drafted last; None if nothing drafts."""
+        """Returns the last drafts; None if there is no drafter."""
         return self.parts.drafter.take(self.parts.requests.rows)
 
     def _update_states(self, schedule: Schedule) -> Schedule:
-        """Brings rows and block tables up to the scheduler's; returns the step less the requests that failed."""
+        """Brings rows and block tables up to the scheduler's; returns the step without the requests that failed."""
         return self.parts.updates.apply(schedule)
 
     def _execute_encoder(self, schedule: Schedule) -> None:
@@ -288,7 +294,7 @@ class ModelRunnerBase:
                 self.encoder.run(schedule, self.parts.requests.infos)
 
     def _prepare_inputs(self, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
-        """The batch, and the packed buffer on the device at the size that the step runs at."""
+        """Returns the batch, and the packed buffer on the device, at the size that the step runs at."""
         return self.parts.repeat.follow(schedule) or self._pack(self.parts.batches.build(schedule))
 
     def _pack(self, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
@@ -297,11 +303,11 @@ class ModelRunnerBase:
         return batch, self.parts.graph.pack(size, batch)
 
     def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
-        """Which rules, sampler and log probabilities the batch's requests ask for."""
+        """Plans the rules, sampler and log probabilities that the batch's requests ask for."""
         return self.parts.head.plan(batch)
 
     def reset_encoder_cache(self) -> None:
-        """Forgets all encoder outputs: the weights have changed."""
+        """Forgets all encoder outputs, for instance because the weights have changed."""
         self.encoder.reset()
 
     # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
@@ -315,5 +321,5 @@ class ModelRunnerBase:
         profile_largest_step(self)
 
     def warm_up(self, sizes: Iterable[StepSize]) -> None:
-        """Makes the sizes, and all that sampling may need after them; see ``start/warm_up.py``."""
+        """Makes the sizes, and all that sampling may need for them; see ``start/warm_up.py``."""
         warm_up_sizes(self, sizes)

@@ -16,7 +16,7 @@ class Checks(Protocol):
     """Interface of ``RequestChecks``: checks of the requests of one engine."""
 
     def check(self, processed_inputs: Any, params: "SamplingParams | PoolingParams") -> None:
-        """Raises ValueError for what would come out wrong."""
+        """Raises ValueError for a request whose output would be wrong."""
 
 
 arriving: ContextVar[Checks | None] = ContextVar("arriving", default=None)

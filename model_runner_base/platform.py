@@ -1,7 +1,7 @@
-"""The platform half that every out-of-tree device shares: how vLLM is configured for paged attention in plain torch.
+"""Platform base class of every out-of-tree device: configures vLLM for paged attention in plain torch.
 
-A device subclasses ``PagedPlatform``, says what it is called and which worker serves it, and overrides what differs.
-vLLM's config package imports the platform, so nothing here may import that package, or a folder that does, at its top.
+A device subclasses ``PagedPlatform``, sets its name and its worker, and overrides what differs. vLLM's config package
+imports the platform, so this file may not import that package, or a folder that does, at its top.
 """
 
 import math
@@ -25,42 +25,45 @@ GIB = 1 << 30
 
 
 class PagedPlatform(Platform):
-    """The platform of a ModelRunnerWorker. A subclass sets ``device_name``, ``device_type`` and ``worker_cls``."""
+    """Platform of a ModelRunnerWorker. A subclass sets ``device_name``, ``device_type`` and ``worker_cls``."""
 
     _enum = PlatformEnum.OOT
     dist_backend = "gloo"
-    # vLLM compiles a few helpers at import; they run as they are, or become part of a device's own graphs.
+    # vLLM compiles a few helpers at import. With "eager" they run as they are, or become part of a device's own graphs.
     simple_compile_backend = "eager"
 
     worker_cls: str
     """Qualified name of the worker, which vLLM imports in the worker's process."""
     scheduler_cls: str = SCHEDULER
-    """Qualified name of what makes the scheduler where the user names none."""
+    """Qualified name of the scheduler's class, or of a function that makes it, if the user names none."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    """What a model may run in; ``dtype="auto"`` chooses from ``supported_dtypes``, which are these by default."""
+    """Dtypes that a model may run in; ``dtype="auto"`` chooses from ``supported_dtypes``, which are these by
+    default."""
     default_block_size = 32
     default_max_num_batched_tokens = 512
     default_max_num_seqs = 64
     default_kv_cache_gib = 1.0
 
     num_local_workers = 1
-    """On this host; a worker knows, and says so when it starts."""
+    """Number of workers on this host, which a worker sets when it starts."""
 
     stands_before_requests = True
-    """Whether this class prepares front ends and checks requests; else ``front_end.register`` sees to it."""
+    """Whether this class prepares front ends and checks requests; if not, ``front_end.register`` makes a platform do
+    so."""
 
     def __init__(self) -> None:
-        """vLLM makes one platform a process; an engine's process, too, knows so what not to warn of."""
+        """Suppresses vLLM's scheduler warning. vLLM makes a platform in each process, engine processes included."""
         quiet_scheduler_warning()
 
     @classmethod
     def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:
-        """Whether the device's memory is the host's, so that the KV cache takes a fixed amount and not a share."""
+        """Whether the device's memory is the host's, so that the KV cache takes a fixed amount of it and not a
+        share."""
         return True
 
     @classmethod
     def forbids_fork(cls) -> bool:
-        """Whether a process that is forked from this one could not use the device."""
+        """Whether a process that is forked from this one cannot use the device."""
         return False
 
     @property
@@ -69,7 +72,8 @@ class PagedPlatform(Platform):
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """The runner keeps a block table for each KV-cache group, so windows free what lies behind them."""
+        """Returns True: each KV-cache group has its own block table, so layers with a window free blocks that left
+        it."""
         return True
 
     @classmethod
@@ -80,7 +84,7 @@ class PagedPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """There are none: vLLM is built without kernels."""
+        """Does nothing: vLLM is built without kernels."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -88,15 +92,16 @@ class PagedPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """A process has one device."""
+        """Does nothing: a process has one device."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Tokens are drawn by seeds of the base's own; ``set_random_seed`` seeds torch beside."""
+        """Does nothing: tokens are drawn with the base's own seeds, and ``set_random_seed`` seeds torch itself."""
 
     @classmethod
     def device_count(cls) -> int:
-        """One a worker: vLLM divides ranks by it to tell which of them share a host."""
+        """Number of devices on this host, one for each worker. vLLM divides ranks by it to tell which of them share a
+        host."""
         return cls.num_local_workers
 
     @classmethod
@@ -105,12 +110,12 @@ class PagedPlatform(Platform):
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        """What the products of LoRA layers go through."""
+        """Qualified name of the class that runs the matrix products of LoRA layers."""
         return "model_runner_base.adapters.punica.MaskedPunicaWrapper"
 
     @classmethod
     def can_update_inplace(cls) -> bool:
-        """LoRA layers take what the products return: a graph's numbers are not changed in place."""
+        """Returns False, so LoRA layers read the returned products: tensors of a graph are not changed in place."""
         return False
 
     @classmethod
@@ -128,10 +133,10 @@ class PagedPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Lowers the limits that hold where the user gives none, opens ``--block-size``, and knows marked EAGLE heads.
+        """Lowers vLLM's default limits, allows any ``--block-size``, and makes vLLM recognise marked EAGLE heads.
 
-        A step needs memory for the largest size within them, and a device with graphs captures every size at start-up:
-        vLLM's own defaults (256 requests, 8,192 tokens) cost minutes and gigabytes there.
+        A step needs memory for the largest size within the limits, and a device with graphs captures every size at
+        start-up. With vLLM's own defaults (256 requests, 8,192 tokens) that would cost minutes and gigabytes.
         """
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -145,7 +150,8 @@ class PagedPlatform(Platform):
             )
 
         if parser is not None:
-            # vLLM's command line lists the sizes of its kernels; any other, such as max_model_len, is fine here.
+            # vLLM's command line allows the block sizes of its kernels only; here others work too, such as
+            # max_model_len.
             option = parser._option_string_actions.get("--block-size")
             if option is not None:
                 option.choices = None
@@ -154,7 +160,8 @@ class PagedPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        """Raises for what is not supported, then sets what the base needs and the user left open."""
+        """Raises an error for settings that are not supported, then sets those that the base needs and the user left
+        open."""
         from vllm import envs
         from vllm.config import CompilationMode
         from vllm.model_executor.layers.quantization import QuantizationMethods
@@ -170,14 +177,14 @@ class PagedPlatform(Platform):
             stand_before(vllm_config, cls.scheduler_cls)
         scheduler = vllm_config.scheduler_config
         if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
-            # Tokens of an image see each other, so they are in one step. vLLM's own schedulers may cut it.
+            # Tokens of an image see each other, so they must be in one step. vLLM's own schedulers may split an image.
             if scheduler.scheduler_cls != cls.scheduler_cls or not has_steps_of_rows():
                 raise UnsupportedConfigError(
-                    "tokens of an image see each other in this model, and another scheduler may cut it: leave out "
-                    "scheduler_cls"
+                    "tokens of an image see each other in this model, and another scheduler may split an image: leave "
+                    "out scheduler_cls"
                 )
             scheduler.disable_chunked_mm_input = True
-            # An item and the next may share a token of text, so the outputs of both are held at once.
+            # Two consecutive items may share a token of text, so the outputs of both are held at once.
             scheduler.encoder_cache_size = 2 * scheduler.max_num_batched_tokens
         if vllm_config.model_config and vllm_config.model_config.is_encoder_decoder:
             make_room_for_encoder(vllm_config)
@@ -185,7 +192,7 @@ class PagedPlatform(Platform):
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
             if envs.VLLM_WORKER_MULTIPROC_METHOD != "spawn":
-                # An engine in this process has had vLLM read its variables for good: once more.
+                # An engine in this process has made vLLM cache its environment variables, so they are read again.
                 envs.disable_envs_cache()
                 envs.enable_envs_cache()
         # Checkpoints are loaded on the host; load_model moves them.
@@ -208,7 +215,7 @@ class PagedPlatform(Platform):
         speculation = vllm_config.speculative_config
         draft = None if speculation is None else speculation.draft_model_config
         for quantization in filter(None, (model.quantization, draft and draft.quantization)):
-            # Methods that a user registered bring what they need.
+            # Methods that a user registered bring their own kernels.
             if quantization in get_args(QuantizationMethods) and quantization not in cls.supported_quantization:
                 raise UnsupportedConfigError(
                     f"quantization {quantization} has no kernels here: leave it out, and use the checkpoint that a "
@@ -221,7 +228,7 @@ class PagedPlatform(Platform):
 
     @classmethod
     def _kv_cache_gib(cls) -> float:
-        """Of a cache in the host's memory; raises ValueError for a variable that is no size."""
+        """Size in GiB of a KV cache in the host's memory; raises ValueError if the environment variable is no size."""
         asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or cls.default_kv_cache_gib
         try:
             gib = float(asked)
@@ -233,11 +240,12 @@ class PagedPlatform(Platform):
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: "VllmConfig") -> None:
-        """``check_and_update_config`` has set it."""
+        """Does nothing: ``check_and_update_config`` has set the block size."""
 
     @classmethod
     def validate_request(  # type: ignore[override]
         cls, processed_inputs: Any, params: "SamplingParams | PoolingParams", prompt: Any = None
     ) -> None:
-        """vLLM passes these two by position, or all three by name. Raises ValueError for what would come out wrong."""
+        """Raises ValueError for a request whose output would be wrong. vLLM passes two arguments by position, or three
+        by name."""
         check_arriving(processed_inputs, params)

@@ -1,4 +1,4 @@
-"""Checks of an engine's requests, made in its front end before anything is queued."""
+"""Checks of an engine's requests, made in its front end before a request is queued."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from model_runner_base.multimodal.item_checks import check_items, item_width
 
 @dataclass(frozen=True)
 class RequestChecks:
-    """Sizes of a model that requests are held to."""
+    """Sizes of a model that requests are checked against."""
 
     vocab_size: int
     hidden_size: int
@@ -27,7 +27,8 @@ class RequestChecks:
         return cls(model.get_vocab_size(), model.get_inputs_embeds_size(), item_width(model))
 
     def check(self, processed_inputs: Any, params: SamplingParams | PoolingParams) -> None:
-        """Raises ValueError for what would come out wrong; the arguments are those of ``Platform.validate_request``."""
+        """Raises ValueError for a request whose output would be wrong; takes arguments of
+        ``Platform.validate_request``."""
         decoded = processed_inputs.get("decoder", processed_inputs)
         limits.check_request(params, decoded.get("prompt_token_ids") or [], self.vocab_size)
         if "encoder" in processed_inputs and not decoded.get("mm_placeholders"):

@@ -1,7 +1,7 @@
-"""Ranges of everything that a request brings: one row a field, checked before the request is queued.
+"""Ranges of all fields of a request: one row for each field, checked before the request is queued.
 
-A number that no column can hold, a list without an end, or a text that cannot be encoded would fail half-way through a
-step, where it costs every other request, too. A field of a newer vLLM that has no row here fails a test.
+A number that no column can hold, a list without an end, or a text that cannot be encoded would fail in the middle of a
+step, and so fail every other request, too. A test fails if a newer vLLM has a field without a row here.
 """
 
 import math
@@ -20,19 +20,19 @@ from model_runner_base.errors import RequestError
 INT64_MAX = (1 << 63) - 1
 INT32_MAX = (1 << 31) - 1
 MAX_SEQUENCES = 16_384
-"""Sequences of one request, unless ``VLLM_MAX_N_SEQUENCES`` of newer releases says otherwise."""
+"""Largest number of sequences of one request, unless ``VLLM_MAX_N_SEQUENCES`` of newer releases says otherwise."""
 MAX_TEXTS = 1_024
-"""Strings in a list: each costs time at every token."""
+"""Largest number of strings in a list: each one costs time at every token."""
 MAX_TEXT_LENGTH = 65_536
 HUGE = 1e30
-"""A factor of a logit, or its inverse: float32 still holds the product."""
+"""Largest factor of a logit, or inverse of one, whose product float32 still holds."""
 
 
 class Rule:
-    """What a field may be; ``check`` raises RequestError for anything else."""
+    """Rule for the values of a field; ``check`` raises RequestError for values that it forbids."""
 
     def check(self, name: str, value: Any, vocab_size: int) -> None:
-        """``vocab_size``: tokens of the model."""
+        """Checks a field's value; ``vocab_size`` is the number of tokens of the model."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Texts(Rule):
 
 @dataclass(frozen=True)
 class Tokens(Rule):
-    """A list of token ids: of the vocabulary, or any that int32 holds, of which those beyond it match nothing."""
+    """A list of token ids of the vocabulary, or of any that int32 holds; ids outside the vocabulary match no token."""
 
     in_vocabulary: bool = True
     least: int = 0
@@ -118,7 +118,7 @@ class Tokens(Rule):
 
 @dataclass(frozen=True)
 class Biases(Rule):
-    """Amounts by token id. -inf forbids a token."""
+    """A mapping of token ids to amounts, where -inf forbids a token."""
 
     def check(self, name: str, value: Any, vocab_size: int) -> None:
         if not isinstance(value, Mapping):
@@ -155,7 +155,7 @@ class Named(Rule):
 
 @dataclass(frozen=True)
 class NotYet(Rule):
-    """A field that is refused unless it is what vLLM sets by itself."""
+    """A field that is refused unless it is None."""
 
     def check(self, name: str, value: Any, vocab_size: int) -> None:
         raise RequestError(f"{name} is not supported yet: leave it out")
@@ -163,13 +163,13 @@ class NotYet(Rule):
 
 @dataclass(frozen=True)
 class ByVllm(Rule):
-    """A field that vLLM sets or holds to its own rules; ``why`` no row of ours is needed."""
+    """A field that vLLM sets or checks itself; ``why`` says why no other rule is needed here."""
 
     why: str
 
 
 def _float(value: Any) -> float:
-    """A number of any type; those that no float holds are beyond every range."""
+    """A number of any type as a float; infinite if no float holds it, and so out of every range."""
     try:
         return float(value)
     except OverflowError:
@@ -177,7 +177,7 @@ def _float(value: Any) -> float:
 
 
 def _shown(value: Any) -> str:
-    """As much of a value as an error message has place for."""
+    """A value as text for an error message, cut to 80 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits.
@@ -238,7 +238,7 @@ SAMPLING: dict[str, Rule] = {
     "routed_experts_prompt_start": COUNT,
     "trace_decode_token_ids": NotYet(),
 }
-"""By field of ``SamplingParams``. A field that is None is not asked for."""
+"""Rules by field of ``SamplingParams``. A field that is None is not checked."""
 
 REQUEST: dict[str, Rule] = {
     "request_id": Text(),
@@ -266,7 +266,7 @@ REQUEST: dict[str, Rule] = {
     "session_id": Text(),
     "kv_hints": ByVllm("read by KV connectors alone, which are refused"),
 }
-"""By field of ``EngineCoreRequest``. A field that is None is not asked for."""
+"""Rules by field of ``EngineCoreRequest``. A field that is None is not checked."""
 
 
 def _check_all(rules: Mapping[str, Rule], values: Any, vocab_size: int) -> None:
@@ -284,12 +284,13 @@ def check_params(params: SamplingParams | PoolingParams, vocab_size: int) -> Non
 
 
 def check_prompt(token_ids: list[int], vocab_size: int) -> None:
-    """Raises RequestError for ids that no embedding has, which vLLM looks for only where it has a tokenizer."""
+    """Raises RequestError for ids without an embedding; vLLM checks this only if it has a tokenizer."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(f"Token id {bad} is out of vocabulary: use ids below {vocab_size}")
 
 
 def check_rest(request: Any, vocab_size: int) -> None:
-    """Raises RequestError for what an ``EngineCoreRequest`` has beside its prompt and its parameters."""
+    """Raises RequestError for fields of an ``EngineCoreRequest``, other than prompt and parameters, out of their
+    range."""
     _check_all(REQUEST, request, vocab_size)

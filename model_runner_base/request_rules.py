@@ -1,4 +1,4 @@
-"""Whether a request's rules and its length leave an engine anything to do; asked before the request is queued."""
+"""Checks, before a request is queued, that its rules allow a token and that its prompt fits the engine."""
 
 import math
 
@@ -9,7 +9,7 @@ from model_runner_base.errors import RequestError
 
 
 def check_rules(params: SamplingParams, vocab_size: int) -> None:
-    """Raises RequestError where fields contradict each other, or forbid from the first token on all that is allowed."""
+    """Raises RequestError if fields contradict each other, or together forbid every token at the first step."""
     if params.prompt_logprobs is not None and params.skip_reading_prefix_cache is False:
         raise RequestError(
             "prompt_logprobs need every token of the prompt computed, and with skip_reading_prefix_cache=False the "
@@ -34,7 +34,7 @@ def check_rules(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_fits(num_tokens: int, vllm_config: VllmConfig) -> None:
-    """Raises RequestError for a prompt that no step can ever take: it would wait for ever."""
+    """Raises RequestError for a prompt that no step can ever take, since it would wait forever."""
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not scheduler.enable_chunked_prefill and num_tokens > scheduler.max_num_batched_tokens:
         raise RequestError(
@@ -53,7 +53,7 @@ def check_fits(num_tokens: int, vllm_config: VllmConfig) -> None:
 
 
 def _frees_blocks(vllm_config: VllmConfig) -> bool:
-    """Whether every layer may look at a part of the tokens alone, so that a request need not hold all of its blocks."""
+    """Whether every layer may see only a part of the tokens, so that a request need not hold all of its blocks."""
     config = vllm_config.model_config.hf_text_config
     kinds = getattr(config, "layer_types", None)
     if kinds:

@@ -1,4 +1,4 @@
-"""Bringing the runner's states up to the scheduler's: rows, cache blocks, and what head and components keep by row."""
+"""Updates of the runner's states to the scheduler's: rows, cache blocks, and states of head and components by row."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -15,7 +15,7 @@ from model_runner_base.step.schedule import Arrival, Schedule
 
 
 class StateUpdates:
-    """Finished, preempted, arriving and continued requests of each step."""
+    """Updates for the finished, preempted, arriving and continued requests of each step."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class StateUpdates:
         self._errors = errors
 
     def apply(self, schedule: Schedule) -> Schedule:
-        """Returns the step less the requests that failed."""
+        """Applies a step's changes to all states; returns the step without the requests that failed."""
         requests, errors = self._requests, self._errors
         for req_id in schedule.finished:
             self._forget(req_id)
@@ -56,7 +56,7 @@ class StateUpdates:
             schedule = self._leave_out_failed(schedule)
         if any(schedule.new_blocks):
             self._append_blocks(schedule)
-        if schedule.freed_items:  # Before others are encoded: they may have been promised the memory.
+        if schedule.freed_items:  # Before others are encoded, since the scheduler may have given them this memory.
             self._encoder.give_up(schedule.freed_items)
         return schedule
 
@@ -65,19 +65,19 @@ class StateUpdates:
         self._head.forget(req_id)
 
     def _leave_out_failed(self, schedule: Schedule) -> Schedule:
-        """The step less the requests that failed in it, whose rows are given back."""
+        """Frees the rows of requests that failed in this step; returns the step without them."""
         failed = [req_id for req_id in schedule.num_tokens if req_id in self._errors] if self._errors else ()
         for req_id in failed:
             self._forget(req_id)
         return schedule.without(self._errors) if failed else schedule
 
     def _admit(self, arrival: Arrival) -> None:
-        """Gives a new or resumed request its row; all that keep something by row learn of it."""
+        """Gives a new or resumed request its row, and tells all parts that keep a state for each row."""
         requests, head, req_id = self._requests, self._head, arrival.req_id
         info = known = requests.infos.get(req_id)
         if info is None or not arrival.resumes(info):
             info = head.info_of(arrival)
-            if known is None:  # Else a session goes on; its first prompt has been introduced.
+            if known is None:  # Otherwise a session goes on, and its first prompt was introduced before.
                 head.introduce(req_id, info)
         if info.adapter is not None:
             self._adapters.expect(info.adapter)

@@ -1,4 +1,4 @@
-"""The one stream of weights into a model: its first load, its draft's, and every reload read it."""
+"""Stream of weights into a model: the model's first load, its draft model's, and every reload read it."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,16 +16,17 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 def weights_of(model_config: ModelConfig, source: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the weights that the model of ``model_config`` takes, one at a time, so that few are held at once.
 
-    ``source`` is what the loader of the configured format reads, or what was handed over to a reload. Whatever changes
-    weights on their way, such as a dequantiser, wraps ``source`` here.
+    ``source`` is what the loader of the configured format reads, or what was passed to a reload. Code that changes
+    weights while they are loaded, such as a dequantiser, wraps ``source`` here.
     """
     yield from source
 
 
 def make_loader(load_config: LoadConfig) -> Any:
-    """vLLM's loader of the configured format; one that has a stream, ``get_all_weights``, reads ``weights_of`` it.
+    """Makes vLLM's loader of the configured format; if it has a stream, ``get_all_weights``, that goes through
+    ``weights_of``.
 
-    Others keep their own way: dummy and sharded_state in every release of vLLM, and runai_streamer in 0.16.
+    Other loaders stay as they are: dummy and sharded_state in every release of vLLM, and runai_streamer in 0.16.
     """
     loader: Any = get_model_loader(load_config)
     read = getattr(loader, "get_all_weights", None)
@@ -35,7 +36,8 @@ def make_loader(load_config: LoadConfig) -> Any:
 
 
 def get_model(vllm_config: VllmConfig, model_config: ModelConfig | None = None, prefix: str = "") -> nn.Module:
-    """The model with its weights, as vLLM's function of this name returns it; ``model_config``: of a draft."""
+    """Returns the model with its weights, as vLLM's function of this name does; ``model_config`` is that of a draft
+    model."""
     loader = make_loader(vllm_config.load_config)
     model: nn.Module = loader.load_model(
         vllm_config=vllm_config, model_config=model_config or vllm_config.model_config, prefix=prefix

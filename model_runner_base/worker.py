@@ -1,4 +1,4 @@
-"""The worker half that every device shares: a device names its runner class and its torch device, no more."""
+"""Worker base class of every device; a device only names its runner class and its torch device."""
 
 import math
 import os
@@ -37,21 +37,21 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class CompilationTimes(NamedTuple):
-    """Seconds, by vLLM's names."""
+    """Compilation times in seconds, with vLLM's names."""
 
     language_model: float
     encoder: float
 
 
 class ModelRunnerWorker(WorkerBase):
-    """vLLM's worker over a ModelRunnerBase."""
+    """vLLM worker with a ModelRunnerBase."""
 
     model_runner_cls: type[ModelRunnerBase]
     model_runner: ModelRunnerBase  # type: ignore[assignment]
     num_local_workers: int
-    """Of this engine, on this host."""
+    """Number of this engine's workers on this host."""
     profiler_activities: Sequence[TorchProfilerActivity] = ("CPU",)
-    """What torch's profiler can see of this device."""
+    """Activities that torch's profiler can record on this device."""
     _profiler: WorkerProfiler | None = None
 
     def make_device(self) -> torch.device:
@@ -80,7 +80,7 @@ class ModelRunnerWorker(WorkerBase):
         self.measure_at_start()
 
     def _look_at_scheduler(self) -> None:
-        """Warns of a scheduler that cannot end a failed request alone."""
+        """Warns if the scheduler cannot end a single failed request."""
         cls = self.scheduler_config.get_scheduler_cls()
         ends_requests = getattr(cls, "reads_errors", False)
         FailedOutput.unread_by = None if ends_requests else f"{cls.__module__}.{cls.__qualname__}"
@@ -93,14 +93,16 @@ class ModelRunnerWorker(WorkerBase):
             )
 
     def _count_local_workers(self) -> int:
-        """To be called before ``make_device``, which may take one of the devices that are named."""
+        """Counts this engine's workers on this host. Called before ``make_device``, which may narrow the list of
+        devices."""
         if not self.parallel_config.use_ray:
             return self.parallel_config.local_world_size
-        # Under Ray all ranks count as local there; but each is named the devices of all workers of its host.
+        # Under Ray, local_world_size counts all ranks. But each worker is given the devices of all workers on its host.
         return len(os.environ[current_platform.device_control_env_var].split(","))
 
     def measure_at_start(self) -> None:
-        """Notes what is free; raises ValueError where that is less than the share that the KV cache may need."""
+        """Notes the free memory; raises ValueError if it is less than the share of the device that the engine may
+        use."""
         self._memory_at_start = memory = self.model_runner.device_ops.memory_info()
         if not memory.total and not self.cache_config.kv_cache_memory_bytes:
             raise ValueError("the device does not report its memory: set kv_cache_memory_bytes")
@@ -114,14 +116,16 @@ class ModelRunnerWorker(WorkerBase):
             )
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """By ``load_config``. Dummy weights are asked of ranks that join a running engine, which limits.py refuses."""
+        """Loads the model by ``load_config``. vLLM asks for dummy weights on ranks that join a running engine, which
+        limits.py refuses."""
         with (
             set_current_vllm_config(self.vllm_config),
             DeviceMemoryProfiler(self.model_runner.device_ops) as profiler,
         ):
             with self.model_runner.device_ops.memory_pool("weights"):
                 self.model_runner.load_model()
-            # Not set aside with the weights: no checkpoint brings back an encoder's outputs, and adapters in slots.
+            # Outside of the pool of weights: no checkpoint can restore an encoder's outputs, or adapters in their
+            # slots.
             self.model_runner.load_encoder()
             self.model_runner.load_adapters()
         logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
@@ -133,10 +137,11 @@ class ModelRunnerWorker(WorkerBase):
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for this rank's KV cache: what was asked for, else the allowed share of the device less the model.
+        """Bytes for this rank's KV cache: the requested number, or the allowed share of the device without the model
+        and step.
 
-        No more than may come to use. As vLLM counts it: the share is of the whole device and must have been free; what
-        others hold beside it is theirs.
+        It is never more than can be used. The share counts as in vLLM: it is a share of the whole device, and it must
+        have been free at the start; memory of other processes is not part of it.
         """
         with current_platform.inference_mode():
             step_memory = self.model_runner.profile_run() + self.model_runner.adapters.step_memory()
@@ -145,7 +150,7 @@ class ModelRunnerWorker(WorkerBase):
         useful = self.model_runner.useful_cache_memory()
         if asked := self.cache_config.kv_cache_memory_bytes:
             asked = int(min(asked, useful))
-            # All ranks have loaded their weights by now: what is free is theirs to share.
+            # All ranks have loaded their weights by now, so they share the free memory.
             free = memory.free // self._num_sharing()
             if memory.total and asked + step_memory > free:
                 raise ValueError(
@@ -159,8 +164,8 @@ class ModelRunnerWorker(WorkerBase):
         return int(min(useful, max(0, self._allowed_memory - taken - step_memory)))
 
     def _num_sharing(self) -> int:
-        """Workers whose device memory is one and the same, this one among them."""
-        # Not asked by getattr: vLLM's platforms answer None for whatever they do not have.
+        """Number of workers, this one included, that share one device memory."""
+        # No getattr: vLLM's platforms return None for attributes that they do not have.
         shares = isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory(self.vllm_config)
         return self.num_local_workers if shares else 1
 
@@ -172,7 +177,8 @@ class ModelRunnerWorker(WorkerBase):
         self.cache_config.num_cpu_blocks = num_cpu_blocks
 
     def compile_or_warm_up_model(self) -> CompilationTimes:  # type: ignore[override]
-        """Returns the seconds that it took, which some releases of vLLM ask for."""
+        """Makes all graphs that serving waits for; returns the seconds that it took, which some releases of vLLM ask
+        for."""
         ops, start = self.model_runner.device_ops, time.perf_counter()
         with self.model_runner.step_guard, DeviceMemoryProfiler(ops) as profiler:
             self.model_runner.capture_model()
@@ -183,7 +189,7 @@ class ModelRunnerWorker(WorkerBase):
             time.perf_counter() - start,
             profiler.consumed_memory / GiB_bytes,
         )
-        # Building and profiling the model must not move the seed of what follows.
+        # Building and profiling the model must not change the random numbers that follow.
         set_random_seed(self.model_config.seed)
         self.model_runner.background_compiler.start()
         return CompilationTimes(time.perf_counter() - start, 0.0)
@@ -206,7 +212,7 @@ class ModelRunnerWorker(WorkerBase):
     # ---- LoRA adapters, between two steps ----
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter unless it is there; raises ValueError, and changes nothing, where it cannot serve."""
+        """Loads an adapter unless it is loaded; raises ValueError, and changes nothing, if it cannot be served."""
         with self.model_runner.changing_adapters() as adapters:
             return adapters.add(lora_request)
 
@@ -227,32 +233,33 @@ class ModelRunnerWorker(WorkerBase):
         return self.model_runner.get_model()
 
     def update_config(self, overrides: dict[str, dict[str, Any]]) -> None:
-        """Changes fields of ``load_config``, which a later ``reload_weights`` goes by."""
+        """Changes fields of ``load_config``, which a later ``reload_weights`` uses."""
         self.model_runner.update_config(overrides)
         self.load_config = self.vllm_config.load_config
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Loads other weights in place; the user then resets the prefix cache, which holds keys of the old ones."""
+        """Loads other weights in place. The user must then reset the prefix cache, which holds keys of the old
+        weights."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(*args, **kwargs)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """The engine fitted the model length to the memory that is left."""
+        """Sets the model length that the engine has fitted to the free memory."""
         self.model_runner.update_max_model_len(max_model_len)
         self.model_config.max_model_len = max_model_len
 
     def reset_encoder_cache(self) -> None:
-        """Forgets all encoder outputs: after new weights, say."""
+        """Forgets all encoder outputs, for instance after new weights."""
         self.model_runner.reset_encoder_cache()
 
     def execute_dummy_batch(self) -> None:
-        """Only data-parallel ranks without requests are asked for this, and limits.py refuses data parallelism."""
+        """Raises NotImplementedError: only idle data-parallel ranks run it, and limits.py refuses data parallelism."""
         raise NotImplementedError
 
     # ---- Profiling, by vLLM's own wrappers ----
 
     def make_profiler(self) -> WorkerProfiler | None:
-        """What ``profiler_config`` names; None if it names nothing that this device has."""
+        """Makes the profiler that ``profiler_config`` names; None if this device does not have it."""
         config = self.vllm_config.profiler_config
         if config.profiler != "torch":
             return None
@@ -267,7 +274,7 @@ class ModelRunnerWorker(WorkerBase):
         (self._profiler.start if is_start else self._profiler.stop)()
 
     def shutdown(self) -> None:
-        """A profile that still runs is written; sizes that are not begun are not made."""
+        """Writes a profile that still runs, and stops the background compilation of sizes."""
         if self.model_runner is not None:
             self.model_runner.background_compiler.stop()
         if self._profiler is not None:

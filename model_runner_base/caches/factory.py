@@ -37,14 +37,14 @@ def make_caches(
     paged = [group for group in planned if not group.key_range.is_whole and not group.cross_len]
     built = [group for group in groups if not group.reads_plans]
     if spans is not NO_SPANS and (whole or built):
-        raise UnsupportedConfigError("tokens of an image see each other, which the base's own attention alone has")
+        raise UnsupportedConfigError("tokens of an image see each other, which only the base's own attention supports")
     if limits.cross_len and (built or spans is not NO_SPANS):
-        raise UnsupportedConfigError("cross-attention needs the base's own attention, and tokens that see causally")
+        raise UnsupportedConfigError("cross-attention needs the base's own attention, and causal self-attention")
     if planned and built:
         names = sorted({group.backend.get_name() for group in built})
         raise UnsupportedConfigError(
-            f"layers with attention backend {', '.join(names)} beside layers of the base's own attention: choose one "
-            "backend for all layers"
+            f"layers with attention backend {', '.join(names)} cannot be mixed with the base's own attention: "
+            "choose one backend for all layers"
         )
     kinds = list[CacheKind]()
     if whole:

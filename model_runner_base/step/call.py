@@ -39,7 +39,7 @@ class ModelCall:
     """Tiles of the chunks, in the layout of rows and tiles."""
     token_rows: torch.Tensor = field(init=False)
     """[T] int32, in the layout of requests: the row of each token's request; the padding row for a token that
-        writes no key."""
+    writes no key."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Attention metadata by layer name."""
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)

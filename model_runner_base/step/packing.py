@@ -108,7 +108,7 @@ class PackedStep:
 
 
 class Packer:
-    """Packed buffers, of which each size has one."""
+    """Packed buffers, one for each size."""
 
     def __init__(self, sections: Callable[[StepSize], Sequence[Section]], device_ops: DeviceOps) -> None:
         self.at = lru_cache(maxsize=256)(lambda size: PackedStep(size, sections(size), device_ops))
