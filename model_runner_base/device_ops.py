@@ -83,8 +83,10 @@ class DeviceOps:
         return tensor.cpu().numpy()
 
     def begin_to_host(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Starts the copy of ``to_host`` if the device can; returns a function that waits for this copy only, and its
-        result."""
+        """``to_host`` in two halves: starts the copy where the device can, and returns a function to finish it.
+
+        The function waits for this copy alone, and returns the tensor's contents.
+        """
         return lambda: self.to_host(tensor)
 
     def buffer_address(self, tensor: torch.Tensor) -> int:

@@ -211,7 +211,7 @@ class ModelRunnerBase:
 
     @property
     def tokenwise_graph_batch_sizes(self) -> list[int]:
-        """Token counts that steps are padded to by now; empty when eager."""
+        """Numbers of tokens that steps are padded to by now; empty for an eager policy."""
         return sorted({size.num_tokens for size in self.graph_policy.offered})
 
     def step_limits(self, num_lines: int = 0) -> StepLimits:

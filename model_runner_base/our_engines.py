@@ -24,7 +24,7 @@ arriving: ContextVar[Checks | None] = ContextVar("arriving", default=None)
 
 
 def is_ours(vllm_config: "VllmConfig") -> bool:
-    """Whether this process was prepared for such an engine (``front_end.stand_before``)."""
+    """Whether this process was prepared for an engine of this library with this worker (``front_end.stand_before``)."""
     return vllm_config.parallel_config.worker_cls in WORKERS
 
 

@@ -55,7 +55,7 @@ class ModelRunnerWorker(WorkerBase):
     _profiler: WorkerProfiler | None = None
 
     def make_device(self) -> torch.device:
-        """The torch device of this worker's rank."""
+        """Returns the torch device of this worker's rank."""
         raise NotImplementedError
 
     # ---- Start-up, in the order the engine calls it ----

@@ -42,15 +42,15 @@ class _Requests(NamedTuple):
     """Requests of one run of the model, as builders are told of them: R requests, padding included."""
 
     rows: torch.Tensor
-    """[R] int32"""
+    """[R] int32 row of each request."""
     query_start_loc: torch.Tensor
-    """[R + 1] int32"""
+    """[R + 1] int32 index of each request's first token, and the number of tokens."""
     seq_lens: torch.Tensor
-    """[R] int32"""
+    """[R] int32 number of tokens in the cache after the run."""
     host_query_start_loc: np.ndarray
-    """[R + 1]"""
+    """[R + 1] ``query_start_loc`` on the host."""
     host_seq_lens: np.ndarray
-    """[R] upper bounds; those of chunks are exact."""
+    """[R] upper bounds of ``seq_lens``; those of chunks are exact."""
     is_exact: bool
     """Whether ``host_seq_lens`` of decode rows are exact, too."""
     num_tokens: int
@@ -105,7 +105,7 @@ class BuilderCaches(CacheKind):
         self._metadata: dict[str, Any] = {}
 
     def _table_of(self, group: AttentionGroup) -> torch.Tensor:
-        """[rows + 1, blocks] int32"""
+        """[rows + 1, blocks] int32 block table of the group on the device."""
         return self._tables[id(group.block_table)].tensor
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:

@@ -9,9 +9,9 @@ def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, .
 
     Each row and tile also meets the ``cross_len`` keys of an encoder's output.
 
-    The weights lie between what was measured with a small model on a CPU, where pairs are dearer, and the arithmetic of
-    a large model, where they are cheaper. A KV tile that is read in its line costs less than a gathered one
-    (docs/kv_cache.md).
+    The weights are a compromise between measurements with a small model on a CPU, where pairs cost more, and the
+    arithmetic of a large model, where they cost less. A KV tile that is read as part of a cache line costs less than a
+    gathered one (docs/kv_cache.md).
     """
     row, tile = (pair.keys / 64 * (1 + pair.query / 16) * cost for pair, cost in ((decode, 0.25), (chunk, 0.16)))
     cross_row, cross_tile = row * -(-cross_len // decode.keys), tile * -(-cross_len // chunk.keys)

@@ -46,9 +46,9 @@ class _Names(NamedTuple):
     pair_blocks: str
     levels: list[str]
     own_blocks: str
-    """Section of decode rows alone."""
+    """Section of the rows' own blocks; only the plan of decode rows has it."""
     last_pair: str
-    """Section of chunk tiles alone."""
+    """Section of each tile's last pair; only the plan of chunk tiles has it."""
 
     @classmethod
     def of(cls, plan: str, index: int, geometry: PairGeometry) -> "_Names":
@@ -66,7 +66,7 @@ class _Names(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A group with its two geometries and the names of its sections."""
+    """A group with the geometries of its two plans, and the names of their sections."""
 
     group: AttentionGroup
     decode: PairGeometry

@@ -18,7 +18,7 @@ from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, cost_of
 PROMPT, OUTPUT = (100, 1.0), (225, 0.9)
 """Median and spread of log-normal token counts; their means are 160 and 340, as the vLLM paper gives for ShareGPT."""
 OTHER_TRAFFIC = 0.2
-"""Share of the batches whose requests have any other length, a short one as likely as a long one."""
+"""Share of the batches whose requests have other lengths; short and long ones are equally likely."""
 NUM_BATCHES = 1000
 SMALLEST_MIXED = 32
 """Number of tokens in the smallest mixed step that gets a size; smaller steps cost hardly less."""
@@ -159,6 +159,6 @@ def _candidate(limits: StepLimits, need: StepSize) -> StepSize:
 
 
 def _round_up(value: int, steps: int) -> int:
-    """``value`` or the next larger of ``steps`` evenly spaced numbers from a power of two to the next."""
+    """``value`` rounded up to one of ``steps`` evenly spaced numbers between one power of two and the next."""
     step = max(1, (1 << (value - 1).bit_length()) // (2 * steps))
     return -(-value // step) * step

@@ -1,1 +1,1 @@
-"""One step: what is scheduled, its batch, its size, the buffer that carries it to the device."""
+"""One step: its schedule, its batch, its size, and the buffer that carries it to the device."""

@@ -1,4 +1,4 @@
-"""The batch of one step: which requests, from where in them, how many tokens."""
+"""Batch of one step: its requests, and which tokens of each run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass
 class InputBatch:
-    """The scheduled requests of one step: R requests, those with a decode row first.
+    """Scheduled requests of one step: R requests, those with a decode row first.
 
     While a step is repeated one batch serves them all: its ``num_computed`` and ``seq_lens`` move on in place.
     """

@@ -28,7 +28,7 @@ class ModelCall:
     computed: torch.Tensor
     """[rows + 1] int32, ``computed`` of ``DeviceRows`` as it was before the step, whatever has been sampled since."""
     token_ids: torch.Tensor
-    """[T] int32"""
+    """[T] int32 ids of the input tokens."""
     positions: torch.Tensor = field(init=False)
     """[T] int32. The layout sets this and the next four fields (step/token_layout.py)."""
     rows: DecodeRows | None = None

@@ -9,16 +9,16 @@ TILE_STARTS, TILE_POSITIONS, TOKEN_SLOTS = "chunk_tile_starts", "chunk_tile_posi
 
 
 class ChunkTiles(NamedTuple):
-    """NT tiles, Q tokens a tile, C tokens of chunks."""
+    """NT chunk tiles with Q places for tokens each; C tokens of chunks in all."""
 
     tokens: torch.Tensor
     """[NT, Q] indices among the chunks' tokens; arbitrary after a tile's last token."""
     is_token: torch.Tensor
-    """[NT, Q] bool"""
+    """[NT, Q] bool: whether each place of a tile holds a token."""
     slots: torch.Tensor
     """[C] place of each token in the flattened tiles."""
     positions: torch.Tensor
-    """[C]"""
+    """[C] position of each token."""
     starts: torch.Tensor
     """[NT + 1] index of each tile's first token among the chunks' tokens; a tile ends where the next one begins."""
     first: torch.Tensor
@@ -26,7 +26,7 @@ class ChunkTiles(NamedTuple):
     length: torch.Tensor
     """[NT] number of tokens."""
     is_real: torch.Tensor
-    """[C] bool: not padding."""
+    """[C] bool: whether each token is real, and not padding."""
     query: int
 
     @classmethod

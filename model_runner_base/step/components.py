@@ -167,7 +167,7 @@ class StepComponents:
             fill_padding(size, views)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> list[RepeatPart] | None:
-        """Returns what keeps all sections up to date; None if a component cannot keep its own so."""
+        """Returns what keeps all sections up to date; None if a component cannot do so for its own."""
         parts: list[RepeatPart] = []
         for repeat in self._repeat:
             of_component = repeat(batch, step)

@@ -19,7 +19,7 @@ class DecodeRows(NamedTuple):
     """R decode rows with Q places for tokens each."""
 
     positions: torch.Tensor
-    """[R, Q]"""
+    """[R, Q] int32 position of each place."""
     is_token: torch.Tensor | None = None
     """[R, Q] bool; None: every row has Q tokens, and those of padding rows do no harm."""
 

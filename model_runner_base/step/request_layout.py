@@ -63,7 +63,7 @@ class RequestLayout(TokenLayout):
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Padding requests have no tokens and an empty row."""
+        """Fills the sections; padding requests have no tokens and an empty row."""
         pad_into(views[QUERY_START], batch.query_start, batch.num_places)
         # If only the device knows a request's next token, only the device knows its position.
         is_on_device = views["token_ids"][batch.query_start] < 0
