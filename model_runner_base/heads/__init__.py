@@ -1,1 +1,1 @@
-"""What becomes of the model's hidden states."""
+"""Heads: logits computed from the model's hidden states, and tokens sampled from them."""

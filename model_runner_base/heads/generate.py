@@ -27,22 +27,30 @@ from model_runner_base.step.schedule import Arrival, Grammar
 
 @dataclass(frozen=True)
 class LogitsOf:
-    """Logits of hidden states, by the model and the part of the vocabulary that this rank has."""
+    """Computes logits from hidden states, with the model's head and this rank's part of the vocabulary."""
 
     model: Any
     vocabulary: Vocabulary
 
     def own(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the logits [len(indices), V] float32 of some rows of the hidden states [T, hidden]."""
+        """Computes this rank's part of the logits of some tokens.
+
+        Args:
+            hidden_states: [T, hidden]
+            indices: the tokens, as rows of ``hidden_states``.
+
+        Returns:
+            [len(indices), V] float32, where V is the width of this rank's part.
+        """
         return self.vocabulary.own(self.model.compute_logits(hidden_states[indices]).float())
 
     def whole(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """All of them."""
+        """Computes whole rows of logits, gathered from all ranks; takes what ``own`` takes."""
         return self.vocabulary.whole(self.own(hidden_states, indices))
 
 
 class BesideLogits(Protocol):
-    """Further inputs of the model's head beside hidden states (``Adapters``)."""
+    """Inputs that the model's head needs besides hidden states (``Adapters``)."""
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]: ...
 
@@ -52,7 +60,7 @@ class BesideLogits(Protocol):
 
 
 class LateLogits:
-    """Logits of some of a step's hidden states, by a graph of their own behind the step's."""
+    """Computes logits of some of a step's hidden states in a graph of its own, which runs after the step's graph."""
 
     def __init__(self, logits: LogitsOf, beside: BesideLogits, wrap: WrapFunction, device_ops: DeviceOps) -> None:
         self._logits = logits
@@ -61,7 +69,7 @@ class LateLogits:
         self._device_ops = device_ops
 
     def __call__(self, hidden_states: torch.Tensor, indices: np.ndarray, row: int | None) -> torch.Tensor:
-        """[len(indices), V], of the request in ``row``; None: of padding."""
+        """Logits [len(indices), V] of tokens of the request in ``row``; None: the tokens are padding."""
         arrays = indices, *self._beside.beside_logits(row, len(indices))
         return self._compute(hidden_states, *map(self._device_ops.to_device, arrays))
 
@@ -73,7 +81,7 @@ class LateLogits:
 
 
 class GenerateHead(Head):
-    """Logits of hidden states inside the graph; tokens are sampled from them behind it."""
+    """Computes logits inside the graph, and samples tokens from them after it."""
 
     def __init__(self, logits: LogitsOf, sampling: SamplingPipeline) -> None:
         self._logits = logits
@@ -99,11 +107,11 @@ class GenerateHead(Head):
         return logits, call.sample_slots, hidden_states
 
     def plan(self, batch: InputBatch) -> SamplingPlan:
-        """Which rules, sampler and log probabilities the batch's requests ask for."""
+        """Collects the rules, the sampler and the log probabilities that the batch's requests ask for."""
         return self.sampling.prepare(batch)
 
     def sample(self, plan: SamplingPlan, forward: Forward, grammar: Grammar | None) -> SampledStep:
-        """Launches the sampler; nothing is waited for, unless a rule looks back on the last step's tokens."""
+        """Launches the sampler. It waits only if a rule reads the tokens of earlier steps."""
         return self.sampling.run(plan, forward, grammar)
 
     def warm_up_tokens(self, hidden_states: torch.Tensor) -> None:
@@ -125,7 +133,7 @@ def make_generate_head(
     policy: GraphPolicy,
     device_ops: DeviceOps,
 ) -> GenerateHead:
-    """The head of a loaded ``model``, with a sampler for each mode that records tokens in ``rows``."""
+    """Makes the head of a loaded ``model``, with a sampler for each mode; the samplers record tokens in ``rows``."""
     wrap, logits = policy.wrap, LogitsOf(model, vocabulary)
     sampling = SamplingPipeline(
         vllm_config,
@@ -143,5 +151,5 @@ def make_generate_head(
 
 
 def supported_tasks(model: Any) -> tuple[SupportedTask, ...]:
-    """Tasks that the API server offers: a model that only transcribes has no prompts of text."""
+    """Tasks that the API server offers; a model that only transcribes takes no text prompts."""
     return ("transcription",) if supports_transcription(model) and model.supports_transcription_only else ("generate",)

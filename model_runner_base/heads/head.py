@@ -1,4 +1,4 @@
-"""The head: what a step's hidden states become, and what a request asks of that.
+"""The head: turns a step's hidden states into results.
 
 ``traced`` is a part of the model's graph. After the graph the head either answers the step at once (``answer``), or
 leaves the answer to ``sample_tokens``, which the engine calls next.
@@ -29,51 +29,51 @@ class Forward:
     step: PackedStep
     """The packed step, as the model's graph left it."""
     logits: torch.Tensor
-    """[L, V] float32, or this rank's part of the rows if the vocabulary is cut"""
+    """[L, V] float32; this rank's part of the rows if the vocabulary is cut."""
     sample_slots: torch.Tensor
-    """[2, L] or [3, L] int32, as ``ModelCall.sample_slots`` has them."""
+    """[2, L] or [3, L] int32, see ``ModelCall.sample_slots``."""
     hidden_states: torch.Tensor
     """[T, hidden]"""
     kept: tuple[torch.Tensor, ...] = ()
-    """The tensors that drafting needs beside, as ``Drafter.keep`` returned them."""
+    """Further tensors for drafting, as returned by ``Drafter.keep``."""
     grammar_masks: Mapping[int, np.ndarray] = field(default_factory=dict)
-    """The tokens that a grammar allows, by row of logits: bitmasks as ``sampling/token_masks.py`` has them."""
+    """Tokens that a grammar allows, by row of logits: bitmasks in the format of ``sampling/token_masks.py``."""
 
 
 class Head(ABC):
-    """The methods that every head has."""
+    """Head interface. Methods that are not abstract do nothing by default."""
 
     @abstractmethod
     def info_of(self, arrival: Arrival) -> RequestInfo:
-        """The lasting state of a request that comes for the first time, or of a session's next turn."""
+        """Makes the lasting state of a request that comes for the first time, or of a session's next turn."""
 
     def introduce(self, req_id: str, info: RequestInfo) -> None:  # noqa: B027
-        """A request came for the first time."""
+        """Called when a request comes for the first time."""
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:  # noqa: B027
-        """A request took a row; ``token_ids`` are its prompt and its output so far."""
+        """Called when a request takes a row; ``token_ids`` are its prompt and its output so far."""
 
     def forget(self, req_id: str) -> None:  # noqa: B027
-        """A request has finished."""
+        """Called when a request has finished."""
 
     @abstractmethod
     def traced(self, hidden_states: torch.Tensor, call: ModelCall) -> tuple[torch.Tensor, ...]:
-        """The tensors of ``Forward`` from ``logits`` to ``hidden_states``. Part of the graph."""
+        """Returns the tensors of ``Forward`` from ``logits`` to ``hidden_states``. Part of the graph."""
 
     def plan(self, batch: InputBatch) -> Any:
-        """Plan of what ``sample`` does for the batch; None for a head that answers every step at once."""
+        """Plans the work of ``sample`` for the batch; None for a head that answers every step at once."""
         return None
 
     def sample(self, plan: Any, forward: Forward, grammar: Grammar | None) -> SampledStep:
-        """Launches what ``sample_tokens`` asks for; called only where ``answer`` returned None."""
+        """Launches the work of ``sample_tokens``; called only if ``answer`` returned None."""
         raise NotImplementedError
 
     def answer(self, forward: Forward) -> SampledStep | None:
-        """The step's results, if there is nothing to wait for; None leaves them to ``sample_tokens``."""
+        """Returns the step's results if they need no sampling; None leaves them to ``sample_tokens``."""
         return None
 
     def warm_up_tokens(self, hidden_states: torch.Tensor) -> None:  # noqa: B027
-        """Runs once what depends on a step's number of tokens."""
+        """Runs once every function whose shapes depend on a step's number of tokens."""
 
     def warm_up_logits(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:  # noqa: B027
-        """Runs once what depends on a step's rows of logits."""
+        """Runs once every function whose shapes depend on a step's number of rows of logits."""

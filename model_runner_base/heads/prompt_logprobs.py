@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens, chunk by chunk as the prompt is computed."""
+"""Log probabilities of prompt tokens, computed chunk by chunk with the prompt."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from model_runner_base.step.packing import pad_into
 
 @dataclass
 class PromptChunk:
-    """What a step computed of one request's prompt."""
+    """Log probabilities that one step computed for a part of a request's prompt."""
 
     req_id: str
     whole: LogprobsTensors
-    """All of the request's prompt, in host memory."""
+    """Results for the whole prompt, in host memory; each chunk fills in its rows."""
     pieces: list[tuple[slice, DeviceLogprobs]]
-    """Rows of ``whole``, and what belongs there."""
+    """Rows of ``whole``, and the values that belong there."""
     is_last: bool
 
     def store(self, device_ops: DeviceOps) -> None:
-        """Waits for the pieces and writes them to their places."""
+        """Waits for the pieces and writes them to their rows of ``whole``."""
         for rows, values in self.pieces:
             _store(self.whole, rows, values, device_ops)
 
@@ -34,15 +34,15 @@ class PromptChunk:
 def _store(whole: LogprobsTensors, rows: slice, piece: DeviceLogprobs, device_ops: DeviceOps) -> None:
     found = piece.begin_to_host(rows.stop - rows.start, device_ops)()
     for target, values in zip(whole[:3], found[:3], strict=True):
-        # Through NumPy: it may be an inference tensor, and this may run outside of inference mode.
+        # Assigned through NumPy: the target may be an inference tensor, and this may run outside of inference mode.
         target.numpy()[rows] = values  # type: ignore[union-attr]
 
 
 class PromptLogprobs:
-    """The requests that want them and have not got them yet.
+    """Computes log probabilities for requests that ask for them, until their prompts are done.
 
-    The model's last hidden states become logits ``num_rows`` at a time, so that memory and compiled sizes do not grow
-    with the prompt. ``compute_logits`` takes hidden states, which of them, and the request's row (``LateLogits``).
+    Hidden states become logits ``num_rows`` at a time, so that memory and compiled sizes do not grow with the prompt.
+    ``compute_logits`` takes the hidden states, the indices of some of them, and the request's row (``LateLogits``).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PromptLogprobs:
         self._waiting: dict[str, tuple[RequestInfo, LogprobsTensors]] = {}
 
     def admit(self, req_id: str, info: RequestInfo) -> None:
-        """A request was scheduled for the first time."""
+        """Notes a request that is scheduled for the first time."""
         count = resolve_count(info.sampling_params.prompt_logprobs, self._vocab_size)
         if count != NO_LOGPROBS:
             self._waiting[req_id] = info, LogprobsTensors.empty_cpu(info.num_prompt_tokens - 1, count + 1)
@@ -70,7 +70,7 @@ class PromptLogprobs:
         self._waiting.pop(req_id, None)
 
     def collect(self, batch: InputBatch, hidden_states: torch.Tensor) -> list[PromptChunk]:
-        """Launches what the step computed of waiting prompts. ``hidden_states`` [padded tokens, hidden]."""
+        """Launches the log probabilities of all prompt tokens that the step computed. ``hidden_states`` [T, hidden]."""
         if not self._waiting:
             return []
         indices = [index for index, req_id in enumerate(batch.req_ids) if req_id in self._waiting]
@@ -80,7 +80,7 @@ class PromptLogprobs:
         req_id = batch.req_ids[index]
         info, whole = self._waiting[req_id]
         start = int(batch.num_computed[index])
-        # The last prompt token has no successor in the prompt.
+        # The last prompt token is followed by no prompt token.
         stop = min(int(batch.seq_lens[index]), info.num_prompt_tokens - 1)
         pieces = []
         for begin in range(start, stop, self._num_rows):
@@ -89,7 +89,7 @@ class PromptLogprobs:
             piece = self._gather(info, batch.rows[index], rows, offset, whole.logprobs.shape[1] - 1, hidden_states)
             if piece.full is None:
                 pieces.append((rows, piece))
-            else:  # A vocabulary a token: too much to keep on the device until the step is read.
+            else:  # A value for each token of the vocabulary: too much to keep on the device until the step is read.
                 _store(whole, rows, piece, self._device_ops)
         is_last = bool(batch.is_sampled[index])
         if is_last:
@@ -99,7 +99,10 @@ class PromptLogprobs:
     def _gather(
         self, info: RequestInfo, row: int, rows: slice, offset: int, count: int, hidden_states: torch.Tensor
     ) -> DeviceLogprobs:
-        """For the tokens at ``rows`` of the prompt in ``row``, whose hidden states are at ``rows`` + ``offset``."""
+        """Launches log probabilities for the prompt tokens ``rows`` of the request in ``row``.
+
+        The hidden states of those tokens are at ``rows`` + ``offset``.
+        """
         indices, targets = np.zeros((2, self._num_rows), np.int32)
         pad_into(indices, np.arange(rows.start, rows.stop) + offset, 0)
         pad_into(targets, np.array(info.prompt_token_ids[rows.start + 1 : rows.stop + 1]), 0)
@@ -107,7 +110,7 @@ class PromptLogprobs:
         return self._gatherer.gather(count, logits, self._device_ops.to_device(targets))
 
     def warm_up(self, hidden_states: torch.Tensor) -> None:
-        """Runs what it has on the device once; ``hidden_states`` [T, hidden] of a size that steps have."""
+        """Runs its functions on the device once; ``hidden_states`` [T, hidden] of a size that steps run at."""
         rows = np.zeros(self._num_rows, np.int32)
         logits = self._compute_logits(hidden_states, rows, None)
         self._gatherer.warm_up(logits, self._device_ops.to_device(rows))

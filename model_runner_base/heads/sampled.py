@@ -1,4 +1,4 @@
-"""What sampling leaves on the device, and the engine is told of later."""
+"""Results of sampling that are still on the device; the engine reads them later."""
 
 from dataclasses import dataclass, field
 
@@ -10,13 +10,13 @@ from model_runner_base.heads.sampling.logprobs import DeviceLogprobs
 
 @dataclass
 class SampledStep:
-    """What sampling left on the device: S padded rows of logits."""
+    """Results of sampling on the device, for S padded rows of logits."""
 
     tokens: torch.Tensor
-    """[S] int32, -1 for what was sampled behind a draft that was wrong, NO_TOKEN where no rule allows any."""
+    """[S] int32; -1 for tokens sampled after a wrong draft, NO_TOKEN where no rule allows any token."""
     logprobs: DeviceLogprobs | None = None
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
     errors: dict[str, str | None] = field(default_factory=dict)
-    """Requests that cannot go on, with the reason; None: no token is allowed."""
+    """Requests that cannot go on, with the reason; None as a reason: no token is allowed."""
     num_nans: torch.Tensor | None = None
     """[S] int32 NaNs in each row of logits, if they are counted."""

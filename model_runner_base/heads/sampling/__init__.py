@@ -1,1 +1,1 @@
-"""Sampling on the device: parameters as tensors by row, one graph a mode."""
+"""Sampling on the device: parameters are tensors by request row, and each sampling mode is one graph."""

@@ -1,29 +1,29 @@
-"""The largest numbers of long rows, found piece by piece where a device cannot search a whole row."""
+"""The largest numbers of long rows, found piece by piece on devices that cannot search a whole row."""
 
 import torch
 from torch.nn import functional
 
 
 def likeliest(values: torch.Tensor, count: int, max_width: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` largest numbers of each row, largest first, and their places: [S, count], int32.
+    """Finds the ``count`` largest numbers of each row, largest first, and their places: [S, count], int32.
 
     Args:
         values: [S, V] float, V >= count.
-        max_width: the longest row that may be searched at a time, at least twice ``count``; None: any. Longer rows are
-            cut into pieces of one length, and the largest of every piece searched again. Places are counted in integers
-            throughout, so they are exact in vocabularies of any size.
+        max_width: the longest row that may be searched at a time, at least twice ``count``; None: any length. Longer
+            rows are cut into pieces of one length, and the largest numbers of all pieces are searched again. Places are
+            integers throughout, so they are exact in vocabularies of any size.
     """
     if max_width is None or values.shape[1] <= max_width:
         top, places = values.topk(count, dim=-1)
         return top, places.to(torch.int32)
-    # Padding must lose against every token, forbidden ones with -inf among them.
+    # Forbidden tokens are raised from -inf to the lowest finite number, so that padding, which is -inf, comes last.
     lowest = torch.finfo(values.dtype).min
     top, places = _by_pieces(values.clamp(min=lowest), count, max_width)
     return torch.where(top == lowest, float("-inf"), top), places
 
 
 def _by_pieces(values: torch.Tensor, count: int, max_width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``likeliest`` of rows that are -inf in their padding only."""
+    """Does what ``likeliest`` does, for rows without -inf; only the padding that it adds is -inf."""
     num_rows, width = values.shape
     if width <= max_width:
         top, places = values.topk(count, dim=-1)

@@ -1,7 +1,7 @@
-"""vLLM's pluggable logits processors, those that users and plugins bring along.
+"""vLLM's pluggable logits processors: those that users and plugins add.
 
-They are Python over tensors whose shapes they choose, so they run tensor by tensor: on the device if it can do that,
-else on the host, to which the logits are copied. vLLM's built-in ones are stages or parts of the sampler instead.
+They are Python code over tensors whose shapes they choose, so they run eagerly: on the device if it can do that, else
+on the host, to which the logits are copied. vLLM's built-in ones are stages or parts of the sampler instead.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,10 @@ from model_runner_base.requests.states import RequestInfo, RequestStates
 
 
 def load_processors(vllm_config: VllmConfig, device: torch.device) -> list[LogitsProcessor]:
-    """Those of ``logits_processors`` and of installed plugins; raises what vLLM raises if one cannot be loaded.
+    """Loads the processors of ``logits_processors`` and of installed plugins.
 
-    Where one of them acts between temperature and top-k, vLLM's min-p, which comes before it, is among them too.
+    vLLM's min-p comes before any processor that acts between temperature and top-k. If there is one, min-p is returned
+    too, in front. Raises what vLLM raises if a processor cannot be loaded.
     """
     custom = vllm_config.model_config.logits_processors or ()
     every = list(build_logitsprocs(vllm_config, device, False, False, custom).all)
@@ -43,9 +44,9 @@ def load_processors(vllm_config: VllmConfig, device: torch.device) -> list[Logit
 
 
 class LogitsProcessors(LogitsStage):
-    """Those that may change which token is likeliest.
+    """Runs the processors that may change which token is likeliest.
 
-    Every request asks for the stage: only they know whom they serve.
+    Every request asks for the stage, because only the processors know which requests they change.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class LogitsProcessors(LogitsStage):
         self._requests = requests
         self._history = history
         self._device_ops = device_ops
-        # vLLM's adapters and min-p read no output before they are applied.
+        # update_state of vLLM's adapters and of min-p reads no output tokens.
         self._update_looks_back = not all(
             isinstance(p, AdapterLogitsProcessor | MinPLogitsProcessor) for p in processors
         )
         self._batch: list[RequestInfo] = []
-        """The requests as the processors know them, by index in the batch."""
+        """Requests as last told to the processors, by index in the batch."""
 
     def asked_by(self, params: SamplingParams) -> bool:
         return True
@@ -96,10 +97,10 @@ class LogitsProcessors(LogitsStage):
 
 
 class InvariantLogitsProcessors(LogitsProcessors):
-    """Those that keep the likeliest token.
+    """Runs the processors that keep the likeliest token.
 
-    They act on logits divided by the temperature, and not on greedy requests; the sampler divides again, so what they
-    return is multiplied back.
+    They act on logits divided by the temperature, and not on greedy requests. The sampler divides by the temperature
+    again, so their results are multiplied by it.
     """
 
     def _run(self, serving: list[LogitsProcessor], logits: torch.Tensor, infos: list[RequestInfo]) -> torch.Tensor:
@@ -110,17 +111,17 @@ class InvariantLogitsProcessors(LogitsProcessors):
 
 
 def _serves(processor: LogitsProcessor) -> bool:
-    """Whether a processor may change anything in this batch; without any that does, the logits need not move."""
+    """Whether a processor may change anything in this batch. If none does, the logits need not be copied."""
     if isinstance(processor, AdapterLogitsProcessor):
         return bool(processor.req_info)
     return not isinstance(processor, MinPLogitsProcessor) or processor.min_p_count > 0
 
 
 def batch_update(before: list[RequestInfo], after: list[RequestInfo]) -> BatchUpdate | None:
-    """How a batch became another in vLLM's terms, or None if it did not change.
+    """Describes, in vLLM's terms, how a batch became another; None if it did not change.
 
-    Requests are told apart by identity. Newcomers take the places of those that left, first to last, and only a place
-    left over counts as removed; what stands behind the new end moves into such places; swaps bring all into order.
+    Requests are told apart by identity. New requests take the places of those that left, first to last. Only a place
+    that stays empty counts as removed. Requests beyond the new end move into empty places, and swaps restore the order.
     """
     if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
         return None
@@ -140,7 +141,7 @@ def batch_update(before: list[RequestInfo], after: list[RequestInfo]) -> BatchUp
 
 
 def _moves(places: dict[int, RequestInfo], wanted: dict[int, int], size: int) -> Iterator[MovedRequest]:
-    """The moves that bring every request to the index it is wanted at; changes ``places``."""
+    """Yields the moves that bring every request to its index in ``wanted``; changes ``places``."""
     holes = [index for index in range(size) if index not in places]
     for hole, last in zip(holes, sorted((i for i in places if i >= size), reverse=True), strict=True):
         places[hole] = places.pop(last)

@@ -1,8 +1,8 @@
-"""Log probabilities of sampled and prompt tokens, and of the likeliest tokens beside them.
+"""Log probabilities of sampled tokens, of prompt tokens, and of the likeliest tokens at the same positions.
 
-A static number of likeliest tokens is found on the device; whoever asks for more (up to the whole vocabulary) gets all
-values copied to the host and sorted there. Format and rank as in vLLM: the chosen token first, then the likeliest in
-order; the rank counts the tokens at least as likely as the chosen one.
+The device finds a static number of likeliest tokens. For a request that asks for more (up to the whole vocabulary), all
+values are copied to the host and sorted there. Format and rank are vLLM's: the chosen token first, then the likeliest
+in order; the rank counts the tokens that are at least as likely as the chosen one.
 """
 
 from collections.abc import Callable
@@ -19,30 +19,30 @@ from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.heads.sampling.likeliest import likeliest
 
 NUM_ON_DEVICE = 20
-"""As many as the OpenAI API allows."""
+"""Number of likeliest tokens that are found on the device; the OpenAI API allows no more."""
 
 NO_LOGPROBS = -2
-"""In a table of counts; vLLM's -1 means the whole vocabulary."""
+"""Count of a request that wants no log probabilities. (In vLLM -1 means the whole vocabulary.)"""
 
 
 def resolve_count(count: int | None, vocab_size: int) -> int:
-    """How many likeliest tokens ``logprobs`` or ``prompt_logprobs`` asks for, or NO_LOGPROBS."""
+    """Number of likeliest tokens that ``logprobs`` or ``prompt_logprobs`` asks for, or NO_LOGPROBS."""
     if count is None:
         return NO_LOGPROBS
     return vocab_size if count == -1 else count
 
 
 def _values(takes_logits: bool, logits: torch.Tensor) -> torch.Tensor:
-    # A copy: a graph that computes nothing cannot be compiled.
+    # Cloned, because a graph that computes nothing cannot be compiled.
     return logits.clone() if takes_logits else logits.log_softmax(dim=-1)
 
 
 def _top(
     takes_logits: bool, max_width: int | None, logits: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids and values [S, 1 + NUM_ON_DEVICE], ranks [S], of logits [S, V] and chosen tokens [S]."""
+    """Ids and values [S, 1 + NUM_ON_DEVICE], and ranks [S], from logits [S, V] and chosen tokens [S]."""
     values = _values(takes_logits, logits)
-    chosen = tokens.clamp(min=0).view(-1, 1)  # Where drafts are verified some are none.
+    chosen = tokens.clamp(min=0).view(-1, 1)  # Where drafts are verified, -1 marks tokens that do not count.
     chosen_value = values.gather(-1, chosen.long())
     top_values, top_tokens = likeliest(values, min(NUM_ON_DEVICE, values.shape[-1]), max_width)
     ranks = (values >= chosen_value).sum(dim=-1).to(torch.int32)
@@ -51,16 +51,16 @@ def _top(
 
 @dataclass
 class DeviceLogprobs:
-    """Results on the device, from ``_top`` or, if more were asked for, the values of the whole vocabulary."""
+    """Results on the device: those of ``_top``, or the values of the whole vocabulary if more tokens are asked for."""
 
     count: int
-    """Likeliest tokens asked for."""
+    """Number of likeliest tokens asked for."""
     tokens: torch.Tensor
     top: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     full: torch.Tensor | None
 
     def begin_to_host(self, num_rows: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
-        """Starts copying; what it returns waits for the first ``num_rows`` rows."""
+        """Starts copying. The returned function waits for the first ``num_rows`` rows."""
         if self.top is not None:
             waits = [device_ops.begin_to_host(tensor) for tensor in self.top]
             return lambda: self._likeliest(*(wait()[:num_rows] for wait in waits))
@@ -82,9 +82,9 @@ class DeviceLogprobs:
 
 
 class LogprobsGatherer:
-    """Makes ``DeviceLogprobs``, in log probabilities or, if ``takes_logits``, in plain logits.
+    """Makes ``DeviceLogprobs``: log probabilities, or plain logits if ``takes_logits``.
 
-    ``max_width`` is that of ``SortLimits``.
+    ``max_width`` is ``SortLimits.max_width``.
     """
 
     def __init__(self, takes_logits: bool, max_width: int | None, wrap: WrapFunction) -> None:
@@ -92,7 +92,7 @@ class LogprobsGatherer:
         self._full = wrap(partial(_values, takes_logits), [])
 
     def gather(self, count: int, logits: torch.Tensor, tokens: torch.Tensor) -> DeviceLogprobs:
-        """For logits [S, V] float32 and chosen tokens [S] int32: the ``count`` likeliest a row."""
+        """Launches the ``count`` likeliest tokens a row, for logits [S, V] float32 and chosen tokens [S] int32."""
         if count <= NUM_ON_DEVICE:
             return DeviceLogprobs(count, tokens, self._top(logits, tokens), None)
         return DeviceLogprobs(count, tokens, None, self._full(logits))
@@ -103,10 +103,10 @@ class LogprobsGatherer:
 
 
 def reads_processed(mode: LogprobsMode) -> bool:
-    """Whether log probabilities are those after the sampling parameters, or the model's own."""
+    """Whether log probabilities are taken after the sampling parameters are applied, not from the model's logits."""
     return mode in ("processed_logprobs", "processed_logits")
 
 
 def reads_logits(mode: LogprobsMode) -> bool:
-    """Whether plain logits are returned in place of log probabilities."""
+    """Whether plain logits are returned instead of log probabilities."""
     return mode in ("raw_logits", "processed_logits")

@@ -10,11 +10,11 @@ from vllm.sampling_params import SamplingParams
 from model_runner_base.device_ops import DeviceOps
 
 GREEDY_TEMPERATURE = 1e-5
-"""Below it a request is greedy, as in vLLM."""
+"""Temperature below which a request is greedy, as in vLLM."""
 
 
 class SamplingMode(IntEnum):
-    """What the requests of a batch need, from cheap to dear; a batch runs at its dearest."""
+    """Sampling work that a request needs, from cheap to expensive; a batch uses the most expensive of its requests."""
 
     GREEDY = 0
     RANDOM = 1
@@ -24,11 +24,11 @@ class SamplingMode(IntEnum):
 
 
 class SamplingStates:
-    """Two tables with a row for each request row and one more, greedy, for padding.
+    """Two tables with a row for each request row, and a last greedy row for padding.
 
     Floats [rows, 3]: temperature, top-p, min-p. Ints [rows, 3]: top-k (the vocabulary's size if off), low and high half
-    of the seed. Requests without a seed get a random one from ``seed``'s stream. Without ``applies_min_p`` min-p stays
-    off: it is applied elsewhere.
+    of the seed. A request without a seed gets one from a generator that starts at ``seed``. Unless ``applies_min_p``,
+    min-p stays off, because a logits processor applies it.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class SamplingStates:
         self.modes = np.zeros(max_num_reqs + 1, np.int8)
         self._greedy = (0.0, 1.0, 0.0), (vocab_size, 0, 0)
         self._values = [self._greedy] * max_num_reqs
-        """What the tables hold of each row."""
+        """Contents of both tables by row, to see whether a new request changes them."""
         self._random = random.Random(seed)
         self._device: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def admit(self, row: int, params: SamplingParams, seed: int) -> None:
-        # Nothing else matters to a greedy row: all are alike, so that a new one seldom changes the tables.
+        # Other parameters do not matter to a greedy row. All greedy rows are alike, so a new one seldom changes tables.
         mode, values = SamplingMode.GREEDY, self._greedy
         if params.temperature >= GREEDY_TEMPERATURE:
             top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size

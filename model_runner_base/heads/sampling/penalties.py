@@ -1,7 +1,7 @@
 """Presence, frequency and repetition penalties, counted on the device.
 
-Each request row has a count of every token, kept where the logits are: the last sampled token is added to it there,
-so nothing is read back and a step costs the same however long the outputs are.
+Each request row has a count of every token on the device. The last sampled token is added to it there, so nothing is
+read back, and a step costs the same however long the outputs are.
 
 Rules as in vLLM (and, for the first two, the OpenAI API): a token seen in prompt or output has its logit divided by the
 repetition penalty if positive, multiplied if negative (Keskar et al., arXiv:1909.05858); then frequency penalty x count
@@ -22,8 +22,8 @@ from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestInfo
 
 IN_PROMPT = 1 << 23
-"""Stands beside the output's count in the same int32; no output is that long. The two together stay below 2**24: some
-devices add integers as float32."""
+"""Bit that marks a prompt token, in the same int32 as the output's count, which no output is long enough to reach.
+Their sum stays below 2**24, because some devices add integers as float32."""
 
 NEUTRAL = (0.0, 0.0, 1.0)
 
@@ -37,13 +37,13 @@ def _penalise(
     penalties: torch.Tensor,
     yielded: torch.Tensor,
 ) -> torch.Tensor:
-    """Adds what each row's last step yielded to its counts, where ``is_new``, and applies the penalties.
+    """Adds the tokens of each row's last step to its counts, where ``is_new``, and applies the penalties.
 
     Args:
         counts: [rows, V] int32, updated in place.
         logits: [S, V] float32.
         sample_slots: [2, S] or, where drafts are verified, [3, S] int32 (``ModelCall.sample_slots``).
-        is_new: [S] int32 0 or 1: whether what the row's last step yielded has not been counted yet; 1 once a row.
+        is_new: [S] int32, 1 if the tokens of the row's last step are not counted yet, else 0; 1 at most once a row.
         penalties: [S, 3] presence, frequency, repetition.
         yielded: [rows, ...] int32, of which the first ``num_tokens`` columns are tokens, or -1.
     """
@@ -62,10 +62,10 @@ def _penalise(
 
 
 def _with_drafts(count: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The counts [S, V], each row's with the drafts that stand before what is sampled there."""
+    """The counts [S, V], with each row's drafts that come before the sampled position added."""
     index = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     for distance in range(1, num_tokens):
-        # Further rows than there are have nothing before them.
+        # Row i has no row at i - distance if i is smaller.
         before = (index - distance).clamp(min=0)
         draft = drafts[before]
         is_before = (index >= distance) & (rows[before] == rows) & (draft >= 0)
@@ -74,7 +74,7 @@ def _with_drafts(count: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, 
 
 
 def _set_row(counts: torch.Tensor, row: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Replaces a row [1, V] of the counts, in place; returns the row's index [1]."""
+    """Replaces one row of the counts by ``values`` [1, V], in place; returns the row's index [1]."""
     counts.index_put_((row,), values)
     return row.clone()
 
@@ -97,7 +97,7 @@ class Penalties(LogitsStage):
         self._vocab_size = vocab_size
         self._penalties = np.zeros((max_num_reqs, 3), np.float32)
         self._is_behind = np.zeros(max_num_reqs, np.int32)
-        """[rows] 1 if the request's last step has yielded what the counts do not hold yet."""
+        """[rows] 1 if the counts still lack the tokens of the request's last step."""
 
     def asked_by(self, params: SamplingParams) -> bool:
         return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != NEUTRAL

@@ -1,8 +1,9 @@
 """Sampling of a step: grammar, the stages that the batch asks for, the sampler, log probabilities.
 
-The order is vLLM's (``vllm/v1/sample/sampler.py``): a grammar masks the model's logits; these are the raw ones; allowed
-tokens, bad words, minimum length, bias, custom processors and penalties change them; custom processors that keep the
-likeliest token come last; the sampler applies temperature, min-p, top-k and top-p and draws from the processed logits.
+The order is vLLM's (``vllm/v1/sample/sampler.py``). A grammar masks the model's logits, and the result is the raw
+logits. Allowed tokens, bad words, minimum length, bias, custom processors and penalties change them. Custom processors
+that keep the likeliest token come last. The sampler applies temperature, min-p, top-k and top-p, and draws from the
+processed logits.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,8 +49,10 @@ from model_runner_base.step.schedule import Grammar
 def most_asked(
     rows: np.ndarray, is_sampled: np.ndarray, asked: np.ndarray, modes: np.ndarray, counts: np.ndarray, least: int
 ) -> tuple[int, int, int]:
-    """All bits of ``asked``, the highest of ``modes`` and of ``counts`` among ``rows`` that yield a token; ``least`` is
-    the count of nobody."""
+    """Combines what the requests in ``rows`` ask for, of those that yield a token.
+
+    Returns all bits of ``asked``, the highest of ``modes``, and the highest of ``counts``, at least ``least``.
+    """
     bits, mode, count = 0, 0, least
     for index in range(len(rows)):
         if is_sampled[index]:
@@ -62,24 +65,24 @@ def most_asked(
 
 @dataclass
 class SamplingPlan:
-    """What the requests of a batch ask of its sampling."""
+    """Sampling work that the requests of a batch ask for."""
 
     mode: SamplingMode
     stages: list[tuple[LogitsStage, np.ndarray]]
-    """Each with the indices of the requests that ask for it."""
+    """Stages, each with the indices of the requests that ask for it."""
     looking_back: np.ndarray
     """Indices of the requests whose output tokens are needed on the host."""
     num_logprobs: int
-    """The most that a request wants, or NO_LOGPROBS."""
+    """Largest number of likeliest tokens that a request wants, or NO_LOGPROBS."""
     sample_parts: StepFunction | None = None
-    """The sampler of parts of rows (``vocabulary.py``), if nothing but a grammar may ask for whole ones."""
+    """Sampler of parts of rows (``vocabulary.py``); None if the batch needs whole rows even without a grammar."""
 
 
 _NOBODY = np.zeros(0, np.int64)
 
 
 class SamplingPipeline:
-    """The samplers record each row's token in ``device_rows``."""
+    """Runs the stages and samplers of a step. The samplers record each row's token in ``device_rows``."""
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class SamplingPipeline:
         mode = model_config.logprobs_mode
         self._reads_processed = reads_processed(mode)
         self._logprobs = LogprobsGatherer(reads_logits(mode), sort_limits.max_width, wrap)
-        # Prompts have no processed logits; vLLM always answers with log probabilities there.
+        # Prompts have no processed logits, and vLLM always returns log probabilities for them.
         prompt_gatherer = self._logprobs
         if reads_logits(mode):
             prompt_gatherer = LogprobsGatherer(False, sort_limits.max_width, wrap)
@@ -131,18 +134,18 @@ class SamplingPipeline:
         self._count_nans = wrap(_count_nans, []) if vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS else _count_nothing
 
         self._asked = np.zeros(max_num_reqs, np.int32)
-        """[rows] bit i: the request asks for stage i; the next bit: a rule looks back on its output."""
+        """[rows] bit i: the request asks for stage i; the next bit: a stage reads its output tokens on the host."""
         self._num_logprobs = np.zeros(max_num_reqs, np.int32)
         self._plan: SamplingPlan | None = None
 
     # ---- Requests ----
 
     def draw_seed(self) -> int:
-        """For a request that brings none."""
+        """Draws a seed for a request that has none."""
         return self._states.draw_seed()
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        """A request took a row; ``token_ids`` are its prompt and its output so far."""
+        """Called when a request takes a row; ``token_ids`` are its prompt and its output so far."""
         params = info.sampling_params
         self._states.admit(row, params, info.seed)
         self._num_logprobs[row] = resolve_count(params.logprobs, self._vocab_size)
@@ -162,7 +165,7 @@ class SamplingPipeline:
     # ---- A step ----
 
     def prepare(self, batch: InputBatch) -> SamplingPlan:
-        """What the batch asks for; a repeated one asks for what the last one did."""
+        """Makes the batch's plan; a repeated batch keeps the last one."""
         if self._plan is None or not batch.is_repeat:
             self._plan = self._make_plan(batch)
         return self._plan
@@ -186,7 +189,7 @@ class SamplingPipeline:
         )
 
     def run(self, plan: SamplingPlan, forward: Forward, grammar: Grammar | None) -> SampledStep:
-        """Launches everything; waits for nothing, unless a rule looks back on the last step's tokens."""
+        """Launches the sampling of a step. It waits only if a rule reads the tokens of earlier steps."""
         if plan.sample_parts is not None and grammar is None:
             sampled = SampledStep(self._call(plan.sample_parts, forward.logits, forward.sample_slots))
         else:
@@ -197,7 +200,7 @@ class SamplingPipeline:
     def _sample_rows(
         self, plan: SamplingPlan, forward: Forward, whole: torch.Tensor, grammar: Grammar | None
     ) -> SampledStep:
-        """All but the prompts, from the model's logits [S, V]."""
+        """Samples from the model's logits ``whole`` [S, V]; prompt log probabilities are left to ``run``."""
         logits, slots = self._masks.apply_grammar(forward, whole, grammar)
         raw = logits
         for stage, asking in plan.stages:
@@ -216,19 +219,22 @@ class SamplingPipeline:
     def _draw(
         self, mode: SamplingMode, logits: torch.Tensor, sample_slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [S], and the logits [S, V] that they were drawn from if log probabilities are taken from those."""
+        """Draws tokens [S]; also returns the logits [S, V] that log probabilities are taken from.
+
+        Those are the processed ones if ``logprobs_mode`` asks for them.
+        """
         results = self._call(self._samplers[mode], logits, sample_slots)
         return results if self._reads_processed else (results, logits)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of ``SamplingStates``, on the device."""
+        """The tables of ``SamplingStates``, on the device."""
         return self._states.tables()
 
     def _call(self, sampler: StepFunction, logits: torch.Tensor, sample_slots: torch.Tensor) -> Any:
         return sampler(logits, sample_slots, *self._states.tables(), *self._device_rows.tensors)
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
-        """Runs every stage and sampler once on rows of padding: logits as a step leaves them, slots [2 or 3, S]."""
+        """Runs every stage and sampler once on padding rows: logits as a step returns them, slots [2 or 3, S]."""
         for sampler in self._part_samplers.values():
             self._call(sampler, logits, sample_slots)
         logits = self._whole(logits)

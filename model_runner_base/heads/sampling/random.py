@@ -1,7 +1,7 @@
 """Counter-based random numbers: a request's noise depends on its seed and position alone.
 
-No generator state is kept, so a row may move, a request may be preempted, chunked or batched with anything else, and
-its draws stay the same. The mixing function is the 32-bit "lowbias32" finaliser of Chris Wellons' hash-prospector
+No generator state is kept, so a request's draws stay the same if its row changes, if it is preempted or chunked, and
+whatever it is batched with. The mixing function is the 32-bit "lowbias32" finaliser of Chris Wellons' hash-prospector
 (public domain), applied once for each of seed, position and token id. All arithmetic is elementwise int32.
 """
 
@@ -13,9 +13,10 @@ _GOLDEN = 0x9E3779B9 - (1 << 32)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of int32.
+    """Shifts int32 logically.
 
-    The sign bit is moved by hand: ``>>`` of a negative number drags it along, or on some devices divides and rounds.
+    The sign bit is moved separately, because ``>>`` of a negative number keeps the sign, and some devices divide and
+    round instead.
     """
     return ((x & 0x7FFFFFFF) >> bits) | ((x < 0).to(torch.int32) * (1 << (31 - bits)))
 
@@ -29,7 +30,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def gumbel_noise(
     seed_low: torch.Tensor, seed_high: torch.Tensor, position: torch.Tensor, count: int, start: int = 0
 ) -> torch.Tensor:
-    """Standard Gumbel noise [S, count] in float32 for int32 vectors [S]: that of ``count`` tokens from ``start`` on.
+    """Standard Gumbel noise [S, count] float32 for ``count`` tokens from ``start`` on; the arguments are [S] int32.
 
     Adding it to logits and taking the maximum draws from their softmax (Gumbel-max trick).
     """

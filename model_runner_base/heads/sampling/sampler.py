@@ -1,8 +1,9 @@
-"""The sampler: from logits to tokens, static shapes, no branch on data.
+"""The sampler: from logits to tokens, with static shapes and no branch on data.
 
-Order as in vLLM: temperature, min-p, top-k, top-p (over what top-k left), draw; a greedy request takes the maximum of
-the untouched logits. Where values tie at a threshold, all of them are kept. A device that cannot sort a vocabulary caps
-every request's top-k (``SortLimits.max_candidates``): the cap is one more top-k, and draws within it are the same.
+The order is vLLM's: temperature, min-p, top-k, top-p (over the tokens that top-k kept), draw. A greedy request takes
+the maximum of the unchanged logits. Where values tie at a threshold, all of them are kept. A device that cannot sort a
+vocabulary caps every request's top-k (``SortLimits.max_candidates``). The cap acts as one more top-k, so draws among
+the candidates stay the same.
 """
 
 import torch
@@ -29,19 +30,19 @@ def sample(
 
     Args:
         logits: [S, V] float32, or this rank's part if ``vocabulary`` is cut.
-        slots: [2, S] int32: the request row of each logits row (the padding row where nothing is to be recorded), and
-            the position its token will have. Where drafts are verified [3, S]: also the draft for that position.
+        slots: [2, S] int32: the request row of each logits row (the padding row if its token is not recorded), and the
+            position of its token. Where drafts are verified [3, S]: also the draft for that position.
         floats, ints: the tables of ``SamplingStates``.
         device_rows: the tensors of ``DeviceRows``.
-        vocabulary: one whose ``modes`` hold ``mode``, or WHOLE.
+        vocabulary: a vocabulary whose ``modes`` include ``mode``, or WHOLE.
 
     Returns:
-        Token ids [S] int32, -1 for what was sampled behind a draft that was wrong; if ``returns_logits`` also the
-        logits [S, V] that they were drawn from: divided by the temperature, -inf where a token was cut off.
+        Token ids [S] int32, -1 for tokens sampled after a wrong draft. If ``returns_logits``, also the logits [S, V]
+        that they were drawn from: divided by the temperature, -inf where a token was cut off.
     """
     tokens, scaled = draw(mode, sort_limits, logits, slots[0], slots[1], floats, ints, vocabulary)
     tokens = commit(device_rows, slots, tokens)
-    # A copy: where all are greedy these are the input, and a graph hands out nothing that it was handed.
+    # Cloned: in a greedy batch these are the graph's input, and a graph must not return its input.
     return (tokens, scaled.clone()) if returns_logits else tokens
 
 
@@ -55,7 +56,7 @@ def draw(
     ints: torch.Tensor,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [S] int32 for request ``rows`` [S] at ``positions`` [S], and the logits that they were drawn from."""
+    """Draws tokens [S] int32 for request ``rows`` [S] at ``positions`` [S]; also returns the logits drawn from."""
     candidates = scaled = logits
     if mode != SamplingMode.GREEDY:
         temperature, top_p, min_p = floats[rows].unsqueeze(-1).unbind(1)
@@ -73,14 +74,14 @@ def draw(
 
 
 def _descending(logits: torch.Tensor, sort_limits: SortLimits, vocabulary: Vocabulary) -> torch.Tensor:
-    """The candidates' logits, largest first: [S, max_candidates], or [S, V] if all are candidates."""
+    """Logits of the candidates, largest first: [S, max_candidates], or [S, V] if all tokens are candidates."""
     if sort_limits.max_candidates is None:
         return logits.sort(dim=-1, descending=True).values
     return vocabulary.largest(logits, sort_limits.max_candidates, sort_limits.max_width)
 
 
 def _sorted_floor(ordered: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest of the logits in ``ordered`` that min-p (``floor``), top-k and then top-p keep, [S, 1]."""
+    """Smallest of the logits in ``ordered`` that min-p (``floor``), top-k and then top-p keep, [S, 1]."""
     top_k = top_k.clamp(max=ordered.shape[-1])
     floor = torch.maximum(floor, ordered.gather(-1, (top_k - 1).long()))
     probabilities = torch.where(ordered >= floor, ordered, float("-inf")).softmax(dim=-1)

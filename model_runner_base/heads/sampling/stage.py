@@ -1,7 +1,7 @@
-"""A stage between the model's logits and the sampler: one group of SamplingParams fields.
+"""A stage between the model's logits and the sampler: it applies one group of SamplingParams fields.
 
-A batch passes only the stages that one of its requests asks for, so a feature that nobody uses costs nothing. What a
-stage runs on the device is wrapped by the graph policy and warmed up for every number of rows, so that turning it on
+A batch passes only the stages that one of its requests asks for, so an unused feature costs nothing. The graph policy
+wraps the functions that a stage runs on the device. They are warmed up for every number of rows, so using a stage
 compiles nothing.
 """
 
@@ -14,7 +14,7 @@ from model_runner_base.requests.states import RequestInfo
 
 
 class LogitsStage:
-    """Rows are those of the request states."""
+    """Stage interface. A ``row`` is a request's row in ``RequestStates``."""
 
     def asked_by(self, params: SamplingParams) -> bool:
         """Whether a request needs this stage."""
@@ -25,15 +25,15 @@ class LogitsStage:
         return False
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        """A request that asked for the stage took a row; ``token_ids`` are its prompt and its output so far."""
+        """Called when a request that asks for the stage takes a row; ``token_ids`` are its prompt and output so far."""
 
     def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [S, V] float32 with the stage's rules applied.
+        """Applies the stage's rules to the logits [S, V] float32, and returns the result.
 
-        ``asking``: indices in the batch, at least one, of the requests that asked for the stage and yield a token; what
-        rows of logits they have the batch says.
+        ``asking``: indices in the batch, at least one, of the requests that ask for the stage and yield a token.
+        ``InputBatch.logits_rows`` tells their rows of logits.
         """
         raise NotImplementedError
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
-        """Runs everything the stage has on the device once, on rows of padding."""
+        """Runs all functions of the stage on the device once, on padding rows."""

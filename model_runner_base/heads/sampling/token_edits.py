@@ -1,7 +1,8 @@
 """Changes to single logits: ``bad_words``, ``min_tokens`` and ``logit_bias``.
 
-The rules run on the host, over the requests that have them, and yield a list of (row, token, value) to add; -inf
-forbids a token. The list goes to the device in pieces of a static length: its length compiles nothing and has no limit.
+The rules run on the host, for the requests that have them, and yield a list of (row, token, value) to add; -inf
+forbids a token. The list goes to the device in pieces of a static length, so it may have any length and never causes a
+compilation.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.packing import pad_into
 
 PIECE = 512
-"""Edits applied at a time."""
+"""Number of edits applied at a time."""
 
 FORBIDDEN = float("-inf")
 
@@ -45,7 +46,7 @@ class TokenEdits(LogitsStage):
         self._history = history
         self._vocab_size = vocab_size
         self._has_drafts = has_drafts
-        """Then only a request's history tells how many output tokens it has."""
+        """Whether drafts are verified. The number of output tokens is then known from a request's history only."""
         self._function = wrap(_add, [])
         self._device_ops = device_ops
 
@@ -63,7 +64,7 @@ class TokenEdits(LogitsStage):
         edits: list[tuple[int, int, float]] = []
         for index, info, outputs in self._contexts(forward, asking, infos):
             found = _edits(info, outputs, forward.grammar_masks.get(index), self._vocab_size)
-            # A stop token that no logit belongs to needs no forbidding.
+            # A stop token beyond the vocabulary has no logit to forbid.
             edits.extend((index, token, value) for token, value in found if 0 <= token < self._vocab_size)
         for start in range(0, len(edits), PIECE):
             logits = self._add_all(logits, edits[start : start + PIECE])
@@ -72,7 +73,7 @@ class TokenEdits(LogitsStage):
     def _contexts(
         self, forward: Forward, asking: np.ndarray, infos: list[RequestInfo]
     ) -> Iterator[tuple[int, RequestInfo, "_Outputs"]]:
-        """Each row of logits of some requests, with the output tokens that its token follows."""
+        """Yields each row of logits of the asking requests, with the output tokens before the sampled one."""
         batch = forward.batch
         if not self._has_drafts:
             num_outputs = (batch.seq_lens[asking] - [info.num_prompt_tokens for info in infos]).tolist()
@@ -102,15 +103,15 @@ class _Outputs(NamedTuple):
 
     num_tokens: int
     tokens: list[int]
-    """All of them, where a rule looks back on them."""
+    """Output tokens; complete only if a rule of the request reads them."""
 
 
 def _edits(
     info: RequestInfo, outputs: _Outputs, grammar_mask: np.ndarray | None, vocab_size: int
 ) -> Iterator[tuple[int, float]]:
-    """What is to be added to which token's logit, for a request's token after ``outputs``.
+    """Yields tokens and the values to add to their logits, for a request's token after ``outputs``.
 
-    A grammar that leaves nothing but to stop goes before ``min_tokens``.
+    If a grammar allows nothing but stop tokens, ``min_tokens`` does not forbid them.
     """
     params, count = info.sampling_params, outputs.num_tokens
     for word in filter(None, params.bad_words_token_ids or ()):

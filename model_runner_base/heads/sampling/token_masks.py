@@ -1,4 +1,4 @@
-"""Sets of tokens that a row may draw from, as bitmasks: ``allowed_token_ids`` and grammars of structured output.
+"""Bitmasks of the tokens that a row may draw from: ``allowed_token_ids`` and grammars of structured output.
 
 Masks have xgrammar's format, which vLLM's scheduler sends: int32 words, token t at bit t % 32 of word t // 32.
 """
@@ -19,14 +19,14 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.schedule import Grammar
 
 ALL = -1
-"""The word that allows its 32 tokens."""
+"""Word of a mask that allows all of its 32 tokens."""
 
-# Not by shifting: some devices shift negative numbers by dividing them, which rounds towards zero.
+# A table instead of shifts: some devices shift negative numbers by dividing them, which rounds towards zero.
 _BITS = np.array([1 << bit for bit in range(31)] + [-(1 << 31)], np.int32)
 
 
 def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Logits [S, V] with -inf wherever the bit, one of ``bits``, in ``words`` [S, ceil(V / 32)] is not set."""
+    """Logits [S, V], -inf where the token's bit in ``words`` [S, ceil(V / 32)] is not set; ``bits`` [32]."""
     allowed = (words.unsqueeze(-1) & bits).view(words.shape[0], -1)[:, : logits.shape[1]]
     return torch.where(allowed != 0, logits, float("-inf"))
 
@@ -48,7 +48,7 @@ class TokenMasks:
         self._bits = device_ops.to_device(_BITS)
 
     def apply(self, logits: torch.Tensor, masks: dict[int, np.ndarray]) -> torch.Tensor:
-        """``masks``: words by row of the logits; all other rows may draw from everything."""
+        """Masks rows of ``logits``; ``masks`` are words by row, and rows without a mask may draw any token."""
         words = np.full((logits.shape[0], self.num_words), ALL, np.int32)
         for index, mask in masks.items():
             words[index] = mask[: self.num_words]
@@ -57,10 +57,11 @@ class TokenMasks:
     def apply_grammar(
         self, forward: Forward, logits: torch.Tensor, grammar: Grammar | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks the requests with structured output, the others in the batch are free; returns sample slots, too.
+        """Masks the rows of requests with structured output; returns the logits and the sample slots.
 
-        The scheduler masks places behind drafts only where it knows the drafts, and that reasoning is over. What it
-        leaves free must not count, so no draft in front of it is right.
+        The scheduler masks places after a draft only if it knows the draft, and not while the model is reasoning. It
+        leaves the other places free, but tokens sampled there must not count. So the draft before such a place is
+        dropped, and then no token after it counts.
         """
         batch, slots = forward.batch, forward.sample_slots
         if grammar is None:
@@ -86,26 +87,26 @@ class TokenMasks:
 
 
 def _of_batch(grammar: Grammar, batch: InputBatch) -> Grammar:
-    """Drops the rows of requests that are not in the batch: they failed, and the scheduler may not know it yet."""
+    """Drops the rows of requests that are not in the batch, because they failed and the scheduler may not know yet."""
     index_of, num_rows = batch.req_id_to_index, len(grammar.bitmask)
     is_known = np.array([req_id in index_of for req_id in grammar.req_ids])
     known = list(compress(grammar.req_ids, is_known))
     counts = np.full(len(is_known), batch.row_len)
-    if num_rows != counts.sum():  # As many rows as each has tokens to sample.
+    if num_rows != counts.sum():  # Then each request has one row for each token that it samples.
         counts[is_known] = batch.num_logits(np.array([index_of[req_id] for req_id in known], np.int64))
         counts[~is_known] = (num_rows - counts[is_known].sum()) // (~is_known).sum()
     return Grammar(known, grammar.bitmask[np.repeat(is_known, counts)])
 
 
 def allows_only(mask: np.ndarray, token_ids: Collection[int], vocab_size: int) -> bool:
-    """Whether a bitmask allows no token of the vocabulary but these."""
+    """Whether a bitmask allows no token of the vocabulary except ``token_ids``."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
     bits[[token for token in token_ids if 0 <= token < vocab_size]] = 0
     return not bits.any()
 
 
 class AllowedTokens(LogitsStage):
-    """``allowed_token_ids``."""
+    """Applies ``allowed_token_ids``."""
 
     def __init__(self, masks: TokenMasks) -> None:
         self._masks = masks

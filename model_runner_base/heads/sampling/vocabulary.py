@@ -1,8 +1,8 @@
 """Rows of logits as a rank has them: whole, or cut over the ranks that share the vocabulary.
 
-Noise is a hash of seed, position and token, so a rank draws for its own tokens what it would draw for them in a whole
-row. Where nothing else asks for whole rows, only each rank's best token travels, with what the cut-offs need to know of
-all rows: a few numbers a row in place of the vocabulary.
+Noise is a hash of seed, position and token, so a rank draws for its own tokens the noise that they have in a whole row.
+If nothing else needs whole rows, the ranks exchange only their best tokens and the values that the cut-offs need of
+whole rows. That is a few numbers a row instead of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -19,41 +19,41 @@ _LOW_BITS = 12
 
 
 class Vocabulary:
-    """All of it: a step leaves whole rows on every rank."""
+    """The whole vocabulary on every rank: a step returns whole rows."""
 
     start = 0
-    """The token that the first number of a row is for."""
+    """Token that the first column of the rows belongs to."""
 
     def modes(self, sort_limits: SortLimits) -> tuple[SamplingMode, ...]:
-        """The ways to sample from parts of rows."""
+        """Sampling modes that work on parts of rows."""
         return ()
 
     def gatherer(self, wrap: WrapFunction) -> StepFunction:
-        """``whole``, to be called between graphs."""
+        """Returns ``whole`` as a function to call between graphs."""
         return self.whole
 
     def own(self, logits: torch.Tensor) -> torch.Tensor:
-        """What a step leaves on this rank of the logits that its model computed; float32, as all numbers here."""
+        """Makes this rank's rows from the logits that its model computed; float32, as all values here."""
         return logits
 
     def whole(self, own: torch.Tensor) -> torch.Tensor:
-        """Rows [S, V], the same on every rank."""
+        """Makes whole rows [S, V], the same on every rank."""
         return own
 
-    # ---- Of rows that ``own`` made, or numbers like them ----
+    # ---- For rows that ``own`` made, or values of their shape ----
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest number of each row, [S, 1]."""
+        """The largest value of each row, [S, 1]."""
         return values.amax(dim=-1, keepdim=True)
 
     def largest(self, values: torch.Tensor, count: int, max_width: int | None) -> torch.Tensor:
-        """The ``count`` largest numbers of each row, or all if it has fewer, largest first; as ``likeliest`` has it."""
+        """The ``count`` largest values of each row, or all if it has fewer, largest first (see ``likeliest``)."""
         return likeliest(values, min(count, values.shape[-1]), max_width)[0]
 
     def argmax(self, values: torch.Tensor) -> torch.Tensor:
-        """The token of the largest number of each row, the first where several are, [S] int32.
+        """The token of the largest value of each row, the first one if several are equal, [S] int32.
 
-        NO_TOKEN where all are -inf, or one is NaN.
+        NO_TOKEN if all values are -inf or one is NaN.
         """
         tokens = values.argmax(dim=-1, keepdim=True)
         return _unless_forbidden(tokens, values.gather(-1, tokens))
@@ -61,17 +61,20 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class CutVocabulary(Vocabulary):
-    """A rank's ``width`` tokens from ``start`` on, of ``size``; the last ranks' parts may end in padding."""
+    """The rank's ``width`` tokens from ``start`` on, of ``size`` in all; the last ranks' parts may end in padding."""
 
     start: int = field()
     width: int
     num_ranks: int
     size: int
     all_gather: Callable[[torch.Tensor], torch.Tensor]
-    """[S, n] to [S, num_ranks * n]: the ranks' numbers side by side, in the order of their tokens."""
+    """[S, n] to [S, num_ranks * n]: the ranks' values next to one another, in the order of their tokens."""
 
     def modes(self, sort_limits: SortLimits) -> tuple[SamplingMode, ...]:
-        """All, where candidates are capped: a rank's candidates are few. A sort of everything takes whole rows."""
+        """Sampling modes that work on parts of rows.
+
+        A sort needs whole rows, unless candidates are capped: then each rank has few of them to exchange.
+        """
         return tuple(mode for mode in SamplingMode if mode != SamplingMode.SORTED or sort_limits.max_candidates)
 
     def gatherer(self, wrap: WrapFunction) -> StepFunction:
@@ -92,7 +95,7 @@ class CutVocabulary(Vocabulary):
         return super().largest(found, min(count, self.size), max_width)
 
     def argmax(self, values: torch.Tensor) -> torch.Tensor:
-        # Tokens travel in two halves: each is exact in float32, in vocabularies of any size.
+        # Tokens are sent in two halves: each is exact in float32, in vocabularies of any size.
         tokens = values.argmax(dim=-1).to(torch.int32) + self.start
         halves = tokens >> _LOW_BITS, tokens & ((1 << _LOW_BITS) - 1)
         best = torch.stack((values.amax(dim=-1), *(half.to(torch.float32) for half in halves)), dim=-1)
@@ -104,7 +107,7 @@ class CutVocabulary(Vocabulary):
 
 
 def _unless_forbidden(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[S] int32 the tokens [S, 1], of whose ``values`` [S, 1] none may be -inf or NaN."""
+    """[S] int32 from ``tokens`` [S, 1]: NO_TOKEN where the token's value in ``values`` [S, 1] is -inf or NaN."""
     return torch.where(values > float("-inf"), tokens, NO_TOKEN).squeeze(-1).to(torch.int32)
 
 
