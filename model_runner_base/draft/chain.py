@@ -1,12 +1,13 @@
 """Drafting one token after another, by a model with a KV cache of its own.
 
-The draft model's layers share the block tables of the target's. A step's first pass brings the draft's cache up to what
-the step has computed, and yields a request's first draft; each further pass takes the draft before it. Prompts only go
-through the first pass: their requests have their first drafts after their first step of decode.
+The draft model's layers share the block tables of the target's. A step's first pass brings the draft's cache up to the
+tokens that the step has computed, and yields each request's first draft. Each further pass takes the draft before it.
+Prompts go through the first pass only: their requests get their first drafts after their first step of decode.
 
 Example, with 3 drafts: row 4 verified [17, 5, 9, 4] at positions 130 to 133, and yielded 5, 9, 7. Its next token is 7,
-at position 133. The first pass covers what the draft's cache lacks, and yields a draft for position 134; two more take
-the drafts at 134 and 135, and yield those for 135 and 136. ``DeviceRows.tokens[4]`` is then 7 and the three drafts.
+at position 133. The first pass covers the tokens that the draft's cache lacks, and yields a draft for position 134. Two
+more passes take the drafts at 134 and 135, and yield those for 135 and 136. ``DeviceRows.tokens[4]`` is then 7 and the
+three drafts.
 """
 
 from functools import partial
@@ -26,11 +27,11 @@ from model_runner_base.step.sizes import StepSize
 
 
 class ChainDrafter(DeviceDrafter):
-    """A kind of draft model says how its passes are called."""
+    """Base of drafters that draft in passes; a subclass calls its draft model in ``begin`` and ``follow``."""
 
     unrolls = True
-    """Whether all passes are one graph, which suits a draft of one layer; else each is a launch, and hands on nothing
-    but its token."""
+    """Whether all passes are one graph, which suits a draft of one layer. Otherwise each pass is a launch, and the next
+    one takes only its token."""
 
     def __init__(self, parts: DraftParts) -> None:
         super().__init__(parts)
@@ -41,31 +42,31 @@ class ChainDrafter(DeviceDrafter):
         self._places = [parts.device_ops.to_device(np.array([place], np.int32)) for place in range(parts.num_drafts)]
 
     behind = 0
-    """How many positions before its own a token has in the draft: a head over hidden states has it at the one of the
-    state that it goes with."""
+    """Number of positions by which the draft has a token earlier than the target. A head over hidden states has a token
+    at the position of the state that it is paired with."""
 
-    # ---- What a kind of draft model does; part of the graph ----
+    # ---- Passes of a kind of draft model; part of the graph ----
 
     def begin(
         self, call: ModelCall, rows: DraftRows, yielded: torch.Tensor, features: torch.Tensor, shared: Shared
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The first pass: hidden states [R, hidden] that the first draft follows from, and what the next pass takes.
+        """Runs the first pass; returns hidden states [R, hidden] for the first draft, and tensors for the next pass.
 
-        ``call`` is the step's as it began, of which nothing is bound; ``yielded`` [S] are its tokens, -1 where none
-        counts; ``features`` [T, ...] are the target's hidden states.
+        ``call`` is the step's as it began, with nothing bound. ``yielded`` [S] are the step's tokens, -1 where a token
+        does not count. ``features`` [T, ...] are the target's hidden states.
         """
         raise NotImplementedError
 
     def follow(
         self, token_ids: torch.Tensor, positions: torch.Tensor, carried: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A later pass, over one token a row, [R] each; returns as ``begin``."""
+        """Runs a later pass over one token a row, [R] each; returns the same as ``begin``."""
         raise NotImplementedError
 
     # ---- Launching ----
 
     def keep(self, output: Any, call: ModelCall) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        # Sampling moves the rows on; the first pass has to know where the step began.
+        # Sampling overwrites the rows' positions, but the first pass needs those at which the step began.
         return output, (call.computed.clone(),)
 
     def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
@@ -101,10 +102,13 @@ class ChainDrafter(DeviceDrafter):
         yielded: torch.Tensor,
         features: torch.Tensor,
     ) -> torch.Tensor:
-        """All passes, or the first if they are not unrolled; takes what ``begin`` does, returns the last drafts [R]."""
+        """Runs all passes, or the first if they are not unrolled; takes the arguments of ``begin``.
+
+        Returns the last drafts [R].
+        """
         hidden, carried = self.begin(call, rows, yielded, features, shared)
         if not rows.row.shape[0]:
-            return rows.row  # Chunks alone: there is nobody to draft for.
+            return rows.row  # The step has only chunks, for which nothing is drafted.
         token = self.put(mode, rows, 0, self.parts.model.compute_logits(hidden), shared)
         if self.unrolls:
             for place in range(1, self.parts.num_drafts):
@@ -121,7 +125,7 @@ class ChainDrafter(DeviceDrafter):
         token: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """One pass more, where ``place`` [1] drafts stand, the last of them ``token`` [R]."""
+        """Runs one further pass after ``place`` [1] drafts, the last of which is ``token`` [R]."""
         call, rows, shared = self.unpack(packed, size, tensors)
         hidden, _ = self._pass(call, rows, place, token, None)
         return self.put(mode, rows, place, self.parts.model.compute_logits(hidden), shared)
@@ -134,7 +138,7 @@ class ChainDrafter(DeviceDrafter):
         token: torch.Tensor,
         carried: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Over the drafts in ``place``."""
+        """Runs the pass over the drafts ``token``, which come after ``place - 1`` others; returns as ``begin`` does."""
         positions = self.bind_rows(call, rows, (rows.position + place - self.behind).unsqueeze(1))
         return self.follow(token, positions, carried)
 
@@ -146,11 +150,15 @@ class ChainDrafter(DeviceDrafter):
         has_chunks: bool = False,
         counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Tells attention where the tokens of a pass are, of rows [R, Q] and perhaps chunks; returns all positions [T].
+        """Tells attention where a pass's tokens are: those of rows [R, Q], and the chunks' tokens if ``has_chunks``.
 
-        ``counts`` [R, Q]: which of the rows' tokens are any; None: all.
+        Tokens beyond the positions that the draft model knows are drafted, too, but they write no keys.
 
-        What lies behind the positions that the draft model knows is drafted anyhow, and writes no keys.
+        Args:
+            counts: [R, Q] bool, False where a row has no token; None: all are tokens.
+
+        Returns:
+            The positions of all tokens [T].
         """
         last = self.parts.max_length - 1
         is_token = rows.is_row.unsqueeze(1) & (positions <= last) & (positions >= 0)
@@ -162,7 +170,7 @@ class ChainDrafter(DeviceDrafter):
         return self._tell(call)
 
     def bind_step(self, call: ModelCall) -> torch.Tensor:
-        """Tells attention of the step's own tokens, once more; returns their positions [T]."""
+        """Tells attention again where the step's own tokens are; returns their positions [T]."""
         bind_step(self.parts.layout, self.parts.caches, call)
         return self._tell(call)
 

@@ -1,7 +1,7 @@
-"""What drafters on the device share: their launches behind a step's sampling, and the rows that they draft for.
+"""Base of drafters on the device: launches drafting after a step's sampling, and finds the rows to draft for.
 
-Tokens are drawn as the target's are, by the row's own temperature and filters and with the noise of their position: at
-any temperature a draft is right where the two models agree on the likeliest of the noisy tokens.
+Drafts are drawn as the target's tokens are: with the row's own temperature and filters, and with the noise of their
+position. So, at any temperature, a draft is right if the same noisy token is likeliest for both models.
 """
 
 from collections.abc import Callable, MutableSequence
@@ -30,78 +30,78 @@ from model_runner_base.step.token_layout import TokenLayout
 from model_runner_base.vllm_compat.types.outputs import DraftTokenIds
 
 MODES = (SamplingMode.RANDOM, SamplingMode.SORTED)
-"""Greedy rows are drawn rightly in either."""
+"""Modes that drafting is compiled for; greedy rows are drawn correctly in both."""
 
 
 class DraftParts(NamedTuple):
-    """What a drafter on the device works with."""
+    """Objects and settings that a drafter on the device works with."""
 
     model: Any
     layout: TokenLayout
     caches: list[CacheKind]
     components: StepComponents
-    """Components of the step, which have the sections of the packed buffer."""
+    """Components of the step, which define the sections of the packed buffer."""
     rows: DeviceRows
     tables: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    """Those of ``SamplingStates``."""
+    """Returns the tables of ``SamplingStates`` on the device."""
     num_drafts: int
     mask_token: int
-    """What stands where a parallel pass drafts."""
+    """Token id that a parallel pass takes in place of each token to be drafted."""
     max_length: int
-    """Positions that the draft model knows."""
+    """Number of positions that the draft model knows."""
     is_async: bool
     sort_limits: SortLimits
     wrap: WrapFunction
     state: MutableSequence[torch.Tensor]
-    """What drafting updates: KV caches and rows."""
+    """Tensors that drafting updates: KV caches and rows."""
     device_ops: DeviceOps
 
 
 class DraftRows(NamedTuple):
-    """The decode rows of a step whose drafts have been verified; R of them, padding included."""
+    """Decode rows of a step whose drafts have been verified; R of them, padding included."""
 
     row: torch.Tensor
-    """[R] int32 request row; of padding the padding row."""
+    """[R] int32 request row; the padding row for padding."""
     is_row: torch.Tensor
-    """[R] bool: not padding."""
+    """[R] bool, False for padding."""
     position: torch.Tensor
-    """[R] int32 of the request's last token, which no pass has taken yet."""
+    """[R] int32 position of the request's last token, which no pass has taken yet."""
 
 
 class Shared(NamedTuple):
-    """What every launch takes last."""
+    """Tensors that every launch takes as its last arguments."""
 
     floats: torch.Tensor
     ints: torch.Tensor
-    """The tables of ``SamplingStates``."""
+    """``floats`` and ``ints`` are the tables of ``SamplingStates``."""
     tokens: torch.Tensor
     computed: torch.Tensor
     recent: torch.Tensor
-    """Those of ``DeviceRows``."""
+    """``tokens``, ``computed`` and ``recent`` are the tensors of ``DeviceRows``."""
 
 
 class Outcome(NamedTuple):
-    """What a step leaves for drafting."""
+    """Results of a step that drafting starts from."""
 
     yielded: torch.Tensor
-    """[S] int32 the tokens sampled, -1 where none counts."""
+    """[S] int32 tokens sampled, -1 where a token does not count."""
     features: torch.Tensor
-    """[T, hidden] the target's hidden states."""
+    """[T, hidden] hidden states of the target."""
     kept: tuple[torch.Tensor, ...]
-    """What ``Drafter.keep`` kept."""
+    """Further tensors, as returned by ``Drafter.keep``."""
     has_rows: bool
-    """Whether anybody decodes."""
+    """Whether the step has decode rows."""
 
 
 class DeviceDrafter(Drafter):
-    """Says nothing of how the drafts are made."""
+    """Launches drafting after each step; a subclass makes the drafts (``launch``)."""
 
     def __init__(self, parts: DraftParts) -> None:
         self.parts = parts
         self._last_batch: InputBatch | None = None
 
     def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
-        """Launches the graphs for a step."""
+        """Launches the graphs that draft after a step."""
         raise NotImplementedError
 
     def draft(self, forward: Forward, sampled: SampledStep, mode: SamplingMode) -> None:
@@ -118,10 +118,10 @@ class DeviceDrafter(Drafter):
 
     def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
         last = self.parts.device_ops.to_host(self.parts.rows.tensors[0])[list(requests.values()), 1:]
-        tokens = last.clip(min=0).tolist()  # A request has no drafts yet where it has just had its prompt.
+        tokens = last.clip(min=0).tolist()  # -1: no drafts yet, as the request has just finished its prompt.
         batch = self._last_batch
         if not self.parts.is_async and batch is not None:
-            # For chunks nothing was drafted: no guess costs less than a poor one.
+            # Nothing was drafted for chunks. No drafts cost less than wrong ones.
             chunks = set(batch.req_ids[batch.num_decodes :])
             tokens = [[] if req_id in chunks else drafts for req_id, drafts in zip(requests, tokens, strict=True)]
         return DraftTokenIds(list(requests), tokens)
@@ -140,7 +140,7 @@ class DeviceDrafter(Drafter):
         return call, DraftRows(row, is_row, shared.computed[row]), shared
 
     def last_places(self, rows: DraftRows, yielded: torch.Tensor, num_places: int) -> torch.Tensor:
-        """[R] the token of the step, for each row, behind which its last token was sampled."""
+        """Finds, for each row, the step's token after which the row's last token was sampled; returns indices [R]."""
         num_rows = rows.row.shape[0]
         num_yielded = (yielded[: num_rows * num_places].view(num_rows, num_places) >= 0).sum(dim=1)
         first = torch.arange(num_rows, dtype=torch.int32, device=yielded.device) * num_places
@@ -149,7 +149,7 @@ class DeviceDrafter(Drafter):
     def put(
         self, mode: SamplingMode, rows: DraftRows, place: int | torch.Tensor, logits: torch.Tensor, shared: Shared
     ) -> torch.Tensor:
-        """Draws the drafts [R] behind ``place`` others from logits [R, V], and writes them to the rows."""
+        """Draws the drafts [R] that come after ``place`` others from logits [R, V], and writes them to the rows."""
         get_forward_context().attn_metadata = None  # type: ignore[assignment]
         position = rows.position + place + 1
         tables = shared.floats, shared.ints

@@ -1,7 +1,7 @@
-"""What the step asks of a drafter; this one drafts nothing.
+"""Drafter interface; this default drafts nothing.
 
-Drafts are guesses: whatever they are, a request's tokens are those that it would have without them
-(``requests/device_rows.py``). A drafter may leave some out, or draft for a part of the requests.
+Drafts are guesses. Whatever is drafted, a request's tokens are the same as without drafts
+(``requests/device_rows.py``). A drafter may make fewer drafts, or draft for some of the requests only.
 """
 
 from typing import Any
@@ -19,28 +19,31 @@ from model_runner_base.vllm_compat.types.outputs import DraftTokenIds, ModelRunn
 
 
 class Drafter(StepComponent):
-    """The last component, whose sections are written behind inputs and caches; this one drafts nothing."""
+    """Drafter interface; this default drafts nothing.
+
+    A drafter is the last component, so its sections are written after those of inputs and caches.
+    """
 
     # ---- A step's forward ----
 
     def keep(self, output: Any, call: ModelCall) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The model's hidden states [T, hidden], and what drafting needs beside. Part of the graph."""
+        """Returns the model's hidden states [T, hidden], and further tensors for drafting. Part of the graph."""
         return output, ()
 
-    # ---- Behind the step's sampling ----
+    # ---- After the step's sampling ----
 
     def draft(self, forward: Forward, sampled: SampledStep, mode: SamplingMode) -> None:
-        """Launches the drafting of each request's next tokens into ``DeviceRows``; nothing is waited for."""
+        """Launches drafting of each request's next tokens into ``DeviceRows``, without waiting."""
 
     def read(self, batch: InputBatch, output: ModelRunnerOutput) -> None:
-        """Called with what a step yielded, where the engine reads each step before it schedules the next."""
+        """Called with a step's output if the engine reads each step before it schedules the next."""
 
     def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
-        """What was drafted last for ``requests``, rows by id; waits for it."""
+        """Waits for the latest drafts of ``requests`` (rows by id) and returns them."""
         return None
 
     def warm_up_at(self, step: PackedStep, results: list[torch.Tensor]) -> None:
-        """Runs what there is on the device once at a size, whose forward returned ``results``."""
+        """Runs the drafter's functions on the device once at a size, whose forward pass returned ``results``."""
 
 
 NO_DRAFTS = Drafter()

@@ -1,8 +1,8 @@
 """Heads over the target's own hidden states: EAGLE, EAGLE-3, and the layers of multi-token prediction.
 
-A head's input for a token is the token behind it, beside the target's hidden state of the token itself; it yields a
-guess of the next hidden state, from which the next token is drawn, and which takes the target's place in the next pass
-(EAGLE, arXiv:2401.15077). EAGLE-3 reads the states of three of the target's layers (arXiv:2503.01840).
+For each token, a head takes the token after it and the target's hidden state of the token itself. It yields a guess of
+the next hidden state, from which the next token is drawn. In the next pass that guess takes the place of the target's
+state (EAGLE, arXiv:2401.15077). EAGLE-3 reads the states of three of the target's layers (arXiv:2503.01840).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,10 @@ SECTION = "next_token_ids"
 
 
 class EagleDrafter(ChainDrafter):
-    """All passes are one graph. The first covers the step's own tokens, each moved on by one."""
+    """Drafts with a head over hidden states. All passes are one graph.
+
+    The first pass covers the step's own tokens; at each position it takes the next token.
+    """
 
     behind = 1
 
@@ -34,7 +37,7 @@ class EagleDrafter(ChainDrafter):
         super().__init__(parts)
         self._requests = requests
         self._chunk_tokens = [dim.name for dim in parts.layout.limits.dims].index("chunk_tokens")
-        """Where that number stands in a size."""
+        """Index of the number of chunk tokens in a size's ``dims``."""
 
     def sections(self, size: StepSize) -> list[Section]:
         if size.kind != StepKind.MIXED:
@@ -69,21 +72,21 @@ class EagleDrafter(ChainDrafter):
         return self.run(token_ids, positions, carried)
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] that the head takes."""
+        """Makes the hidden states [T, hidden] that the head takes from the target's; here they are the same."""
         return features
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states that logits follow from, and those that the next pass takes."""
+        """Runs the head; returns hidden states for the logits, and hidden states for the next pass."""
         return self.parts.model(input_ids=token_ids, positions=positions, hidden_states=hidden_states)
 
 
 class Eagle3Drafter(EagleDrafter):
-    """The target returns the states of some of its layers beside its last."""
+    """EAGLE-3: the target returns the states of some of its layers, besides its last hidden states."""
 
     def keep(self, output: Any, call: ModelCall) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        if isinstance(output, torch.Tensor):  # A head that was trained without the other layers.
+        if isinstance(output, torch.Tensor):  # The head was trained on the last hidden states alone.
             return super().keep(output, call)
         hidden_states, of_layers = output
         return hidden_states, (call.computed.clone(), torch.cat(of_layers, dim=-1))
@@ -93,7 +96,7 @@ class Eagle3Drafter(EagleDrafter):
 
 
 class MtpDrafter(EagleDrafter):
-    """Of several layers of multi-token prediction the first one is run again and again, as vLLM does."""
+    """Multi-token prediction. Of several such layers, the first one is run in every pass, as vLLM does."""
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
@@ -112,9 +115,10 @@ def fill_next(
     known: np.ndarray,
     next_ids: np.ndarray,
 ) -> None:
-    """The token behind each of the chunks' tokens; what is sampled in row L of the step's logits is ``-(L + 1)``.
+    """Writes to ``next_ids`` the token after each of the chunks' tokens.
 
-    A chunk has one row of logits, from ``first_logits`` on.
+    A token that is sampled in this step, in row L of its logits, is written as ``-(L + 1)``. Each chunk has one row of
+    logits, from ``first_logits`` on.
     """
     token = 0
     for chunk in range(len(rows)):

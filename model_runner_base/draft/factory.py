@@ -1,4 +1,4 @@
-"""Which drafter ``speculative_config`` asks for."""
+"""Makes the drafter that ``speculative_config`` asks for."""
 
 from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import NO_DRAFTS, Drafter
@@ -13,7 +13,7 @@ from model_runner_base.vllm_compat.types.speculation import Speculation
 
 
 def make_drafter(speculation: Speculation, requests: RequestStates, parts: DraftParts | None) -> Drafter:
-    """The drafter; one on the device works with ``parts``, which are None where no drafts are asked for."""
+    """Makes the drafter. ``parts`` are used by drafters on the device; None if no drafts are asked for."""
     if parts is None:
         return NO_DRAFTS
     if speculation.method == "ngram":

@@ -1,4 +1,4 @@
-"""Drafters on the host, which look over all of a request's tokens: each step is read before the next is scheduled."""
+"""Drafters on the host. They read all of a request's tokens, so each step is read before the next is scheduled."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from model_runner_base.vllm_compat.types.outputs import DraftTokenIds, ModelRunn
 
 
 class HostDrafter(Drafter):
-    """Keeps what the requests have; a method says how it looks them over."""
+    """Base of drafters on the host: keeps each request's tokens up to date; ``look_up`` of a subclass drafts."""
 
     reads = ("token_ids",)
 
@@ -28,14 +28,17 @@ class HostDrafter(Drafter):
         self._num_tokens[row] = len(token_ids)
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """The drafts stand behind each row's last token, in place of what the device knows of none."""
+        """Writes the drafts after each row's last token.
+
+        They replace numbers that refer to drafts in ``DeviceRows``, where host drafters put none.
+        """
         token_ids = views["token_ids"]
         for req_id, drafts in batch.drafts.items():
             first = int(batch.query_start[batch.req_id_to_index[req_id]]) + 1
             token_ids[first : first + len(drafts)] = drafts
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        """Each step has drafts of its own in the buffer."""
+        """Returns None, since each step has other drafts in its buffer and cannot be repeated."""
         return None
 
     def read(self, batch: InputBatch, output: ModelRunnerOutput) -> None:
@@ -43,7 +46,7 @@ class HostDrafter(Drafter):
         requests, drafted = self._requests, list[tuple[str, int, int]]()
         for req_id, row, tokens in zip(batch.req_ids, batch.rows.tolist(), output.sampled_token_ids, strict=True):
             start = self._num_tokens[row]
-            # A request that has reached the longest length is over; it has no room for more.
+            # Tokens beyond the longest length are dropped: the request is finished.
             tokens = tokens[: max(0, requests.token_ids.shape[1] - start)]
             requests.token_ids[row, start : start + len(tokens)] = tokens
             self._num_tokens[row] += len(tokens)
@@ -61,6 +64,8 @@ class HostDrafter(Drafter):
     def look_up(
         self, req_ids: list[str], rows: np.ndarray, num_tokens: np.ndarray, num_new: np.ndarray
     ) -> list[list[int]]:
-        """The drafts of the requests in ``rows`` [R]; some may have none. They have ``num_tokens`` [R], of which the
-        last ``num_new`` [R] have just been sampled."""
+        """Returns drafts for the requests in ``rows`` [R]; some may have none.
+
+        Each request has ``num_tokens`` [R] tokens, of which the last ``num_new`` [R] have just been sampled.
+        """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Loading the model that drafts, and sharing with it what its checkpoint leaves to the target."""
+"""Loads the draft model, and gives it the target's layers that its checkpoint leaves out."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_s
 from model_runner_base.weight_stream import get_model
 
 ATTRIBUTE = "draft_model"
-"""Of the target: a device that moves or re-lays the target's weights does so with the draft's."""
+"""Attribute of the target that holds the draft, so that a device moves or re-lays the weights of both together."""
 
 
 NUM_LAYERS_READ = 3
-"""By EAGLE-3."""
+"""Number of the target's layers whose states EAGLE-3 reads."""
 
 
 def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
-    """Loads the draft model that ``speculative_config`` names, if it names one, and makes it a part of the target.
+    """Loads the draft model that ``speculative_config`` names, if any, and makes it a part of the target.
 
-    Raises UnsupportedConfigError where the two do not go together.
+    Raises UnsupportedConfigError if the two do not fit together.
     """
     method, config = read_speculation(vllm_config).method, vllm_config.speculative_config
     draft: Any
@@ -43,7 +43,7 @@ def load_draft(vllm_config: VllmConfig, target: nn.Module) -> None:
 
 
 def _config_of_draft(vllm_config: VllmConfig) -> VllmConfig:
-    """That of an engine whose model the draft would be, on this rank: it has a quantisation of its own."""
+    """Config of an engine that runs the draft as its model, on this rank; the draft has a quantisation of its own."""
     config = vllm_config.speculative_config
     assert config is not None
     return replace(
@@ -55,7 +55,7 @@ def _config_of_draft(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def text_of(target: Any) -> Any:
-    """The model of text that reads what a target's towers make of images; the target itself if it has none."""
+    """The text model that reads the outputs of a target's towers; the target itself if it has none."""
     return target.get_language_model() if getattr(target, "supports_multimodal", False) else target
 
 
@@ -65,10 +65,11 @@ def draft_of(target: Any) -> Any:
 
 
 def share_embeddings(draft: Any, target: Any) -> None:
-    """A head whose checkpoint has no token embeddings looks tokens up in the target's.
+    """Makes a head whose checkpoint has no token embeddings use the target's.
 
-    vLLM's classes of heads say by ``has_own_embed_tokens`` whether it has; those of multi-token prediction, which do
-    not, always share (``vllm/v1/spec_decode/eagle.py``).
+    vLLM's classes of heads say by ``has_own_embed_tokens`` whether the checkpoint has them. Those of multi-token
+    prediction lack the attribute and always share (``vllm/v1/spec_decode/eagle.py``). Raises UnsupportedConfigError if
+    the target has no embeddings to share.
     """
     if not getattr(draft, "has_own_embed_tokens", False):
         inner = getattr(target, "model", target)
@@ -82,7 +83,10 @@ def share_embeddings(draft: Any, target: Any) -> None:
 
 
 def share_logits_head(draft: Any, target: Any) -> None:
-    """The same of the head that logits are computed with."""
+    """Makes a head whose checkpoint has no ``lm_head`` compute logits with the target's.
+
+    Raises UnsupportedConfigError if the target has none.
+    """
     if not getattr(draft, "has_own_lm_head", False):
         if not hasattr(target, "lm_head"):
             raise UnsupportedConfigError(
@@ -90,7 +94,7 @@ def share_logits_head(draft: Any, target: Any) -> None:
                 "use a draft checkpoint with lm_head"
             )
         draft.lm_head = target.lm_head
-        # Layers of multi-token prediction may each have a head.
+        # Each layer of multi-token prediction may have an lm_head of its own.
         layers: Any = getattr(draft.model, "layers", None) or ()
         each: Any
         for each in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
@@ -99,7 +103,10 @@ def share_logits_head(draft: Any, target: Any) -> None:
 
 
 def return_states_of_layers(target: Any, draft_config: Any) -> None:
-    """Has the target return the states that EAGLE-3 reads, of the layers that the draft's config names."""
+    """Makes the target return the hidden states that EAGLE-3 reads, at the layers that the draft's config names.
+
+    Raises UnsupportedConfigError if the target cannot, or if the layers are wrong.
+    """
     if not getattr(target, "supports_eagle3", False):
         raise UnsupportedConfigError(f"{type(target).__name__} returns no states of its layers, which EAGLE-3 reads")
     layers = getattr(draft_config, "eagle_aux_hidden_state_layer_ids", None)

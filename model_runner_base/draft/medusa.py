@@ -1,4 +1,4 @@
-"""Medusa (arXiv:2401.10774): heads that each guess a token further behind, all from one hidden state of the target."""
+"""Medusa (arXiv:2401.10774): heads that guess one token each, of successive tokens, from one state of the target."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ class MedusaDrafter(DeviceDrafter):
         features: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """Every head over the state that each row's last token was sampled from; returns the last drafts [R]."""
+        """Runs every head over the state that each row's last token was sampled from; returns the last drafts [R]."""
         _, rows, shared = self.unpack(packed, size, tensors)
         hidden = features[self.last_places(rows, yielded, shared.tokens.shape[1])]
         token = rows.row

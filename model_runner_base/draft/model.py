@@ -1,8 +1,8 @@
 """A smaller model of the same vocabulary as the draft.
 
-Its cache holds what it has drafted, so where drafts were right nothing is left to do: the first pass takes the last two
-tokens of a request. The one before the last has not been through the draft where all drafts were right, or the request
-has just had its prompt; else it is written once more, which changes nothing.
+The draft's cache already holds the drafts that were right, so the first pass takes only the last two tokens of a
+request. The draft model has not yet taken the first of the two if all drafts were right, or if the request has just
+finished its prompt. Otherwise its key is written once more, which changes nothing.
 """
 
 import torch
@@ -14,7 +14,7 @@ from model_runner_base.step.sizes import StepKind
 
 
 class DraftModelDrafter(ChainDrafter):
-    """Each pass is a launch, so that graphs do not grow with the number of drafts."""
+    """Drafts with a smaller model. Each pass is a launch, so that graphs do not grow with the number of drafts."""
 
     unrolls = False
 
@@ -23,7 +23,7 @@ class DraftModelDrafter(ChainDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         recent, num_places = shared.recent[rows.row], shared.tokens.shape[1]
         num_yielded = (recent[:, :num_places] >= 0).sum(dim=1)
-        # Before the last of them; before the only one what was the last then, which stands behind all.
+        # The token before the last. If the step yielded only one, it is in the last column of ``recent``.
         before = torch.where(num_yielded > 1, num_yielded - 2, num_places)
         pair = torch.stack((recent.gather(1, before.unsqueeze(1).long()).squeeze(1), shared.tokens[rows.row, 0]), dim=1)
         token_ids, has_chunks = pair.view(-1), call.size.kind == StepKind.MIXED

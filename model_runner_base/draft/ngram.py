@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the last time that a request had its last few tokens.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the request's last few tokens.
 
-As vLLM has it (``v1/spec_decode/ngram_proposer.py``): the longest such match of ``prompt_lookup_min`` to
-``prompt_lookup_max`` tokens counts, of equal ones the earliest; what follows it is the draft.
+As in vLLM (``v1/spec_decode/ngram_proposer.py``), the longest match of ``prompt_lookup_min`` to ``prompt_lookup_max``
+tokens is used, and the earliest of several equally long ones. The tokens after it are the drafts.
 
-Example, with matches of 2 tokens and 3 drafts: behind "5 6 7 8 1 5 6" the draft is "7 8 1".
+Example, with matches of 2 tokens and 3 drafts: after "5 6 7 8 1 5 6" the drafts are "7 8 1".
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ class NgramDrafter(HostDrafter):
         self._lengths = shortest, longest
         self._num_drafts = num_drafts
         nobody = np.zeros(1, np.int64)
-        self.look_up([], nobody, nobody, nobody)  # Compiled ahead.
+        self.look_up([], nobody, nobody, nobody)  # Compiles ``find_matches`` at start-up.
 
     def look_up(
         self, req_ids: list[str], rows: np.ndarray, num_tokens: np.ndarray, num_new: np.ndarray
@@ -36,7 +36,10 @@ class NgramDrafter(HostDrafter):
 def find_matches(
     shortest: int, longest: int, known: np.ndarray, rows: np.ndarray, num_tokens: np.ndarray, starts: np.ndarray
 ) -> None:
-    """Where the tokens that follow a match begin, [R]; 0 if there is no match. ``known`` [rows, positions]."""
+    """Writes to ``starts`` [R] where the tokens after each match begin; 0 if there is no match.
+
+    ``known`` [rows, positions] are the tokens of all rows.
+    """
     for index in range(len(rows)):
         tokens, count = known[rows[index]], num_tokens[index]
         best = shortest - 1

@@ -1,11 +1,11 @@
-"""All drafts in one pass: behind a request's tokens stand masks, and each yields a draft (PARD, arXiv:2504.18583).
+"""Drafting in one pass: masks come after a request's tokens, and each yields a draft (PARD, arXiv:2504.18583).
 
-What the draft's cache holds of masks is worth nothing once tokens stand there. So the pass takes again every token that
-the step has yielded, each row from where the step began.
+Keys of masks in the draft's cache are of no use once tokens have taken those positions. So the pass takes every token
+that the step has yielded once more, in each row from the position at which the step began.
 
 Example, with 3 drafts and mask M: row 4 began at position 130, and yielded 5, 9 of four tokens verified. A head over
-hidden states takes [5, 9, M, M, -, -] at positions 130 to 135, and drafts behind 9 and both M. A draft model takes the
-token at 130 too: [17, 5, 9, M, M, -, -] at 130 to 136.
+hidden states takes [5, 9, M, M, -, -] at positions 130 to 135, and drafts after 9 and after both M. A draft model takes
+the token at 130 too: [17, 5, 9, M, M, -, -] at 130 to 136.
 """
 
 from abc import abstractmethod
@@ -25,22 +25,22 @@ from model_runner_base.step.sizes import StepKind
 
 
 class Verified(NamedTuple):
-    """What the step has made of its decode rows, R of them."""
+    """Results of a step for its decode rows, R of them."""
 
     num_yielded: torch.Tensor
-    """[R] int32, at least 1"""
+    """[R] int32 number of tokens that the step yielded, at least 1."""
     yielded: torch.Tensor
-    """[S] int32 the step's tokens, -1 where none counts."""
+    """[S] int32 tokens of the step, -1 where a token does not count."""
     features: torch.Tensor
-    """[T, ...] the target's hidden states."""
+    """[T, ...] hidden states of the target."""
 
 
 class ParallelDrafter(ChainDrafter):
-    """A kind of draft model says what the pass takes."""
+    """Base of drafters with one pass; a subclass runs its draft model (``run_rows``)."""
 
     @abstractmethod
     def run_rows(self, call: ModelCall, rows: DraftRows, step: Verified, shared: Shared) -> torch.Tensor:
-        """Hidden states [R, k, hidden] that the drafts follow from; ``call`` is the step's as it began."""
+        """Runs the pass; returns hidden states [R, k, hidden] for the drafts. ``call`` is the step's as it began."""
 
     def draft_rows(
         self, mode: SamplingMode, call: ModelCall, rows: DraftRows, shared: Shared, *step: Any
@@ -55,7 +55,7 @@ class ParallelDrafter(ChainDrafter):
     def lay_out(
         self, call: ModelCall, rows: DraftRows, num_yielded: torch.Tensor, known: torch.Tensor, num_known: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tells attention of rows that take ``num_known`` [R] of the tokens ``known`` [R, N], then masks.
+        """Lays out rows of ``num_known`` [R] of the tokens ``known`` [R, N], then masks, and tells attention of them.
 
         Returns the tokens [R, N + k - 1], which of them are masks, and the positions of all tokens, chunks included.
         """
@@ -69,7 +69,10 @@ class ParallelDrafter(ChainDrafter):
         return torch.where(is_mask, self.parts.mask_token, tokens), is_mask, all_positions
 
     def states_behind(self, hidden: torch.Tensor, shape: torch.Size, num_known: torch.Tensor) -> torch.Tensor:
-        """[R, k, hidden] of the rows [R, N + k - 1], which come first: behind the last known token, and each mask."""
+        """Picks the hidden states of each row's last known token and of its masks: [R, k, hidden].
+
+        ``hidden`` begins with the states of the rows' tokens; ``shape`` is theirs, [R, N + k - 1].
+        """
         index = torch.arange(self.parts.num_drafts, device=hidden.device)
         places = (num_known.unsqueeze(1) - 1 + index).unsqueeze(-1).long()
         of_rows = hidden[: shape.numel()].view(*shape, hidden.shape[-1])
@@ -91,7 +94,7 @@ class ParallelDraftModel(ParallelDrafter):
 
 
 class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
-    """A mask's hidden state is the checkpoint's."""
+    """EAGLE-3 with all drafts in one pass; masks take a hidden state from the checkpoint."""
 
     def __init__(self, requests: RequestStates, parts: DraftParts) -> None:
         Eagle3Drafter.__init__(self, requests, parts)

@@ -1,7 +1,7 @@
-"""Suffix decoding (arXiv:2411.04975): what most likely follows the longest suffix that was seen before.
+"""Suffix decoding (arXiv:2411.04975): drafts what most likely follows the longest suffix that was seen before.
 
-It is seen in the request itself, or in the output of an earlier one; trees of suffixes, which belong to the package
-``arctic-inference``, count what followed. So a request has as many drafts as are likely, none at worst.
+The suffix was seen in the request itself, or in the output of an earlier one. Trees of suffixes, from the package
+``arctic-inference``, count the tokens that followed. A request has as many drafts as are likely, and may have none.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from model_runner_base.vllm_compat.types.speculation import SuffixOptions
 
 
 class SuffixDrafter(HostDrafter):
-    """A request that resumes is begun again, all its tokens taken for its prompt."""
+    """Drafts from trees of suffixes. A request that resumes is started again, with all its tokens as its prompt."""
 
     def __init__(self, requests: RequestStates, options: SuffixOptions, num_drafts: int) -> None:
-        from arctic_inference.suffix_decoding import SuffixDecodingCache  # vLLM's config has checked that it is there.
+        from arctic_inference.suffix_decoding import SuffixDecodingCache  # vLLM's config checks that it is installed.
 
         super().__init__(requests)
         self._options = options
