@@ -1,4 +1,4 @@
-"""What a runner asks of its model's low-rank adapters; this one has none."""
+"""Adapters interface: what a runner asks of its model's low-rank adapters; this default has none."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,61 +11,64 @@ from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.components import StepComponent
 
 NOT_ENABLED = "LoRA is not enabled. Use --enable-lora to enable LoRA."
-"""vLLM's words."""
+"""Message of vLLM's own LoRA manager."""
 
 
 class Adapters:
-    """The model takes none."""
+    """Adapters interface; this default has no adapters."""
 
-    # ---- What the engine asks, between two steps ----
+    # ---- Called by the engine, between two steps ----
 
     def add(self, request: LoRARequest) -> bool:
-        """Loads an adapter unless it is there; raises ValueError, and changes nothing, where it cannot serve."""
+        """Loads an adapter unless it is loaded; if it cannot serve, raises ValueError and changes nothing."""
         raise RuntimeError(NOT_ENABLED)
 
     def remove(self, lora_id: int) -> bool:
-        """Forgets an adapter; False if it was not there. A request that still runs with it has it loaded again."""
+        """Forgets an adapter; False if it was not there. A request that still runs with it makes it load again."""
         raise RuntimeError(NOT_ENABLED)
 
     def pin(self, lora_id: int) -> bool:
-        """Keeps an adapter on the host, however long nobody uses it."""
+        """Keeps an adapter on the host, even if it is not used for a long time."""
         raise RuntimeError(NOT_ENABLED)
 
     def list(self) -> set[int]:
-        """The ids of those on the host."""
+        """Ids of the adapters on the host."""
         raise RuntimeError(NOT_ENABLED)
 
-    # ---- The runner's own ----
+    # ---- Called by the runner ----
 
     def expect(self, request: LoRARequest) -> None:
-        """Loads what an arriving request names; raises ValueError where it cannot serve."""
+        """Loads the adapter that an arriving request names; raises ValueError if it cannot serve."""
 
     def components(self, requests: RequestStates) -> Sequence[StepComponent]:
-        """Components that tell the layers each token's adapter."""
+        """Components that tell the layers each token's adapter; none by default."""
         return ()
 
-    # ---- Logits that are computed behind a step, of some of its hidden states ----
+    # ---- Logits of some of a step's hidden states, computed after the step ----
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
-        """Further inputs of the graph of ``count`` rows of logits, all of the request in ``row``; None: padding."""
+        """Further inputs of the graph that computes ``count`` rows of logits for the request in ``row``.
+
+        None as ``row``: the rows are padding.
+        """
         return ()
 
     def bind_logits(self, *beside: torch.Tensor) -> None:
-        """Sets what the model's head is called with. Part of that graph."""
+        """Binds the adapters for the model's head. Part of that graph."""
 
     def unbind_logits(self) -> None:
-        """Lets go of what ``bind_logits`` set. Part of that graph."""
+        """Releases what ``bind_logits`` bound. Part of that graph."""
 
     def step_memory(self) -> int:
-        """Bytes that the largest step needs for adapters, beside their slots and what the model itself needs."""
+        """Bytes that the largest step needs for adapters, in addition to their slots and to what the model needs."""
         return 0
 
     def unused(self, num_tokens: int, num_logits: int) -> AbstractContextManager[None]:
-        """Within it the model runs on tokens of no request, before there are steps."""
+        """Context in which the model runs on tokens of no request, before there are steps."""
         return nullcontext()
 
     def set_aside(self) -> AbstractContextManager[None]:
-        """Within it the model's layers are as its checkpoint names them, for loading weights."""
+        """Context in which the model has its own layers, with the names of its checkpoint, for loading weights."""
         return nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""What an adapter must be to fit its model, and what its name may stand for; said before anything is changed."""
+"""Checks of adapters before they are loaded: whether an adapter fits its model, and whether its name is free."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -21,17 +21,17 @@ UNREAD = (
     "target_parameters",
     "alora_invocation_tokens",
 )
-"""Settings of ``adapter_config.json`` that change what an adapter computes, and that vLLM's loader does not know."""
+"""Settings of ``adapter_config.json`` that change what an adapter computes, and that vLLM's loader does not read."""
 
 Widths = tuple[int, int]
-"""Numbers that come into a layer, and that leave it."""
+"""Width of a layer's input, and of its output."""
 
 
 def widths_of(layers: Mapping[str, BaseLayerWithLoRA], packed: Mapping[str, list[str]]) -> dict[str, Widths]:
-    """By the names that a checkpoint may have for them: a packed layer's are those of its parts, whole over all ranks.
+    """Widths of layers by the names that an adapter's checkpoint has for them, whole over all ranks.
 
-    Example: ``qkv_proj`` of 4 heads and 2 KV heads of size 8 over 32 numbers gives q_proj (32, 32), k_proj (32, 16),
-    v_proj (32, 16).
+    A packed layer is listed under the names of its parts. Example: ``qkv_proj`` of 4 heads and 2 KV heads of size 8,
+    with inputs of 32 numbers, gives q_proj (32, 32), k_proj (32, 16), v_proj (32, 16).
     """
     found: dict[str, Widths] = {}
     for name, layer in layers.items():
@@ -49,7 +49,7 @@ def widths_of(layers: Mapping[str, BaseLayerWithLoRA], packed: Mapping[str, list
 
 
 def _outputs_of(base: Any) -> list[int]:
-    """The widths of a linear layer's parts."""
+    """Output widths of a linear layer's parts."""
     if isinstance(base, QKVParallelLinear):
         key, value = base.total_num_kv_heads * base.head_size, base.total_num_kv_heads * base.v_head_size
         return [base.total_num_heads * base.head_size, key, value]
@@ -57,7 +57,7 @@ def _outputs_of(base: Any) -> list[int]:
 
 
 def check_fit(adapter: LoRAModel, name: str, widths: Mapping[str, Widths], max_rank: int) -> None:
-    """Raises ValueError for the first of an adapter's matrices that the model has no place for."""
+    """Raises ValueError for an adapter without matrices, or for the first matrix that does not fit the model."""
     if not adapter.loras:
         raise ValueError(f"LoRA adapter {name!r} has no matrices")
     for module, weights in adapter.loras.items():
@@ -77,7 +77,7 @@ def check_fit(adapter: LoRAModel, name: str, widths: Mapping[str, Widths], max_r
 
 
 def check_config(path: str, name: str) -> None:
-    """Raises ValueError for a setting of PEFT's that vLLM reads past, and that would make other numbers of it."""
+    """Raises ValueError for a setting of PEFT's that vLLM ignores although it changes the adapter's results."""
     config = json.loads((Path(path) / "adapter_config.json").read_text())
     if (kind := config.get("peft_type") or "LORA") != "LORA":
         raise ValueError(f"adapter {name!r} is of type {kind}: only LORA is supported")
@@ -88,11 +88,11 @@ def check_config(path: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class Contents:
-    """What an adapter's files were when they were read."""
+    """State of an adapter's files when they were read."""
 
     path: str
     files: tuple[tuple[str, int, int], ...]
-    """Name, length and time of change."""
+    """Name, length in bytes, and time of the last change in ns."""
 
     @classmethod
     def of(cls, request: LoRARequest) -> "Contents":
@@ -102,10 +102,10 @@ class Contents:
 
 
 class Names:
-    """What names and ids have stood for in this engine.
+    """Adapters that each name and id has been used for in this engine.
 
     vLLM finds cached prefixes by an adapter's name alone (``vllm/v1/core/kv_cache_utils.py``). So while prefixes are
-    cached, a name stands for what it was first given to.
+    cached, a name can only be used for the files that it was first used for.
     """
 
     def __init__(self, caches_prefixes: bool) -> None:
@@ -114,7 +114,7 @@ class Names:
         self._contents: dict[str, Contents] = {}
 
     def check(self, request: LoRARequest, loaded: Iterable[int]) -> None:
-        """Raises ValueError for an id or a name that is taken."""
+        """Raises ValueError for an id or a name that is already used for another adapter."""
         number, name = request.lora_int_id, request.lora_name
         if number in loaded and not request.load_inplace and self._by_id[number] != (name, request.lora_path):
             other, path = self._by_id[number]
@@ -127,6 +127,6 @@ class Names:
             )
 
     def note(self, request: LoRARequest) -> None:
-        """An adapter was loaded."""
+        """Notes the id, the name and the files of an adapter that was loaded."""
         self._by_id[request.lora_int_id] = request.lora_name, request.lora_path
         self._contents.setdefault(request.lora_name, Contents.of(request))

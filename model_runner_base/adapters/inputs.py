@@ -1,4 +1,4 @@
-"""Which adapter each token's request has: the slot, which the LoRA layers read."""
+"""Adapter slots of the step's tokens, which the LoRA layers read."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -29,13 +29,13 @@ class SlottedAdapters(Protocol):
 
 
 class AdapterInputs(StepComponent):
-    """The slot of each token. While a step is repeated its requests are the same, so what was packed stays."""
+    """Writes the slot of each token. A repeated step has the same requests, so its section stays as it was packed."""
 
     def __init__(self, requests: RequestStates, adapters: SlottedAdapters) -> None:
         self._requests = requests
         self._adapters = adapters
         self._slots = np.full(requests.max_num_reqs, NO_SLOT, np.int32)
-        """By row, as the last step that was packed had them."""
+        """Slot of each request row, as of the last step that was packed."""
 
     def sections(self, size: StepSize) -> list[Section]:
         return [Section(SECTION, (size.num_tokens,))]
@@ -45,7 +45,7 @@ class AdapterInputs(StepComponent):
         fill_slots(slots, batch.query_start, batch.query_len, batch.num_decodes, batch.row_len, views[SECTION])
 
     def _find(self, batch: InputBatch) -> np.ndarray:
-        """[R] the slot of each request's adapter, which is loaded if it is not there."""
+        """Finds the slot [R] of each request's adapter; loads the adapter if it is not in a slot."""
         wanted = [info.adapter for info in self._requests.infos_of(batch.rows)]
         slots = self._adapters.ready(filter(None, wanted))
         return np.array([NO_SLOT if each is None else slots[each.lora_int_id] for each in wanted], np.int32)
@@ -81,7 +81,7 @@ def fill_slots(
     row_len: int,
     token_slots: np.ndarray,
 ) -> None:
-    """Writes each request's slot at its tokens, all that a decode row has room for; none at padding."""
+    """Writes each request's slot at its tokens and NO_SLOT at padding; a decode row has ``row_len`` tokens."""
     token_slots[:] = -1
     for request in range(len(slots)):
         count = row_len if request < num_decodes else query_len[request]

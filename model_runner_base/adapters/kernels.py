@@ -1,12 +1,12 @@
-"""vLLM's LoRA kernels, told the slots by the step's graph.
+"""vLLM's LoRA kernels, which get their slots from the step's graph.
 
-``PunicaWrapperGPU`` runs a grid of programs for each slot, over the tokens that have it. Which these are its kernels
-read from buffers, ``LoRAKernelMeta``. vLLM's runner fills them ahead of each step, and waits for the device meanwhile.
-Here the graph fills them, from the slots in the packed buffer: so one graph serves every batch, and a step that repeats
-the last one sends nothing.
+``PunicaWrapperGPU`` runs a grid of programs for each slot, over the tokens that have it. Its kernels read those tokens
+from buffers, ``LoRAKernelMeta``. vLLM's runner fills the buffers before each step, and waits for the device meanwhile.
+Here the graph fills them, from the slots in the packed buffer. So one graph serves every batch, and a repeated step
+sends nothing.
 
-Example: two slots, four tokens, of which the first and the last have the adapter in slot 1, the second none, the third
-that in slot 0. All slots have a place in the buffers, whether a token has them or not:
+Example: two slots and four tokens. The first and the last token have the adapter in slot 1, the second none, the third
+the one in slot 0. Every slot has a place in the buffers, even if no token has it:
 
     token_lora_mapping                  1 -1  0  1
     active_lora_ids                    -1  0  1      programs of the first return at once
@@ -31,10 +31,10 @@ from model_runner_base.graphs.policy import WrapFunction
 
 
 class KernelProducts:
-    """Writes in place: for platforms whose ``can_update_inplace`` is True, and whose graphs read fixed addresses."""
+    """Products in place, for platforms whose ``can_update_inplace`` is True and whose graphs read fixed addresses."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
-    """What the kernels take (``vllm/lora/ops/triton_ops``), of inputs and matrices alike."""
+    """Types that the kernels take (``vllm/lora/ops/triton_ops``), for inputs and matrices alike."""
 
     def __init__(self, wrapper: PunicaWrapperGPU) -> None:
         self.vocab_size = 0
@@ -46,7 +46,7 @@ class KernelProducts:
 
     @classmethod
     def check(cls, vllm_config: VllmConfig) -> None:
-        """Raises UnsupportedConfigError for settings that the kernels, or one family of graphs, cannot serve."""
+        """Raises UnsupportedConfigError for settings that the kernels, or one graph for all batches, cannot serve."""
         lora, dtype = vllm_config.lora_config, vllm_config.model_config.dtype
         assert lora is not None
         if dtype not in cls.dtypes:
@@ -67,12 +67,12 @@ class KernelProducts:
             meta.token_indices_sorted_by_lora_ids[: len(slots)] = slots.argsort(stable=True)
             meta.num_tokens_per_lora.copy_(num_tokens)
             meta.lora_token_start_loc[1:] = num_tokens.cumsum(0)
-        # What VocabParallelEmbeddingWithLoRA adds to a token's id to find its row among all slots' tables.
+        # VocabParallelEmbeddingWithLoRA adds these to the tokens' ids to find their rows in the tables of all slots.
         first_rows = token_slots.clamp(min=0) * self.vocab_size
         self._wrapper._embeddings_indices[..., : len(first_rows)] = first_rows
 
     def unbind(self) -> None:
-        """The buffers stay for the kernels."""
+        """Does nothing, since the kernels' buffers are kept."""
 
     def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[BaseLayerWithLoRA], SlotLayer]:
         return SlotLayer

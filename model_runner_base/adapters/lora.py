@@ -29,9 +29,9 @@ from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
 class LoRAAdapters(Adapters):
-    """Puts LoRA layers in place of a loaded model's own, with room for ``max_loras`` adapters on the device.
+    """Replaces a loaded model's layers by LoRA layers with slots for ``max_loras`` adapters on the device.
 
-    Raises UnsupportedConfigError for a model that takes none.
+    Raises UnsupportedConfigError for a model that takes no adapters.
     """
 
     def __init__(self, vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> None:
@@ -41,14 +41,14 @@ class LoRAAdapters(Adapters):
         self._slots = self._manager.slots
         (wrapper,) = self._slots.punica_wrapper_mapping.values()
         self.products = _products_of(wrapper)
-        """What the layers multiply by; a step's graph binds it."""
+        """LoRA products of the layers; a step's graph binds the slots of its tokens to them."""
         self.products.vocab_size = self._slots.vocab_size
         self._slots.use_slots(self.products.make_layers(wrap, device_ops))
         self._device_ops = device_ops
         scheduler = vllm_config.scheduler_config
         num_sampled = 1 + read_speculation(vllm_config).num_drafts
         self._max_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * num_sampled
-        """Tokens of a step, and rows of logits."""
+        """Largest numbers of tokens and of rows of logits in a step."""
 
     def add(self, request: LoRARequest) -> bool:
         return self._manager.add_adapter(request)
@@ -80,18 +80,18 @@ class LoRAAdapters(Adapters):
         self.products.unbind()
 
     def ready(self, requests: Iterable[LoRARequest]) -> dict[int, int]:
-        """Sees to it that these adapters are in slots; returns the slot of each by its id."""
+        """Puts these adapters into slots, unless they are in some; returns a dict from adapter id to slot."""
         self._manager.ready(requests)
         ids = self._slots.lora_index_to_id
         return {number: slot for slot, number in enumerate(ids) if number is not None}
 
     def warm_up(self) -> None:
-        """Runs once what writes a slot of each layer."""
+        """Runs once the functions that write a slot, for each layer."""
         for layer in self._slots.slotted.values():
             layer.warm_up()
 
     def step_memory(self) -> int:
-        """An upper estimate: the products of one layer, and one layer's matrices while a slot of them is written."""
+        """Upper estimate, in bytes: the products of one layer, and one layer's matrices while a slot is written."""
         layers = self._slots.slotted.values()
         products = max(layer.products_memory(*self._max_rows) for layer in layers)
         return products + max(layer.write_memory() for layer in layers)
@@ -108,7 +108,7 @@ class LoRAAdapters(Adapters):
 
 
 def check_adapters(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedConfigError, before anything is loaded, where the platform's products cannot serve."""
+    """Raises UnsupportedConfigError if the platform's LoRA products cannot serve; called before anything is loaded."""
     if vllm_config.lora_config is None:
         return
     wrapper = resolve_obj_by_qualname(current_platform.get_punica_wrapper())
@@ -128,7 +128,7 @@ def _products_of(wrapper: PunicaWrapperBase) -> Products:
 
 
 def make_adapters(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Adapters:
-    """What ``enable_lora`` asks for."""
+    """Makes the adapters that ``enable_lora`` asks for."""
     if vllm_config.lora_config is None:
         return NO_ADAPTERS
     return LoRAAdapters(vllm_config, model, wrap, device_ops)

@@ -1,8 +1,8 @@
-"""vLLM's LoRA managers over the base's slots: which adapters are on the host, and which of those in a slot.
+"""vLLM's LoRA managers with the base's slots: they decide which adapters are on the host, and which are in a slot.
 
-They load checkpoints, put LoRA layers in place of the model's own, and evict the least recently used adapter from slots
-and host. What is the base's: how a slot is written (``slots.py``), what is checked before (``checks.py``), and which
-layers take no adapters.
+vLLM's managers load checkpoints, put LoRA layers in place of the model's own, and evict the least recently used adapter
+from slots and host. The base adds how a slot is written (``slots.py``), checks before an adapter is loaded
+(``checks.py``), and the choice of layers that take no adapters.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -29,12 +29,15 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class SlotManager(LRUCacheLoRAModelManager):
-    """The adapters on the host and in slots; one a model."""
+    """Keeps the adapters on the host and in slots; there is one for each model."""
 
     model: Any
 
     def _create_lora_modules(self) -> None:
-        """Experts take none, since their LoRA layers are kernels of vLLM's; nor does what drafts, which guesses."""
+        """Makes LoRA layers, but none for experts and none for the draft model.
+
+        LoRA layers of experts need vLLM's kernels. Drafts are guesses, which need no adapter.
+        """
         experts = {
             name.rpartition(".")[2] for name, layer in self.model.named_modules() if isinstance(layer, ExpertsLayer)
         }
@@ -47,12 +50,12 @@ class SlotManager(LRUCacheLoRAModelManager):
                 setattr(self.model, DRAFT, draft)
 
     def _match_target_modules(self, module_name: str) -> bool:
-        """Whether ``lora_target_modules`` names it, where vLLM has that setting."""
+        """Whether the layer takes adapters: it is not one of experts, and ``lora_target_modules`` allows it."""
         is_experts = isinstance(self.model.get_submodule(module_name), ExpertsLayer)
         return not is_experts and super()._match_target_modules(module_name)
 
     def use_slots(self, make_layer: Callable[[BaseLayerWithLoRA], SlotLayer]) -> None:
-        """From now on adapters are written by what ``make_layer`` makes of each layer."""
+        """Makes ``make_layer``'s layers write adapters from now on, each for one of vLLM's LoRA layers."""
         layers: dict[str, BaseLayerWithLoRA] = self.modules
         self.widths = widths_of(layers, self.packed_modules)
         self.slotted = {name: make_layer(layer) for name, layer in layers.items()}
@@ -63,27 +66,30 @@ class SlotManager(LRUCacheLoRAModelManager):
             for name, child in parent.named_children()
             if isinstance(child, BaseLayerWithLoRA)
         ]
-        """Where the model's own layers were, and what stands there now."""
+        """LoRA layers, with the parent module and the name at which each has replaced one of the model's own."""
         for _, _, layer in self.replaced:
-            if layer not in layers.values():  # Tied to another, which has the matrices of both.
+            if layer not in layers.values():  # Tied to another layer, which has the matrices of both.
                 del layer.lora_a_stacked, layer.lora_b_stacked, layer.lora_a_stacked_2d
 
     def _pin_lora_in_gpu_cache(self, lora_id: int) -> None:
-        """A pinned adapter stays on the host, and in a slot until steps need the slot: the scheduler counts on all."""
+        """Puts a pinned adapter into a slot, which steps may still take, as the scheduler counts on all slots.
+
+        On the host it stays.
+        """
         self.activate_adapter(lora_id)
 
     def make_room(self, needed: Collection[int]) -> None:
-        """Lets go of pinned adapters that leave the host no room for ``needed``, which a step runs with."""
+        """Unpins adapters if ``max_cpu_loras`` is too small for them and for ``needed``, which a step runs with."""
         pinned = self._registered_adapters.pinned_items
         for number in sorted(pinned - set(needed)):
             if len(pinned | set(needed)) <= self.capacity:
                 break
-            logger.warning("LoRA adapter %d is pinned no more: max_cpu_loras has no room for it and a step's.", number)
+            logger.warning("LoRA adapter %d is no longer pinned: a step needs its place in max_cpu_loras.", number)
             pinned.remove(number)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Within it the model has its own layers, by the names that a checkpoint has for them."""
+        """Context in which the model has its own layers, with the names of its checkpoint."""
         for parent, name, layer in self.replaced:
             setattr(parent, name, layer.base_layer)
         try:
@@ -99,25 +105,25 @@ class _AnyName(frozenset[str]):
 
 
 class Checkpoint(LoRAModel):
-    """An adapter's matrices, of whatever layers: ``check_fit`` names the first that the model has no place for."""
+    """An adapter's matrices, for any layers; ``check_fit`` raises for the first that the model has no layer for."""
 
     @classmethod
     def from_local_checkpoint(  # type: ignore[override]
         cls, lora_dir: str, expected_lora_modules: Any, **options: Any
     ) -> LoRAModel:
-        """vLLM's own check would list every module of such an adapter, some thousands where it is one of experts."""
+        """Loads without vLLM's own check, whose message lists all such modules: thousands in an adapter of experts."""
         return super().from_local_checkpoint(lora_dir, _AnyName(), **options)  # type: ignore[arg-type]
 
 
 class AdapterManager(LRUCacheWorkerLoRAManager):
-    """vLLM's worker manager, which loads what a request names."""
+    """vLLM's worker manager, which loads the adapters that requests name."""
 
     _manager_cls = SlotManager
     _adapter_manager: SlotManager
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: Any) -> None:
         super().__init__(vllm_config, device, model.embedding_modules, lora_model_cls=Checkpoint)
-        # A mixed step has its decode rows beside the tokens of chunks, each with room for all drafts.
+        # A mixed step has the tokens of chunks and, in addition, decode rows with places for all drafts.
         self.max_num_batched_tokens += self.max_num_seqs * (1 + read_speculation(vllm_config).num_drafts)
         self._names = Names(bool(vllm_config.cache_config.enable_prefix_caching))
         self.create_lora_manager(model, vllm_config)
@@ -134,9 +140,9 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         return adapter
 
     def add_adapter(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter unless it is there, and puts it into a slot.
+        """Loads an adapter unless it is loaded, and puts it into a slot.
 
-        Raises ValueError and changes nothing where that cannot be.
+        Raises ValueError, and changes nothing, if it cannot serve.
         """
         self._names.check(lora_request, self.list_adapters())
         was_added = super().add_adapter(lora_request)
@@ -144,11 +150,11 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         return was_added
 
     def ready(self, requests: Iterable[LoRARequest]) -> None:
-        """Sees to it that these adapters, ``max_loras`` at most, are in slots at the same time."""
+        """Puts these adapters, ``max_loras`` at most, into slots, all at the same time."""
         needed = {request.lora_int_id: request for request in requests}
         loaded = self.list_adapters() & needed.keys()
         self.slots.make_room(needed.keys())
-        for number in loaded:  # Before any is loaded, so that none of them is evicted.
+        for number in loaded:  # Used before others are loaded, so that none of them is evicted.
             self.slots.get_adapter(number)
             self.slots.activate_adapter(number)
         for number in needed.keys() - loaded:

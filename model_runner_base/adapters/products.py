@@ -1,4 +1,4 @@
-"""What the products of vLLM's LoRA layers are told of a step, and how they have an adapter written into a slot."""
+"""Interface of the products in vLLM's LoRA layers: how they get a step's slots, and how adapters are written."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,23 +11,26 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import WrapFunction
 
 NO_SLOT = -1
-"""Of a token whose request has no adapter."""
+"""Slot of a token whose request has no adapter."""
 
 
 class Products(Protocol):
-    """Those of one punica wrapper, as vLLM calls what its layers multiply by."""
+    """LoRA matmuls of one punica wrapper, which vLLM's LoRA layers call."""
 
     vocab_size: int
-    """Rows of an embedding's table."""
+    """Number of rows in an embedding's table."""
 
     def bind(self, token_slots: torch.Tensor, logits_slots: torch.Tensor) -> None:
-        """Slots [T] of the step's tokens and [L] of its rows of logits, int32, ``NO_SLOT`` where there is none.
+        """Binds the slots [T] of the step's tokens and [L] of its rows of logits: int32, ``NO_SLOT`` for no adapter.
 
-        Part of the graph, ahead of the model.
+        Part of the graph, before the model.
         """
 
     def unbind(self) -> None:
-        """The model has run, its logits included: nothing that a graph computed outlives its tracing."""
+        """Releases the tensors that ``bind`` computed, which must not outlive the graph's tracing.
+
+        Called when the model has run, its logits included.
+        """
 
     def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[BaseLayerWithLoRA], SlotLayer]:
-        """Returns what makes of each of vLLM's layers one whose slots are written as these products want them."""
+        """Returns a function that wraps one of vLLM's layers, and writes its slots in these products' layout."""

@@ -1,18 +1,18 @@
-"""The products that vLLM's LoRA layers ask for, in plain torch: every slot's, masked by the slot of each token.
+"""LoRA products in plain torch: all slots are multiplied, and a mask keeps the slot of each token.
 
-vLLM's layers keep the matrices of ``max_loras`` adapters in slots and call a "punica wrapper" (``vllm/lora``) to add
-``x A B`` of each token's own adapter to their output. This one multiplies by the matrices of all slots at once and
-leaves out, by a mask, what is not the token's: no shape and no branch depends on which adapters a batch has, so one
-graph serves every batch, and a token without an adapter adds zero.
+vLLM's layers keep the matrices of ``max_loras`` adapters in slots. They call a "punica wrapper" (``vllm/lora``), which
+adds ``x A B`` of each token's own adapter to their output. This wrapper multiplies by the matrices of all slots at
+once, and masks the results of other slots. No shape and no branch depends on which adapters a batch has, so one graph
+serves every batch. A token without an adapter adds zero.
 
-Example: two slots of rank 2, three tokens, of which the first has the adapter in slot 1, the second none, the third
-that in slot 0. ``x A`` has four numbers a token; the mask keeps of them
+Example: two slots of rank 2 and three tokens. The first token has the adapter in slot 1, the second none, the third the
+one in slot 0. ``x A`` has four numbers a token, of which the mask keeps
 
     token 0   . . x x
     token 1   . . . .
     token 2   x x . .
 
-Matrices lie as the products want them (``slots.py``): A of a linear layer [in, slots, rank], B [slots, rank, out].
+Matrices have the products' layout (``slots.py``): A of a linear layer is [in, slots, rank], B is [slots, rank, out].
 """
 
 from collections.abc import Callable
@@ -30,13 +30,13 @@ from model_runner_base.vllm_compat.probes.lora import embeddings_indices
 
 
 class MaskedPunicaWrapper(PunicaWrapperBase):
-    """Functional: returns what others write in place, for platforms whose ``can_update_inplace`` is False.
+    """Products that return new tensors, for platforms whose ``can_update_inplace`` is False.
 
-    ``bind`` says which slot each token and each row of logits has; part of the graph, as what follows.
+    ``bind`` sets the slot of each token and of each row of logits. It is a part of the graph, as are the products.
     """
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, *, lora_config: Any) -> None:
-        # The buffers that the base class would make are for kernels.
+        # The base class would make buffers, but those are for kernels.
         self._num_slots: int = lora_config.max_loras
         self.vocab_size = 0
         self.unbind()
@@ -44,7 +44,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
     def bind(self, token_slots: torch.Tensor, logits_slots: torch.Tensor) -> None:
         self._token_mask = self._mask(token_slots)
         self._logits_mask = self._mask(logits_slots)
-        # What VocabParallelEmbeddingWithLoRA adds to a token's id to find its row among all slots' tables.
+        # VocabParallelEmbeddingWithLoRA adds these to the tokens' ids to find their rows in the tables of all slots.
         first_rows = token_slots.clamp(min=0) * self.vocab_size
         self._embeddings_indices = embeddings_indices(first_rows)  # type: ignore[assignment]
 
@@ -55,7 +55,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         return partial(SlottedLayer, num_slots=self._num_slots, writer=SlotWriter(wrap, device_ops))
 
     def _mask(self, slots: torch.Tensor) -> torch.Tensor:
-        """[N, slots, 1] bool"""
+        """Mask [N, slots, 1] bool that is True at each token's own slot."""
         every = torch.arange(self._num_slots, dtype=slots.dtype, device=slots.device)
         return (slots[:, None] == every)[:, :, None]
 
@@ -69,7 +69,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         scale: float,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """[slices, T, rank]: ``x`` [T, in] by the token's own A of each slice. ``y`` is not read."""
+        """Multiplies ``x`` [T, in] by the token's own A of each slice: [slices, T, rank]. ``y`` is not read."""
         return torch.stack(
             [_masked(x, a, self._token_mask).sum(1, dtype=torch.float32) * scale for a in lora_a_stacked]
         )
@@ -84,7 +84,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``y`` [T, out] and, in its columns from ``offset_start`` on, slice by slice, ``x`` [slices, T, rank] by B."""
+        """Adds ``x`` [slices, T, rank] by B to ``y`` [T, out], slice by slice, in columns from ``offset_start`` on."""
         added = [_expand(part, b, self._token_mask) for part, b in zip(x, lora_b_stacked, strict=True)]
         behind = y.shape[-1] - offset_start - sum(part.shape[-1] for part in added)
         if offset_start or behind:
@@ -95,7 +95,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        """``y`` [T, hidden] and ``x`` [T, rank], which was looked up in A, by B."""
+        """Adds ``x`` [T, rank], which was looked up in A, by B to ``y`` [T, hidden]."""
         return y + _expand(x, lora_b_stacked, self._token_mask).to(y.dtype)
 
     def add_lora_linear(
@@ -110,13 +110,13 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         buffer: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``y`` [T, out] and ``x`` [T, in] by A by B, slice by slice of the columns."""
+        """Adds ``x`` [T, in] by A by B to ``y`` [T, out], slice by slice of the columns."""
         shrunk = [_masked(x, a, self._token_mask).flatten(1) * scale for a in lora_a_stacked]
         added = [h @ b.flatten(0, 1) for h, b in zip(shrunk, lora_b_stacked, strict=True)]
         return y + torch.cat(added, dim=-1).to(y.dtype)
 
     def apply_lora_full_linear(self, *args: Any) -> None:
-        """Only heads that classify are replaced as a whole, by newer releases of vLLM."""
+        """Raises NotImplementedError: newer releases of vLLM call this for heads that classify, and only for those."""
         raise NotImplementedError("adapters of heads that classify are not supported")
 
     def add_lora_logits(
@@ -130,7 +130,7 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``y`` [L, vocabulary, padding perhaps] and ``x`` [L, hidden] by A by B."""
+        """Adds ``x`` [L, hidden] by A by B to ``y`` [L, vocabulary], whose last columns may be padding."""
         added = (_masked(x, lora_a_stacked, self._logits_mask).flatten(1) * scale) @ lora_b_stacked.flatten(0, 1)
         if padding := y.shape[-1] - added.shape[-1]:
             added = torch.nn.functional.pad(added, (0, padding))
@@ -138,11 +138,11 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
 
 
 def _masked(x: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[T, slots, rank]: ``x`` [T, in] by the A of all slots, zero where it is not the token's."""
+    """Multiplies ``x`` [T, in] by the A of all slots: [T, slots, rank], zero at other slots than the token's."""
     return torch.where(mask, (x.to(a.dtype) @ a.flatten(1)).unflatten(-1, a.shape[1:]), 0)
 
 
 def _expand(x: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[T, out]: ``x`` [T, rank] by the token's own B."""
+    """Multiplies ``x`` [T, rank] by the token's own B: [T, out]."""
     spread = torch.where(mask, x.to(b.dtype)[:, None, :], 0).flatten(1)
     return spread @ b.flatten(0, 1)

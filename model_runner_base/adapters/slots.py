@@ -1,9 +1,8 @@
-"""The matrices of all slots on the device, and how an adapter goes into one: by a function that was made at start-up.
+"""Matrices of all slots on the device, and writing an adapter into one of them, by functions made at start-up.
 
-vLLM's layers write a slot by slices whose sizes are the adapter's rank and the slot's number; a device that compiles
-would make a graph for each. Here a layer writes a slot of its own on the host, padded to the largest rank, and that
-goes to the device whole. So an adapter of any rank goes into any slot by the same few functions, one a shape of
-matrix.
+vLLM's layers write slices of a slot, whose sizes depend on the adapter's rank and on the slot. A device that compiles
+would make a graph for each. Here a layer writes one slot on the host, padded to the largest rank, and the whole slot
+goes to the device. So a few functions, one for each shape of matrix, write adapters of any rank into any slot.
 """
 
 import math
@@ -19,11 +18,11 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import StepFunction, WrapFunction
 
 STACKS = ("lora_a_stacked", "lora_b_stacked")
-"""What vLLM's layers call their matrices of all slots: a tensor, or a tuple of one a slice of the output."""
+"""Attributes of vLLM's layers with the matrices of all slots: a tensor, or a tuple with one for each output slice."""
 
 
 def write_slot(dim: int, stack: torch.Tensor, slot: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``stack`` with ``values``, whose length is 1 in dimension ``dim``, in place of slot ``slot`` [1] int32."""
+    """Returns ``stack`` with slot ``slot`` [1] int32 replaced by ``values``, whose length is 1 in dimension ``dim``."""
     along = [1] * values.dim()
     along[dim] = -1
     slots = torch.arange(stack.shape[dim], dtype=slot.dtype, device=slot.device)
@@ -31,7 +30,10 @@ def write_slot(dim: int, stack: torch.Tensor, slot: torch.Tensor, values: torch.
 
 
 def write_table(table: torch.Tensor, slot: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``table`` [slots * vocabulary, rank] with ``values`` [vocabulary, rank] in place of slot ``slot`` [1] int32."""
+    """Returns ``table`` [slots * vocabulary, rank] with slot ``slot`` [1] int32 replaced by ``values``.
+
+    ``values``: [vocabulary, rank].
+    """
     rows = torch.arange(table.shape[0], dtype=slot.dtype, device=slot.device)
     length = values.shape[0]
     return torch.where((rows // length == slot)[:, None], values[rows % length], table)
@@ -48,18 +50,18 @@ class SlotWriter:
             "table": write_table,
         }
         self._write: dict[str, StepFunction] = {layout: wrap(function, []) for layout, function in functions.items()}
-        """By where the slots are: in the first or the second dimension, or one below another."""
+        """Functions by layout: slots are in the first or the second dimension, or one after another in a table."""
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Zeros on the device."""
         return self._device_ops.upload(torch.zeros(*shape, dtype=dtype))
 
     def write(self, stack: torch.Tensor, slot: int, values: torch.Tensor, layout: str) -> None:
-        """``values`` lie on the host, in the layout of ``stack``, which stays the object that graphs hold."""
+        """Writes ``values``, on the host and in the layout of ``stack``, into a slot; graphs still hold ``stack``."""
         self._device_ops.overwrite(stack, self._written(stack, slot, values, layout))
 
     def warm_up(self, stack: torch.Tensor, values: torch.Tensor, layout: str) -> None:
-        """Makes what writes such a slot, and changes nothing."""
+        """Makes the function that writes such a slot, and changes nothing."""
         self._written(stack, 0, values, layout)
 
     def _written(self, stack: torch.Tensor, slot: int, values: torch.Tensor, layout: str) -> torch.Tensor:
@@ -68,33 +70,36 @@ class SlotWriter:
 
 
 class SlotLayer:
-    """A LoRA layer as vLLM's manager writes it; the model runs the layer itself. It is written as vLLM has it."""
+    """A LoRA layer as vLLM's manager writes it; the model runs the layer itself.
+
+    This base class writes slots as vLLM's layer does.
+    """
 
     def __init__(self, layer: BaseLayerWithLoRA) -> None:
         self.layer: Any = layer
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        """Puts an adapter's matrices, of its own rank, and whole where ranks share a layer, into a slot."""
+        """Puts an adapter's matrices into a slot: of the adapter's own rank, and whole even if ranks share a layer."""
         self.layer.set_lora(index, lora_a, lora_b)
 
     def reset_lora(self, index: int) -> None:
-        """The slot adds nothing any more."""
+        """Clears a slot, so that it adds nothing."""
         self.layer.reset_lora(index)
 
     def warm_up(self) -> None:
-        """Runs once what writes a slot."""
+        """Runs once the functions that write a slot."""
 
     def products_memory(self, num_tokens: int, num_logits: int) -> int:
-        """Bytes of what the layer's products make, where a run of the largest step does not measure them."""
+        """Bytes of the layer's products in the largest step; 0 if a run of that step measures them."""
         return 0
 
     def write_memory(self) -> int:
-        """Bytes that it takes to write a slot."""
+        """Bytes that writing a slot takes."""
         return 0
 
 
 class SlottedLayer(SlotLayer):
-    """Its matrices are laid anew, as the masked products want them (``punica.py``), and written slot by slot."""
+    """A LoRA layer whose matrices have the layout of the masked products (``punica.py``) and are written by slots."""
 
     def __init__(self, layer: BaseLayerWithLoRA, num_slots: int, writer: SlotWriter) -> None:
         super().__init__(layer)
@@ -106,7 +111,7 @@ class SlottedLayer(SlotLayer):
             name: [(1, *stack.shape[1:]) for stack in (each if self._is_sliced else (each,))]
             for name, each in stacks.items()
         }
-        """The shapes of one slot, as vLLM's layer lays it."""
+        """Shapes of one slot in the layout of vLLM's layer."""
         self._dtype = (stacks[STACKS[0]][0] if self._is_sliced else stacks[STACKS[0]]).dtype
         self._on_device = {name: self._make(name, num_slots) for name in STACKS}
         self._num_slots = num_slots
@@ -132,42 +137,42 @@ class SlottedLayer(SlotLayer):
         self._each(self._zeros(), self._writer.warm_up)
 
     def products_memory(self, num_tokens: int, num_logits: int) -> int:
-        """Bytes of what the layer's products make: ``x A`` of all slots, masked, scaled; ``x A B``, joined, added."""
+        """Bytes of the layer's products: ``x A`` of all slots, masked, scaled; ``x A B``, concatenated, added."""
         rows = num_logits if isinstance(self.layer, LogitsProcessorWithLoRA) else num_tokens
         stacks = self._on_device["lora_b_stacked"]  # [slots, rank, out] each
         shrunk, added = (sum(math.prod(s.shape[part]) for s in stacks) for part in (slice(0, 2), slice(2, 3)))
         return rows * 3 * (shrunk + added) * torch.float32.itemsize
 
     def write_memory(self) -> int:
-        """Bytes of its largest stack, which a write makes anew, and of one slot of it."""
+        """Bytes of the layer's largest stack, which a write makes anew, and of one slot of it."""
         largest = max(stack.nbytes for stacks in self._on_device.values() for stack in stacks)
         return largest + largest // self._num_slots
 
     def _zeros(self) -> dict[str, list[torch.Tensor]]:
-        """One slot on the host."""
+        """Zeros of one slot, on the host."""
         return {name: [torch.zeros(shape, dtype=self._dtype) for shape in self._like[name]] for name in STACKS}
 
     def _put(self, stacks: dict[str, list[torch.Tensor]]) -> None:
-        """Makes these the layer's."""
+        """Sets these as the layer's matrices."""
         for name, each in stacks.items():
             setattr(self.layer, name, tuple(each) if self._is_sliced else each[0])
         if self._is_embedding:
             (self.layer.lora_a_stacked_2d,) = self._on_device["lora_a_stacked"]
 
     def _send(self, index: int, host: dict[str, list[torch.Tensor]]) -> None:
-        """One slot, from the host to the device."""
+        """Sends one slot from the host to the device."""
         self._each(host, lambda stack, values, layout: self._writer.write(stack, index, values, layout))
 
     def _each(
         self, host: dict[str, list[torch.Tensor]], function: Callable[[torch.Tensor, torch.Tensor, str], None]
     ) -> None:
-        """Calls it with each stack, a slot of it as the products want it, and where the slots are."""
+        """Calls ``function`` with each stack, a slot of it in the products' layout, and the layout's name."""
         for name in STACKS:
             for stack, values in zip(self._on_device[name], host[name], strict=True):
                 function(stack, *self._laid(name, values))
 
     def _laid(self, name: str, values: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """One slot as the products want it, and where the slots are."""
+        """One slot in the products' layout, and the layout's name."""
         if name == "lora_b_stacked":
             return values[0].transpose(1, 2).contiguous(), "first"  # [1, rank, out]
         if self._is_embedding:
