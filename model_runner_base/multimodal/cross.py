@@ -1,8 +1,8 @@
-"""The encoder of an encoder-decoder model: what it puts out becomes keys and values of the cross-attention layers.
+"""The encoder of an encoder-decoder model, whose output becomes keys and values of the cross-attention layers.
 
 The scheduler names a request's item in its first step, and again when it resumes after a preemption. Then the encoder
-runs, eagerly as all do, and one graph projects its output by each layer's own weights and writes the request's cross
-blocks. Steps give the layers nothing any more: they attend to what they find there (caches/cross.py).
+runs eagerly. One graph projects its output with each layer's own weights and writes the request's cross-attention
+blocks. Later steps give the layers nothing more: they attend to those blocks (caches/cross.py).
 """
 
 from collections.abc import Mapping, MutableSequence, Sequence
@@ -25,7 +25,7 @@ from model_runner_base.vllm_compat.types.kv_cache import cross_length
 
 
 class CrossEncoder(Encoder):
-    """One item a request, of one modality, whose output has the same length for all."""
+    """Encoder for one item a request, of one modality, with outputs of one length for all requests."""
 
     def __init__(self, vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> None:
         config = vllm_config.model_config
@@ -53,10 +53,10 @@ class CrossEncoder(Encoder):
         ]
 
     def bind(self, call: ModelCall) -> None:
-        call.kwargs["encoder_outputs"] = []  # They are in the cache.
+        call.kwargs["encoder_outputs"] = []  # The outputs are in the cache already.
 
     def step_memory(self) -> int:
-        """An output on its way to the caches, and the keys and values of all layers, which one graph writes."""
+        """Bytes of one output, and of its keys and values in all layers, which one graph writes."""
         length, width = self._shape
         return (1 + 2 * self._num_layers) * length * width * self._dtype.itemsize
 
@@ -77,14 +77,14 @@ class CrossEncoder(Encoder):
                 caches.write(on_device, self._requests.rows[req_id])
 
     def warm_up(self) -> None:
-        """Writes an output of nothing to the null block."""
+        """Writes an output of zeros to the null block."""
         output = self._device_ops.upload(torch.zeros(self._shape, dtype=self._dtype))
         for caches in self._outputs:
             caches.write(output, None)
 
 
 class OutputCaches:
-    """The caches of a group of cross-attention layers, as an encoder's output is put there."""
+    """Writes encoder outputs to the caches of a group of cross-attention layers."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class OutputCaches:
     ) -> None:
         layers = {getattr(getattr(each, "attn", None), "layer_name", None): each for each in model.modules()}
         self._layers = [layers[name] for name in group.layer_names]
-        """Parents of the attention layers, which project."""
+        """Parent modules of the attention layers, which have the projections."""
         self._index_of = [index_of[name][0] for name in group.layer_names]
         self._kv_caches = kv_caches
         self._table: BlockTable = group.block_table
@@ -111,7 +111,7 @@ class OutputCaches:
         self._write(output, self._to_device(blocks), *[self._kv_caches[index] for index in self._index_of])
 
     def _project(self, output: torch.Tensor, blocks: torch.Tensor, *caches: torch.Tensor) -> torch.Tensor:
-        """Each layer's keys and values of ``output`` [N, H], in ``blocks`` [B] of its cache; returns the blocks."""
+        """Writes each layer's keys and values of ``output`` [N, H] to ``blocks`` [B] of its cache, and returns them."""
         block_size, count = self._table.block_size, output.shape[0]
         offsets = torch.arange(block_size, dtype=torch.int32, device=blocks.device)
         slot_blocks = blocks.unsqueeze(1).expand(-1, block_size).reshape(-1)[:count]

@@ -1,8 +1,8 @@
-"""Models that add more of an encoder's output behind each of their first layers (deepstack, Qwen3-VL).
+"""Models that add further parts of an encoder's output after each of their first layers (deepstack, Qwen3-VL).
 
-Such an encoder puts out rows of (1 + levels) * H numbers: the embedding first, then what is added behind layer 0, 1 and
-so on. vLLM's model keeps these in buffers between two calls, which no graph could hold; here they are a part of the
-graph that uses them.
+Such an encoder's output has rows of (1 + levels) * H numbers: first the embedding, then the levels, which are added
+after layer 0, 1 and so on. vLLM's model keeps the levels in buffers between two calls, but a graph cannot. Here they
+are a part of the graph that uses them.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from model_runner_base.device_ops import DeviceOps
 
 
 class DeepstackBuffers:
-    """Takes the place of the model's own buffers.
+    """Replaces the model's own buffers of levels.
 
-    Where calls have to be alike (``DeviceOps.calls_alike``), levels have buffers here, each its own, at addresses that
-    stay: what was compiled or captured at one call reads them in all. A call without images finds zeros there.
+    If calls must be alike (``DeviceOps.calls_alike``), each level has a buffer here whose address does not change. What
+    was compiled or captured in one call then reads it in all calls. A call without images finds zeros there.
     """
 
     def __init__(self, model: Any, model_config: ModelConfig, max_num_tokens: int, device_ops: DeviceOps) -> None:
         self.count: int = model.deepstack_num_level if getattr(model, "use_deepstack", False) else 0
-        """0: the model is of another kind, and nothing is changed."""
+        """Number of levels; 0 for a model without deepstack, of which nothing is changed."""
         dims = max_num_tokens, model_config.get_inputs_embeds_size()
         dtype: Any = model_config.dtype
         num_held = self.count if device_ops.calls_alike else 0
@@ -37,7 +37,7 @@ class DeepstackBuffers:
             model._clear_deepstack_input_embeds = lambda num_tokens: None
 
     def bind(self, beside: torch.Tensor) -> None:
-        """[T, levels * H], all levels of a step's tokens. Part of the graph."""
+        """Binds ``beside`` [T, levels * H], all levels of a step's tokens. Part of the graph."""
         if self.count:
             levels = beside.chunk(self.count, 1)
             if self._held:
@@ -45,11 +45,11 @@ class DeepstackBuffers:
             self._bound = _named(levels)
 
     def unbind(self) -> None:
-        """Nothing that a graph computed outlives its tracing."""
+        """Releases the levels, since no tensor of a graph may outlive its tracing."""
         self._bound = None
 
     def _of_call(self, num_tokens: int) -> IntermediateTensors | None:
-        """What the model adds in this call."""
+        """Levels that the model adds in this call; None for none."""
         if self._bound is None and self._held:
             return _named([held[:num_tokens].zero_() for held in self._held])
         return self._bound

@@ -1,9 +1,8 @@
 """Runs a model's encoder on the items that the scheduler names, and keeps the outputs on the device.
 
-Some towers run as graphs, where the device has such (``tile_graphs.py``, ``patch_graphs.py``). All others run eagerly,
-where tensor code that is not part of a graph runs (``DeviceOps.eager_device``): any of vLLM's towers works so, and
-nothing is compiled for the size of an image. What they make becomes rows of one pool on the device, from which the
-graphs of mixed steps gather them.
+Some towers run as graphs on devices that support it (``tile_graphs.py``, ``patch_graphs.py``). All others run eagerly,
+on ``DeviceOps.eager_device``. So any of vLLM's towers works, and nothing is compiled for the size of an image. Outputs
+become rows of one pool on the device, from which the graphs of mixed steps gather them.
 """
 
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
@@ -41,7 +40,7 @@ from model_runner_base.vllm_compat.types.speculation import max_step_tokens
 
 
 class Encoder(StepComponent):
-    """The model has none."""
+    """Encoder interface; this default encodes nothing."""
 
     def connect(
         self,
@@ -50,30 +49,33 @@ class Encoder(StepComponent):
         kv_caches: MutableSequence[torch.Tensor],
         index_of: Mapping[str, Sequence[int]],
     ) -> None:
-        """The layers' caches are made, with the indices of each layer's: some keep what an encoder put out."""
+        """Called when the layers' caches are made, because some hold encoder outputs.
+
+        ``index_of`` lists the indices of each layer's caches in ``kv_caches``.
+        """
 
     def give_up(self, identifiers: Iterable[str]) -> None:
-        """Forgets these items' outputs."""
+        """Forgets the outputs of these items."""
 
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
-        """Makes the outputs that the scheduler asks for."""
+        """Encodes the items that the scheduler asks for."""
 
     def step_memory(self) -> int:
-        """Bytes of the device that a step may need for outputs, beside what the model takes; towers not counted."""
+        """Bytes of device memory that a step may need for outputs, in addition to the model's; towers not counted."""
         return 0
 
     def profile(self) -> None:
-        """Runs what takes most of the device's memory, for a device that measures."""
+        """Runs the encoding that needs most device memory, for a device that measures its peak."""
 
     def reset(self) -> None:
         """Forgets all outputs."""
 
     def components(self, requests: RequestStates) -> list[StepComponent]:
-        """The encoder, and what gives the model its outputs."""
+        """Components of the step: the encoder, and those that give the model its outputs."""
         return [self]
 
     def spans(self, requests: RequestStates) -> BidirectionalSpans:
-        """Which tokens of prompts see each other both ways."""
+        """Spans of prompt tokens that see each other in both directions."""
         return NO_SPANS
 
 
@@ -107,7 +109,10 @@ class ItemEncoder(Encoder):
             self._rows.give_up(identifier)
 
     def step_memory(self) -> int:
-        """A piece on its way to the pool; what the tokens of a step gather from there, and two parts of it; graphs."""
+        """Bytes of the largest piece that is copied to the pool, of the rows that a step gathers, and of graphs.
+
+        The gathered rows, one for each token of a step, count three times: they are copied in parts.
+        """
         (pool,) = self._pool.tensors
         return pool[0].nbytes * (self._pool.num_rows + 3 * self._max_num_tokens) + self._graphs.step_memory()
 
@@ -121,23 +126,23 @@ class ItemEncoder(Encoder):
 
     @torch.no_grad()
     def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
-        """By graphs what they can, eagerly the rest."""
+        """Encodes items: in graphs if they can, eagerly otherwise."""
         items = self._graphs.encode(items)
         outputs = self._run_eagerly([(item.modality, item.data) for item in items])
         for item, output in zip(items, outputs, strict=True):
-            embeds = output.flatten(0, -2)  # Some models keep a dimension of one where videos differ in length.
+            embeds = output.flatten(0, -2)  # Some models keep a dimension of 1 if videos differ in length.
             check_rows(item, len(embeds))
             self._pool.write(self._rows.take(item.identifier, len(embeds)), embeds)
 
     def _run_eagerly(self, contents: Sequence[tuple[str, Any]]) -> list[torch.Tensor]:
-        """What the towers make of items, given by modality and data."""
-        is_pinned = current_platform.is_pin_memory_available()  # Else copies would wait for the steps before.
+        """Outputs of the towers for items, which are given by modality and data."""
+        is_pinned = current_platform.is_pin_memory_available()  # Unpinned copies would wait for earlier steps.
         groups: Any = group_by_modality(contents, device=self._device, pin_memory=is_pinned)
         return [output for _, _, kwargs in groups for output in self._model.embed_multimodal(**kwargs)]
 
     @torch.no_grad()
     def profile(self) -> None:
-        """As many of the largest items as one step may ask for, unless ``skip_mm_profiling`` says not to."""
+        """Encodes as many of the largest items as one step may ask for, unless ``skip_mm_profiling`` is set."""
         mm_config = self._model_config.multimodal_config
         if self._budget.mm_max_toks_per_item and not (mm_config and mm_config.skip_mm_profiling):
             self._run_eagerly(largest_items(self._budget, self._model_config))
@@ -173,7 +178,7 @@ def make_graphs(
     wrap: WrapFunction,
     device_ops: DeviceOps,
 ) -> EncoderGraphs:
-    """Of a model whose towers lie on the host."""
+    """Makes graphs for the towers of a model, which are on the host; ``EAGER`` if it has none that can be graphs."""
     if tiled := tiled_tower(model_config):
         return TileGraphs(tiled, model, pool, rows, wrap, device_ops)
     if patches := PATCH_TOWERS.get(model_config.architecture):

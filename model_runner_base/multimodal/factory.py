@@ -1,4 +1,4 @@
-"""The encoder of a loaded model."""
+"""Chooses the encoder of a loaded model."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from model_runner_base.vllm_compat.patches.item_data import keep_item_data
 
 
 def choose_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Encoder:
-    """The encoder of the loaded ``model``; one that does nothing for a model of text alone."""
+    """Makes the encoder of the loaded ``model``; for a text-only model one that does nothing."""
     config = vllm_config.model_config
     if not config.is_multimodal_model:
         return NO_ENCODER
-    keep_item_data()  # An engine core that was spawned has not seen the platform check the config.
+    keep_item_data()  # In an engine core that was spawned, the platform has not checked the config and called this.
     return (CrossEncoder if config.is_encoder_decoder else ItemEncoder)(vllm_config, model, wrap, device_ops)

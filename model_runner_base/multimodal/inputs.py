@@ -1,7 +1,7 @@
-"""What a model with an encoder is called with: embeddings of text, and the encoder's outputs in the items' places.
+"""Inputs of a multimodal model: embeddings of text, and encoder outputs at the items' placeholders.
 
-Placeholders stand in prompts only, and no token of a prompt has a decode row here, so steps of pure decode carry
-nothing of it.
+Placeholders occur in prompts only, and here no token of a prompt has a decode row. So steps of pure decode need no
+encoder outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from model_runner_base.step.sizes import StepKind, StepSize
 
 ROWS, ROTATION = "encoder_rows", "rotary_offsets"
 LOOKED_UP = -1
-"""A token of text."""
+"""Row of a text token, which has no encoder output."""
 
 
 class MultiModalInputs(StepComponent):
-    """A token's ``encoder_rows`` is its row of the pool, or -1: then its embedding is looked up by its id."""
+    """Embeds the step's tokens: ``encoder_rows`` is a token's row of the pool, or -1 if it is looked up by its id."""
 
     prompts_in_chunks = True
     reads = ("token_ids",)
@@ -55,7 +55,7 @@ class MultiModalInputs(StepComponent):
                 self._place(batch, index, views[ROWS])
 
     def _place(self, batch: InputBatch, index: int, rows: np.ndarray) -> None:
-        """Writes the rows of a request's items that stand in the tokens of this step."""
+        """Writes the pool rows of a request's items at their tokens in this step."""
         (info,) = self._requests.infos_of(batch.rows[index : index + 1])
         begin, count = int(batch.num_computed[index]), int(batch.query_len[index])
         token = int(batch.query_start[index])
@@ -66,7 +66,7 @@ class MultiModalInputs(StepComponent):
                 continue
             low, high = place.get_embeds_indices_in_range(first - place.offset, last - place.offset)
             if low == high:
-                continue  # Text around an item, such as its last token: the scheduler need not have had it encoded.
+                continue  # Only text around the item, such as its last token: it may not have been encoded.
             tokens = np.arange(first, last)
             if place.is_embed is not None:
                 tokens = tokens[place.is_embed[first - place.offset : last - place.offset].numpy()]
@@ -97,8 +97,16 @@ class MultiModalInputs(StepComponent):
 def gather_encoder_outputs(
     looked_up: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, H] embeddings of a step's tokens: of the pool's rows where an item stands, else ``looked_up`` by their ids;
-    and what else lies in these rows, [T, W - H], zeros where none stands. Traceable."""
+    """Embeds a step's tokens, those with an item by their row of the pool, the others by their id. Traceable.
+
+    Args:
+        looked_up: [T, H] embeddings by id.
+        rows: [T] the row of each token, negative for text.
+        pool: [rows, W]
+
+    Returns:
+        Embeddings [T, H], and the further numbers of the pool's rows [T, W - H], zeros for text.
+    """
     stands = (rows >= 0).unsqueeze(1)
     gathered = pool[rows.clamp(min=0)].to(looked_up.dtype)
     width = looked_up.shape[1]
@@ -106,10 +114,10 @@ def gather_encoder_outputs(
 
 
 class RotaryInputs(StepComponent):
-    """Of a model that rotates a token by D positions: ``rotary_offsets`` from its cache position, [D, T] in a mixed
-    step and [T] else.
+    """Sends the rotary positions of a model that rotates each token by D of them.
 
-    All tokens of a decode row, drafts among them, are behind the prompt.
+    ``rotary_offsets`` are their distances from the cache position: [D, T] in a mixed step, else [T]. All tokens of a
+    decode row, drafts among them, come after the prompt.
     """
 
     def __init__(
@@ -119,7 +127,7 @@ class RotaryInputs(StepComponent):
         self._calc_positions = calc_positions
         self._of_prompt: list[np.ndarray] = [np.zeros((num_dims, 0), np.int32)] * requests.max_num_reqs
         self._behind = np.zeros(requests.max_num_reqs, np.int32)
-        """By row, of all tokens behind the prompt."""
+        """[rows] offset of all tokens after the prompt."""
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         self._of_prompt[row], self._behind[row] = self._calc_positions(info)

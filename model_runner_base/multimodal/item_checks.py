@@ -1,7 +1,7 @@
-"""Images, videos and sounds that a user gives as embeddings: checked before the request is queued.
+"""Checks of images, videos and sounds that a user gives as embeddings, before the request is queued.
 
-vLLM checks their width where they are given as plain tensors, and their rows nowhere. Embeddings that do not fit would
-fail within a step.
+vLLM checks their width if they are plain tensors, and never their number of rows. Embeddings that do not fit would fail
+within a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ WITHOUT_EMBEDS = (
     "Llama4ForConditionalGeneration",
     "WhisperForConditionalGeneration",
 )
-"""Architectures whose classes in vLLM have no place for embeddings, and fail on them in a step."""
+"""Architectures whose vLLM classes take no embeddings of items, and fail on them in a step."""
 
 
 def item_width(model_config: ModelConfig) -> int | None:
-    """Numbers in a row of an encoder's output, those of deepstack levels among them; None where none may be given."""
+    """Width of a row of an encoder's output, deepstack levels included; None if the model takes no embeddings."""
     if model_config.architecture in WITHOUT_EMBEDS or not model_config.is_multimodal_model:
         return None
     vision = getattr(model_config.hf_config, "vision_config", None)
@@ -33,7 +33,7 @@ def item_width(model_config: ModelConfig) -> int | None:
 
 
 def check_fields(data: Mapping[str, Any], modality: str) -> None:
-    """Raises RequestError for a grid that no item has; vLLM makes a prompt of as many tokens as the grid says."""
+    """Raises RequestError for a grid that no item can have; vLLM makes a prompt of as many tokens as the grid says."""
     name = f"{modality}_grid_thw"
     if name not in data:
         return
@@ -42,26 +42,26 @@ def check_fields(data: Mapping[str, Any], modality: str) -> None:
         raise RequestError(f"{name} must be integers of shape [items, 3], got {grid.dtype} of shape {[*grid.shape]}")
     embeds = data.get(modality + SUFFIX, ())
     if isinstance(embeds, torch.Tensor) and embeds.ndim != 2:
-        raise RequestError(f"{modality}{SUFFIX} must have shape [rows, width] beside {name}, got {[*embeds.shape]}")
+        raise RequestError(f"{modality}{SUFFIX} must have shape [rows, width] with {name}, got {[*embeds.shape]}")
     rows = len(embeds)
     for sizes in grid.tolist():
         if min(sizes) < 1:
             raise RequestError(f"{name} must be positive, got {sizes}")
-        # No factory merges more than 64 patches into a row; the exact number is compared below.
+        # No model merges more than 64 patches into a row; check_shares compares the exact number.
         if sizes[0] * sizes[1] * sizes[2] > 64 * max(rows, 1):
-            raise RequestError(f"{name} {sizes} is of more patches than {rows} rows of {modality}{SUFFIX} stand for")
+            raise RequestError(f"{name} {sizes} has more patches than {rows} rows of {modality}{SUFFIX} can be made of")
 
 
 def check_shares(data: Mapping[str, Any], modality: str, fields: Mapping[str, MultiModalFieldConfig]) -> None:
-    """Raises RequestError where the items of a modality do not use up the rows that are given for all of them.
+    """Raises RequestError unless the items of a modality use all rows that are given for them together.
 
-    ``fields`` says how vLLM divides them.
+    ``fields`` says how vLLM divides the rows among items.
     """
     name = modality + SUFFIX
     rows, slices = data.get(name), getattr(getattr(fields.get(name), "field", None), "slices", None)
     if rows is None or slices is None:
         return
-    # vLLM has one slice an item, or one of each dimension.
+    # vLLM has one slice for each item, or a tuple of slices, one for each dimension.
     expected = max(((each if isinstance(each, slice) else each[0]).stop for each in slices), default=0)
     if len(rows) != expected:
         raise RequestError(f"{name} must have {expected} rows, as {modality}_grid_thw says, got {len(rows)}")
@@ -70,8 +70,8 @@ def check_shares(data: Mapping[str, Any], modality: str, fields: Mapping[str, Mu
 def check_items(items: Mapping[str, Sequence[Any]], places: Mapping[str, Sequence[Any]], width: int | None) -> None:
     """Raises RequestError for the first item of a request whose embeddings do not fit.
 
-    ``items`` and ``places`` are vLLM's ``mm_kwargs`` and ``mm_placeholders``. An item without data was checked when it
-    came for the first time, and the engine has it.
+    ``items`` and ``places`` are vLLM's ``mm_kwargs`` and ``mm_placeholders``. An item without data was checked when the
+    engine first received it.
     """
     for modality, each in items.items():
         for index, item in enumerate(each):
@@ -82,7 +82,7 @@ def check_items(items: Mapping[str, Sequence[Any]], places: Mapping[str, Sequenc
 
 
 def check_item_embeds(name: str, embeds: Any, num_rows: int, width: int | None) -> None:
-    """Raises RequestError for embeddings of an item that are not ``num_rows`` finite rows of ``width`` numbers."""
+    """Raises RequestError unless an item's embeddings are ``num_rows`` finite rows of ``width`` numbers."""
     if width is None:
         raise RequestError(f"{name}: this model takes no embeddings in place of images, videos and sounds")
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 2:

@@ -1,10 +1,10 @@
-"""Rotary positions of models that count height and width of an image apart: M-RoPE, of three dimensions, and XD-RoPE.
+"""Rotary positions of models that count an image's height and width separately: M-RoPE (three dimensions) and XD-RoPE.
 
-With M-RoPE a token of text at cache position p has the same number in all dimensions, but not p: an image takes up
-fewer positions than it has tokens. With XD-RoPE (HunYuan-VL, four dimensions as a rule) it is p, and tokens of an image
-have p, column, row and the number of the image. So what the model rotates by is sent as an offset from the cache
-position, which the graph knows: of each token in a mixed step, of each row in a step of decode, where it is the
-request's own number for good.
+With M-RoPE a text token at cache position p has the same number in all dimensions, but that number is not p, because an
+image takes up fewer positions than it has tokens. With XD-RoPE (HunYuan-VL, four dimensions as a rule) it is p, and
+image tokens have p, their column, their row and the number of the image. The graph knows the cache positions, so
+rotary positions are sent as offsets from them: one for each token in a mixed step, one for each row in a decode step,
+where a request's offset stays the same.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 def calc_mrope_positions(
     model: Any, prompt_token_ids: list[int], items: Sequence[MultiModalFeatureSpec]
 ) -> tuple[np.ndarray, int]:
-    """M-RoPE: offsets [3, P] int32 of a prompt's tokens from their cache positions, and that of all behind it."""
+    """M-RoPE: offsets [3, P] int32 of a prompt's tokens from their cache positions, and that of all later tokens."""
     positions, delta = model.get_mrope_input_positions(prompt_token_ids, list(items))
     return positions.numpy().astype(np.int32) - np.arange(len(prompt_token_ids), dtype=np.int32), int(delta)
 
@@ -25,10 +25,11 @@ def calc_mrope_positions(
 def calc_xdrope_positions(
     model: Any, num_dims: int, num_tokens: int, items: Sequence[MultiModalFeatureSpec]
 ) -> tuple[np.ndarray, int]:
-    """The same of XD-RoPE, [num_dims, num_tokens]: column, row and number of the image come last.
+    """XD-RoPE: offsets [num_dims, num_tokens] int32; column, row and image number are the last three dimensions.
 
-    An image has a row of tokens for each row of its merged patches, one longer than those, between two tokens more.
-    vLLM's ``get_xdrope_input_positions`` goes by the tokens that begin images, which a text may have without one.
+    Returns also the offset of all later tokens, 0. An image has one row of tokens for each row of merged patches, with
+    one more token a row, and one token before and after the image. vLLM's ``get_xdrope_input_positions`` looks for the
+    tokens that begin images, but a text may contain such a token without an image.
     """
     offsets, merged = np.zeros((num_dims, num_tokens), np.int32), model.config.vision_config.spatial_merge_size
     for number, item in enumerate(items):

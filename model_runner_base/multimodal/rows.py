@@ -1,14 +1,14 @@
-"""Which rows of the pool hold what the encoder made of each item."""
+"""Rows of the pool that hold the encoder's outputs for each item."""
 
 import numpy as np
 
 
 class EncoderRows:
-    """Hands out the rows 0 to ``num_rows`` - 1, to items by identifier.
+    """Assigns rows 0 to ``num_rows`` - 1 to items, by identifier.
 
-    The scheduler counts rows as well, and gives items up before it asks for more than there are: an item that no
-    request needs stays until then, so that another request with the same image finds it. Rows of an item need not lie
-    side by side, so there is always room for what the scheduler asks.
+    The scheduler counts rows, too, and gives items up before it asks for more rows than there are. Until then an item
+    that no request needs stays, so that another request with the same image finds it. An item's rows need not be
+    consecutive, so any free rows will do.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -23,7 +23,7 @@ class EncoderRows:
         return identifier in self._rows
 
     def take(self, identifier: str, count: int) -> np.ndarray:
-        """Rows for an item that has none; raises RuntimeError if there are not so many."""
+        """Assigns rows to an item that has none; raises RuntimeError if too few are free."""
         assert identifier not in self._rows
         if count > len(self._free):
             raise RuntimeError(f"{count} encoder outputs are to be kept, but only {len(self._free)} rows are free")

@@ -1,4 +1,4 @@
-"""BidirectionalSpans of a prompt's items: where a model's image tokens see each other both ways (Gemma 3)."""
+"""Spans of a prompt's items, for models whose image tokens see each other in both directions (Gemma 3)."""
 
 from model_runner_base.caches.spans import SentSpans, SpanEnds
 from model_runner_base.requests.states import RequestStates
@@ -6,13 +6,16 @@ from model_runner_base.step.batch import InputBatch
 
 
 class ItemSpans(SentSpans):
-    """A run of tokens that stand for rows of an encoder's output is a span; text between them is not."""
+    """Bidirectional spans: each is a run of tokens with encoder outputs; text between such runs belongs to none."""
 
     def __init__(self, requests: RequestStates) -> None:
         self._requests = requests
 
     def of_chunks(self, batch: InputBatch) -> SpanEnds:
-        """Raises RuntimeError for a span whose end is not in the step: its tokens would see a part of it."""
+        """Finds the spans of the step's chunks.
+
+        Raises RuntimeError for a span whose end is not in the step, since its tokens would see only a part of it.
+        """
         decodes = batch.num_decodes
         ends = SpanEnds.none(int(batch.query_len[decodes:].sum()))
         token = 0

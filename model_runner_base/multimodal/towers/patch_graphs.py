@@ -1,7 +1,7 @@
-"""Patches of images and videos on the device: a graph by number of patches, which leaves the rows in the pool.
+"""Towers of patches as graphs on the device: one graph for each number of patches; its rows stay in the pool.
 
-An item runs frame by frame, as many frames at a time as the largest graph takes: no patch sees another frame. A frame
-that is larger than that runs eagerly, like every tower without graphs, so the host keeps the tower too.
+No patch sees another frame. So an item runs frame by frame, as many frames at a time as the largest graph takes. A
+frame larger than that runs eagerly, like every tower without graphs, so the tower is kept on the host, too.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,10 @@ from model_runner_base.multimodal.towers.patches import PADDING, Frames, PatchTo
 from model_runner_base.step.sizes import geometric
 
 FEWEST, MOST = 256, 4096
-"""Patches of a graph: so many, twice as many, and so on. An image of 896 x 896 pixels has 4,096 patches of 14 x 14."""
+"""Patches of the smallest and of the largest graph; sizes between double. An image of 896 x 896 pixels has 4,096
+patches of 14 x 14."""
 QUERIES = 512
-"""Patches whose attention scores a device is expected to hold at a time."""
+"""Number of patches whose attention scores a device is expected to hold at a time."""
 
 PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
@@ -40,7 +41,7 @@ class PatchGraphs(EncoderGraphs):
         self._run = wrap(self._encode_patches, pool.tensors)
 
     def _encode_patches(self, pool: torch.Tensor, places: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """Writes what the tower makes of ``inputs`` (``PatchTower.encode``) to ``places`` [P / merged] of the pool."""
+        """Encodes ``inputs`` (``PatchTower.encode``) and writes the rows to ``places`` [P / merged] of the pool."""
         pool.index_put_((places,), self._tower.encode(*inputs).to(pool.dtype))
         return places.clone()
 
@@ -80,7 +81,7 @@ class PatchGraphs(EncoderGraphs):
             self._launch(frames, np.full(len(frames.rows), self._pool.num_rows, np.int32))
 
     def step_memory(self) -> int:
-        """In float32: what goes to the device, one layer's outputs, attention scores of some patches."""
+        """Bytes in float32 of the largest graph's inputs, one layer's outputs, and attention scores of some patches."""
         visual, most = self._tower.on_device, self._sizes[-1]
         outputs = sum(max(p.shape) for p in visual.blocks[0].parameters() if p.dim() == 2)
         sent = self._tower.blank(self._tower.unit).pixels.shape[1]

@@ -1,9 +1,9 @@
-"""Towers that see an image as a sequence of patches, as many as it takes (the Qwen-VL families): what of them graphs
-run, and what follows from an image's grid alone.
+"""Towers that see an image as a sequence of patches of any length (the Qwen-VL families): which of their parts are
+graphs, and what the host works out from an image's grid.
 
-Rotary embeddings, windows, positions and the bounds of attention depend on grids, so the host works them out, by vLLM's
-own functions. Behind them the patches of a frame are a sequence like any other, so a graph by number of patches serves
-frames of all sizes: what is missing is padding, which attends to itself.
+Rotary embeddings, windows, positions and the bounds of attention depend on grids, so the host works them out with
+vLLM's own functions. With these, the patches of a frame are a sequence like any other, so one graph for each number of
+patches serves frames of all sizes. Missing patches are padding, which attends to itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,52 +19,52 @@ from torch import nn
 from model_runner_base.multimodal.towers.placement import copied
 
 PADDING = -1
-"""The segment of patches that are not there."""
+"""Segment of padding patches."""
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Some frames of an item: P patches, in the order in which the tower sees them, that become P / merged rows."""
+    """Frames of an item: P patches, in the tower's order, which become P / merged rows."""
 
     pixels: torch.Tensor
-    """[P, numbers of a patch]"""
+    """[P, numbers in a patch]"""
     cos: torch.Tensor
     sin: torch.Tensor
     """[P, half of a head]"""
     segments: np.ndarray
-    """[kinds, P] int32: patches with one number see each other, in layers of each kind."""
+    """[kinds, P] int32: in layers of each kind, patches with the same number see each other."""
     rows: np.ndarray
-    """[P / merged] which rows of the item these become."""
+    """[P / merged] the rows of the item that these patches become."""
     beside: tuple[torch.Tensor, ...] = ()
-    """[P, hidden] of what is added to the embeddings of the patches, in some towers."""
+    """Tensors [P, hidden] that some towers add to the embeddings of the patches."""
 
 
 class PatchTower:
-    """Qwen2-VL: each frame sees itself, in all layers."""
+    """Qwen2-VL: in all layers, each frame sees itself."""
 
     parts: tuple[str, ...] = ("patch_embed", "blocks", "merger")
-    """What a graph runs of the tower."""
+    """Modules of the tower that run in graphs."""
 
     def __init__(self, visual: Any) -> None:
-        """``visual`` lies on the host, and stays there."""
+        """``visual`` is the tower on the host, and stays there."""
         self._visual = visual
         self.unit = visual.spatial_merge_size**2
-        """Patches that become one row."""
+        """Number of patches that become one row."""
         self.on_device: Any = copy(visual)
-        """Runs on the device what graphs run, once its ``parts`` lie there."""
+        """The tower as graphs run it; ``place`` moves its ``parts`` to the device."""
         self.on_device._modules = dict(visual._modules)
         for name in self.parts:
             setattr(self.on_device, name, copied(getattr(visual, name)))
 
     def place(self, place: Callable[[nn.Module], None]) -> None:
-        """Has the device take what graphs run."""
+        """Moves the parts that graphs run to the device."""
         for name in self.parts:
             place(getattr(self.on_device, name))
 
     def encode(
         self, pixels: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, segments: torch.Tensor, *beside: torch.Tensor
     ) -> torch.Tensor:
-        """[P / merged, W] rows of frames, or of frames and padding. Traceable."""
+        """Encodes frames, with or without padding, to rows [P / merged, W]. Traceable."""
         visual = self.on_device
         hidden = sum(beside, start=visual.patch_embed(pixels)).unsqueeze(1)
         beneath = []
@@ -76,7 +76,7 @@ class PatchTower:
         return torch.cat((visual.merger(hidden), *beneath), dim=1)
 
     def frames(self, pixels: torch.Tensor, grid: tuple[int, int, int], most: int) -> Iterator[Frames]:
-        """An item's, as many as have no more than ``most`` patches at a time; ``grid`` is frames, height, width."""
+        """Yields an item's frames, at most ``most`` patches at a time; ``grid`` is frames, height, width."""
         num_frames, height, width = grid
         of_frame = height * width
         at_a_time = most // of_frame
@@ -86,7 +86,7 @@ class PatchTower:
             yield self._prepare(pixels[begin:end], (count, height, width), begin // self.unit)
 
     def blank(self, count: int) -> Frames:
-        """A frame of ``count`` patches, all zeros."""
+        """Makes a frame of ``count`` patches, all zeros."""
         merge = self._visual.spatial_merge_size
         pixels = torch.zeros((count, self._visual.patch_embed.proj.weight[0].numel()))
         return self._prepare(pixels, (1, merge, count // merge), 0)
@@ -100,7 +100,7 @@ class PatchTower:
 
     @property
     def _on_host(self) -> Any:
-        """What vLLM's functions read of the tower."""
+        """The tower as vLLM's functions read it."""
         return self._visual
 
     def _positions(self, grid: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
@@ -114,9 +114,9 @@ class PatchTower:
 
 
 class WindowTower(PatchTower):
-    """Qwen2.5-VL: in most layers a window of a frame sees itself, and patches stand window by window.
+    """Qwen2.5-VL: in most layers a window of a frame sees itself, and patches are ordered by window.
 
-    There the attention's ``reach`` says how many patches a window has at most.
+    The attention's ``reach`` of those layers is the largest number of patches in a window.
     """
 
     def __init__(self, visual: Any) -> None:
@@ -143,7 +143,7 @@ class WindowTower(PatchTower):
 
 
 class DeepTower(PatchTower):
-    """Qwen3-VL: positions are added to the patches, and rows hold what some layers put out besides."""
+    """Qwen3-VL: positions are added to the patches, and rows hold the outputs of some layers in addition."""
 
     parts = (*PatchTower.parts, "deepstack_merger_list")
 
@@ -169,4 +169,4 @@ PATCH_TOWERS: dict[str, type[PatchTower]] = {
     "Qwen3VLForConditionalGeneration": DeepTower,
     "Qwen3VLMoeForConditionalGeneration": DeepTower,
 }
-"""By architecture."""
+"""Towers with patches, by architecture."""

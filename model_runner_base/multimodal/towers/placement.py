@@ -1,4 +1,4 @@
-"""Finding the towers of a multimodal model, which no graph of a step runs, and where they are placed."""
+"""Finds the towers of a multimodal model, which no graph of a step runs, and keeps them where they are."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ from torch import nn
 
 @contextmanager
 def towers_left_out(model: nn.Module) -> Iterator[None]:
-    """Within it the model has no towers: what moves or re-lays its weights leaves theirs where and as they are.
+    """Context in which the model has no towers, so that their weights are neither moved nor re-laid.
 
-    vLLM's models say which of their modules these are (``SupportsMultiModal._mark_tower_model``). A parameter of the
-    model's own, such as the embedding between the rows of an image, goes with them: the text has modules alone.
+    vLLM's models name their towers (``SupportsMultiModal._mark_tower_model``). A parameter of the model itself, such as
+    the embedding between the rows of an image, is left out with them, because the text model consists of modules only.
     """
     seeing: Any = model
     is_seeing = getattr(model, "supports_multimodal", False)
@@ -34,13 +34,13 @@ def towers_left_out(model: nn.Module) -> Iterator[None]:
 
 
 def towers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """A model's towers; none of a model of text alone."""
+    """A model's towers; a text-only model has none."""
     seeing: Any = model
     names = seeing._tower_model_names if getattr(model, "supports_multimodal", False) else []
     return [model.get_submodule(name) for name in names]
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Another of the same weights; vLLM's own parameters cannot be copied."""
+    """Copies a module with its weights, including vLLM's parameters, which ``deepcopy`` alone cannot copy."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in module.parameters()}
     return deepcopy(module, memo)

@@ -1,7 +1,7 @@
-"""Tiles of images on the device: a graph by number of tiles, which leaves the rows in the pool.
+"""Towers of tiles as graphs on the device: one graph for each number of tiles; its rows stay in the pool.
 
-A step's tiles run as the largest of a few numbers that are not more than what is left, again and again: 6 as 4, 1 and
-1. So none is padded, and nothing is compiled for the size of an image.
+A step's tiles run in several launches, each with the largest of a few numbers that is not more than the tiles left: 6
+run as 4, 1 and 1. So there is no padding, and nothing is compiled for the size of an image.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from model_runner_base.multimodal.towers.placement import towers_of
 from model_runner_base.multimodal.towers.tiles import BETWEEN, TiledTower, tile_shape
 
 TILES = (16, 4, 1)
-"""In one graph."""
+"""Numbers of tiles in one graph."""
 MOST_PATCHES = 4096
-"""Of the tiles of a graph: with more, a tile would hardly take less time. Each needs memory for what its patches see of
-each other. One tile may have more."""
+"""Largest number of patches in a graph of several tiles. With more, the time for a tile would hardly be shorter, and
+attention scores of each tile's patches need memory. A graph of one tile may have more."""
 
 
 class TileGraphs(EncoderGraphs):
-    """A graph of each number of ``TILES`` that a step may have."""
+    """Encodes tiles, with a graph for each number in ``TILES`` that a step may need."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class TileGraphs(EncoderGraphs):
         self._vision = model.config.vision_config
         self._shape = tile_shape(self._vision)
         self._shaped = torch.nn.Unflatten(1, self._shape)
-        """A module's numbers are constants of a graph."""
+        """Gives tiles their shape; a module, whose numbers are constants of a graph."""
         self._rows_per_tile = tower.num_rows(model)
         most = min(pool.num_rows // self._rows_per_tile, MOST_PATCHES // self._num_patches)
         self._counts = [count for count in TILES if count <= most] or [1]
@@ -55,7 +55,7 @@ class TileGraphs(EncoderGraphs):
         self._run = wrap(self._encode_tiles, pool.tensors)
 
     def _encode_tiles(self, pool: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Writes what the tower makes of ``tiles`` [N, pixels] to ``places`` [N * rows of a tile] of the pool."""
+        """Encodes ``tiles`` [N, pixels] and writes the rows to ``places`` [N * rows of a tile] of the pool."""
         encoded = self._tower.encode(self._model, self._shaped(tiles))
         pool.index_put_((places,), encoded.reshape(len(places), -1).to(pool.dtype))
         return places.clone()
@@ -73,7 +73,7 @@ class TileGraphs(EncoderGraphs):
             order = self._tower.order(self._model, contents, len(tiles), self._rows_per_tile)
             check_rows(item, len(order))
             rows = self._rows.take(item.identifier, len(order))
-            # Images of one prompt are padded to as many tiles each by some processors.
+            # Some processors pad the images of one prompt to the same number of tiles.
             tiles = tiles[: order.max() // self._rows_per_tile + 1]
             places = np.full(len(tiles) * self._rows_per_tile, self._pool.num_rows, np.int32)
             places[order[order != BETWEEN]] = rows[order != BETWEEN]
@@ -104,13 +104,13 @@ class TileGraphs(EncoderGraphs):
 
     @property
     def _num_patches(self) -> int:
-        """Of a tile."""
+        """Number of patches in a tile."""
         patch, (_, height, width) = self._vision.patch_size, self._shape
         across, down = (patch, patch) if isinstance(patch, int) else patch
         return 1 + (height // across) * (width // down)
 
     def step_memory(self) -> int:
-        """In float32: the pixels, twice, and one layer's hidden states, inner activations and attention scores."""
+        """Bytes in float32 of the pixels, twice, and of one layer's hidden states, activations and attention scores."""
         vision, patches, (channels, height, width) = self._vision, self._num_patches, self._shape
         layer = patches * (6 * vision.hidden_size + 2 * vision.intermediate_size)
         scores = 2 * vision.num_attention_heads * patches**2

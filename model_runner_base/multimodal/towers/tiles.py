@@ -1,8 +1,8 @@
 """Towers that see tiles of one size: which models have one, and how an item's rows follow from its tiles.
 
-A tile becomes as many rows as any other, whatever stands beside it. So a graph by number of tiles serves images of all
-sizes, and what depends on the size of an image is which rows are kept, and in which order: numbers, worked out on the
-host.
+Each tile becomes the same number of rows, whatever its neighbours are. So one graph for each number of tiles serves
+images of all sizes. Only the choice and the order of the rows depend on the size of an image, and the host works them
+out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,10 @@ from vllm.config import ModelConfig
 from vllm.model_executor.models.vision import get_num_selected_vision_tokens, get_vision_encoder_info
 
 BETWEEN = -1
-"""In place of a row: the model's embedding between the rows of an image."""
+"""Place of the model's embedding between the rows of an image, which is not a row of a tile."""
 
 Contents = Mapping[str, Any]
-"""An item as the processor made it: tensors by name."""
+"""An item's tensors by name, as the processor made them."""
 
 
 def _in_order(model: Any, contents: Contents, num_tiles: int, num_rows: int) -> np.ndarray:
@@ -27,7 +27,7 @@ def _in_order(model: Any, contents: Contents, num_tiles: int, num_rows: int) -> 
 
 
 def _around_newlines(model: Any, contents: Contents, num_tiles: int, num_rows: int) -> np.ndarray:
-    """vLLM's own way from tiles to an image, walked by the numbers of the rows."""
+    """Orders rows by vLLM's own function, which gets the rows' numbers in place of embeddings."""
     numbers = torch.arange(num_tiles * num_rows).view(num_tiles, num_rows, 1)
     itself = SimpleNamespace(config=model.config, image_newline=torch.tensor([BETWEEN]))
     size = contents["image_sizes"].flatten()
@@ -36,24 +36,26 @@ def _around_newlines(model: Any, contents: Contents, num_tiles: int, num_rows: i
 
 @dataclass(frozen=True)
 class TiledTower:
-    """What a model does with an image, in three parts."""
+    """Functions of a model's tower: encoding of tiles, number of rows, and their order."""
 
     encode: Callable[[Any, torch.Tensor], torch.Tensor]
-    """The rows [N, ..., hidden] that the model makes of tiles [N, channels, height, width]. Traceable."""
+    """Encodes tiles [N, channels, height, width] to rows [N, ..., hidden]. Traceable."""
     num_rows: Callable[[Any], int]
-    """How many rows the model makes of a tile."""
+    """Number of rows that the model makes of a tile."""
     order: Callable[[Any, Contents, int, int], np.ndarray] = _in_order
-    """[N] which of its tiles' rows each row of an item is, or ``BETWEEN``: of a model, an item's contents, the number
-    of its tiles and of a tile's rows. None stands twice."""
+    """Finds, for each row of an item, the tile row that it is, or ``BETWEEN``: [N], no tile row twice.
+
+    Takes the model, the item's contents, the number of its tiles, and the number of a tile's rows.
+    """
     pixels: Sequence[str] = ("pixel_values",)
-    """What tiles are called in an item's contents, in one kind of item each."""
+    """Names of the tiles in an item's contents, one for each kind of item."""
     towers: Sequence[str] = ()
-    """Kinds of vision config; none given: any."""
+    """Kinds of vision config that are supported; empty: any."""
 
     def tiles_of(self, contents: Contents, shape: Sequence[int]) -> torch.Tensor | None:
-        """[N, channels, height, width]; None if the item is something else, such as embeddings that the user made.
+        """Tiles [N, channels, height, width]; None if the item has none, such as embeddings made by the user.
 
-        Raises RuntimeError for tiles of another ``shape``, which the model does not see.
+        Raises RuntimeError for tiles of another ``shape`` than the tower's.
         """
         given = [contents[name] for name in self.pixels if name in contents]
         if given and given[0].shape[-3:] != tuple(shape):
@@ -92,11 +94,11 @@ TILED_TOWERS = {
         lambda model, tiles: model.multi_modal_projector(model.vision_tower(tiles)), _shuffled_rows
     ),
 }
-"""By architecture. Of every other model, towers run eagerly."""
+"""Towers with tiles, by architecture. Towers of all other models that see tiles run eagerly."""
 
 
 def tiled_tower(model_config: ModelConfig) -> TiledTower | None:
-    """Of a model that has one."""
+    """The tiled tower of a model; None if it has none."""
     tower = TILED_TOWERS.get(model_config.architecture) if model_config.is_multimodal_model else None
     if tower is None or (tower.towers and model_config.hf_config.vision_config.model_type not in tower.towers):
         return None
@@ -104,7 +106,7 @@ def tiled_tower(model_config: ModelConfig) -> TiledTower | None:
 
 
 def tile_shape(vision_config: Any) -> tuple[int, int, int]:
-    """Channels, height, width."""
+    """Channels, height and width of a tile."""
     side = vision_config.image_size
     height, width = (side, side) if isinstance(side, int) else side
     return int(vision_config.num_channels), int(height), int(width)
