@@ -1,1 +1,1 @@
-"""What the model is called with for its tokens."""
+"""Inputs of the model for the tokens of a step: ids or embeddings."""

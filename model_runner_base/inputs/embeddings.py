@@ -1,7 +1,7 @@
-"""Prompts given as embeddings: a pool of them on the device, which the graph reads in place of the model's own table.
+"""Prompts given as embeddings: the graph reads them from a pool on the device, instead of the model's own table.
 
-A token's ``embed_source`` is its row of the pool, or -1: then its embedding is looked up by its id. So a step without
-any embeddings sends none; one that has some uploads those of its own tokens, padded to one of a few static lengths.
+A token's ``embed_source`` is its row of the pool, or -1 if its embedding is looked up by its id. A step without given
+embeddings uploads none. Any other step uploads those of its own tokens, padded to one of a few static lengths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ LOOKED_UP = -1
 
 
 class EmbeddingInputs(StepComponent):
-    """The pool's rows, float32, are those of the step's own embeddings, one behind another."""
+    """Gives the model prompts of embeddings. The pool's rows, float32, are those of the step's own tokens, in order."""
 
     reads = ("token_ids",)
 
@@ -79,8 +79,8 @@ class EmbeddingInputs(StepComponent):
         self._pool.warm_up()
 
     def _chunks(self, batch: InputBatch) -> Iterator[tuple[int, torch.Tensor]]:
-        """The scheduled parts of prompts of embeddings, and where in the step each begins."""
-        # Behind a prompt come output tokens, which have ids.
+        """Yields the scheduled parts of prompts of embeddings, and where in the step each begins."""
+        # The output tokens after a prompt have ids.
         indices = np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed)
         for index, info in zip(indices, self._requests.infos_of(batch.rows[indices]), strict=True):
             assert info.prompt_embeds is not None
@@ -101,7 +101,7 @@ class EmbeddingInputs(StepComponent):
 
 
 class _LookedUp:
-    """While a step is repeated all its tokens are output, which has ids."""
+    """Marks all tokens of a repeated step as looked up, since they are outputs, which have ids."""
 
     def __init__(self, source: np.ndarray) -> None:
         self._source = source
@@ -129,14 +129,14 @@ def make_embedding_inputs(
 
 
 def embeddings_memory(model_config: ModelConfig, max_num_tokens: int) -> int:
-    """Bytes of the pool, and of a piece on its way to it; 0 without ``enable_prompt_embeds``."""
+    """Bytes of the pool, and of a piece that is copied to it; 0 without ``enable_prompt_embeds``."""
     if not model_config.enable_prompt_embeds:
         return 0
     return 4 * (2 * max_num_tokens + 1) * model_config.get_inputs_embeds_size()
 
 
 def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """What a model is called with for its tokens before there are requests: the same arguments as in every step."""
+    """Makes the model's arguments for tokens before there are requests; they have the same names as in every step."""
     num_dims = rotary_dims(model_config)
     positions = token_ids.expand(num_dims, -1) if num_dims > 1 else token_ids
     if model_config.enable_prompt_embeds or model_config.is_multimodal_model:

@@ -8,7 +8,7 @@ from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.step.sizes import geometric
 
 SMALLEST_PIECE = 64
-"""Embeddings are written in one piece: of this length, twice it, and so on up to the pool's longest."""
+"""Length of the shortest piece. Embeddings are written as one piece, whose length is doubled up to the longest."""
 
 
 def _write(pool: torch.Tensor, rows: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
@@ -18,7 +18,7 @@ def _write(pool: torch.Tensor, rows: torch.Tensor, embeds: torch.Tensor) -> torc
 
 
 class EmbeddingPool:
-    """``tensors[0]`` [num_rows + 1, H], whose last row takes what a piece is padded with."""
+    """Pool of embeddings, ``tensors[0]`` [num_rows + 1, H]. The last row takes the padding of pieces."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class EmbeddingPool:
     ) -> None:
         self.num_rows = num_rows
         self.tensors = [device_ops.zeros((num_rows + 1, width), dtype)]
-        """A graph that writes the pool may replace the tensor."""
+        """One tensor, the pool; a graph that writes it may replace it here."""
         self._device_ops = device_ops
         self._write = wrap(_write, self.tensors)
         self._pieces = geometric(SMALLEST_PIECE, longest_piece)
@@ -47,7 +47,7 @@ class EmbeddingPool:
         self._write(pool, self._device_ops.to_device(padded_rows), self._device_ops.upload(padded))
 
     def warm_up(self) -> None:
-        """Writes a piece of each length, of nothing but padding."""
+        """Writes a piece of each length, of padding only."""
         width = self.tensors[0].shape[1]
         for length in self._pieces:
             self.write(np.full(length, self.num_rows, np.int32), torch.zeros((length, width)))

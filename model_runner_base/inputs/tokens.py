@@ -1,4 +1,4 @@
-"""What each token is: its id, or the row whose last token it is; the requests' rows, and where they are sampled."""
+"""Tokens of a step: their ids, or their places in the device's rows; and the rows in which results are recorded."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from model_runner_base.step.sizes import StepSize
 
 
 class TokenInputs(StepComponent):
-    """The model is called with token ids, unless a component behind this one has embeddings for them."""
+    """Gives the model its token ids; a later component may replace them by embeddings."""
 
     def __init__(self, requests: RequestStates) -> None:
         self._requests = requests
@@ -58,7 +58,7 @@ class TokenInputs(StepComponent):
 
 
 class _DeviceTokens:
-    """While a step is repeated the device knows all its tokens."""
+    """Refers all tokens of a repeated step to the device's rows, where all of them are known."""
 
     def __init__(self, token_ids: np.ndarray, rows: np.ndarray, row_len: int) -> None:
         self._token_ids = token_ids
@@ -88,13 +88,14 @@ def fill_tokens(
     logits_indices: np.ndarray,
     sample_rows: np.ndarray,
 ) -> None:
-    """What each token is, and for each row of logits its token and the row that what is drawn there goes to.
+    """Writes each token's id or place; for each row of logits, its token and the row that records the result.
 
-    ``known`` [rows, positions] int32 are the ids on the host, ``num_known`` [rows] of them. What the host does not know
-    is the token that was sampled in a request's last step, and drafts behind it: the number K of the row in the
-    device's ``tokens``, all rows one behind another, is ``-(K + 1)``. A chunk has logits of its last token, a decode
-    row of each of its tokens. What yields no token, where there is prompt left or no draft, is drawn for the padding
-    row, where nobody looks.
+    ``known`` [rows, positions] int32 are the ids on the host, of which the first ``num_known`` [rows] are valid. The
+    host does not know the token that was sampled in a request's last step, nor the drafts after it. Those are written
+    as ``-(K + 1)``, where K is the token's place in the device's ``tokens``, flattened over all rows.
+
+    A chunk has logits of its last token, a decode row of each of its tokens. If no token is yielded, because the prompt
+    goes on or there is no draft, the result goes to the padding row, which is not read.
     """
     padding_row = len(num_known)
     end = logits = 0
