@@ -2,11 +2,11 @@
 
 N = tokens x top-k choices meet E experts in one of three ways, by sizes that are known when a graph is made:
 
-- few choices: each gathers the weights of its expert, so that only what was chosen is read;
-- few tokens but more choices: nearly every expert is chosen by some token, and reading weights is what costs, so every
-  expert runs on every token, and weights that were not chosen count nothing;
-- many tokens: choices are sorted into tiles of rows of one expert, each tile gathers its expert's weights once. With
-  ``M = 1 + N // E`` rows a tile, ragged last tiles included, there are fewer than 2 E tiles and 2 N rows.
+- few choices: each gathers the weights of its expert, so that only chosen experts are read;
+- few tokens but more choices: nearly every expert is chosen by some token, and reading weights takes most of the time.
+  So every expert runs on every token, and results that were not chosen are dropped;
+- many tokens: choices are sorted into tiles of rows of one expert, and each tile gathers its expert's weights once.
+  With ``M = 1 + N // E`` rows a tile, partly filled ones included, there are fewer than 2 E tiles and 2 N rows.
 
 A choice's place among those of its expert is a cumulative sum over a one-hot matrix: no sort, and no branch on data.
 """
@@ -24,9 +24,9 @@ from model_runner_base.layers.routing import check_router, select_experts
 from model_runner_base.vllm_compat.probes.experts import ExpertsView, activation_name, experts_layers
 
 GATHER_COST = 3
-"""Reading an expert's weights through a gather costs this many times what reading them in place does."""
+"""Cost of reading an expert's weights through a gather, as a multiple of reading them in place."""
 MAX_DENSE_TOKENS = 64
-"""Up to here reading an expert's weights outweighs multiplying all tokens by them."""
+"""Largest number of tokens for which reading an expert's weights takes longer than multiplying all tokens by them."""
 
 
 def _gated(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 
 
 def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS's: gate and up take turns, both are clamped."""
+    """Computes GPT-OSS's activation: gate and up numbers alternate, and both are clamped."""
     gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(min=-7.0, max=7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
@@ -61,13 +61,13 @@ class Experts(NamedTuple):
     """[E, hidden]"""
 
     def take(self, ids: torch.Tensor) -> "Experts":
-        """The weights of the experts ``ids``, copied."""
+        """Copies the weights of the experts ``ids``."""
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[ids]
         down_bias = None if self.down_bias is None else self.down_bias[ids]
         return Experts(self.gate_up[ids], self.down[ids], self.activation, gate_up_bias, down_bias)
 
     def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """[E, M, hidden] to the same, each expert on its own rows; [1, M, hidden] gives all experts the same rows."""
+        """Runs each expert on its own rows [E, M, hidden], or all on the same rows [1, M, hidden]: [E, M, hidden]."""
         inner = torch.matmul(rows, self.gate_up)
         if self.gate_up_bias is not None:
             inner = inner + self.gate_up_bias.unsqueeze(1)
@@ -108,7 +108,7 @@ def _in_tiles(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights
     num_tiles = (num_choices + num_experts * (tile - 1)) // tile
     place, tile_expert = tile_places(ids.reshape(-1), num_experts, tile, num_tiles)
     choices = torch.arange(num_choices, device=ids.device)
-    # Places that stay empty hold the first token, and nobody reads what becomes of it.
+    # Empty places hold the first token; their results are not read.
     token_at = torch.zeros(num_tiles * tile, dtype=choices.dtype, device=ids.device)
     token_at = token_at.index_put((place,), choices // top_k)
     rows = hidden[token_at].view(num_tiles, tile, -1)
@@ -123,7 +123,7 @@ def tile_places(
 
     Args:
         experts: [N] the expert of each choice.
-        num_tiles: at least ``(N + num_experts * (tile - 1)) // tile``, so that any choice of experts finds room.
+        num_tiles: at least ``(N + num_experts * (tile - 1)) // tile``, which is enough for any choice of experts.
 
     Returns:
         [N] the row of each choice, no two alike; [num_tiles] the expert of each tile.
@@ -149,14 +149,14 @@ def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class PlainExpertsMethod(UnquantizedFusedMoEMethod):
-    """Keeps the weights as ``Experts`` has them, also when they are loaded again."""
+    """Keeps the weights in the layout of ``Experts``, also when they are loaded again."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         layer.w13_weight = _transposed(layer.w13_weight)
         layer.w2_weight = _transposed(layer.w2_weight)
 
     def experts(self, layer: Any) -> Experts:
-        """The layer's weights; a device with a layout of its own returns what ``run_experts`` can use instead."""
+        """The layer's weights; a device with its own layout returns an object of its own for ``run_experts``."""
         has_bias = layer.moe_config.has_bias
         return Experts(
             layer.w13_weight,
@@ -170,7 +170,7 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
 def use_plain_experts(model: nn.Module) -> None:
     """Makes every mixture-of-experts layer of a loaded model run in plain torch.
 
-    Raises NotImplementedError for what would come out wrong.
+    Raises NotImplementedError for a layer whose results would be wrong.
     """
     for _, layer in experts_layers(model):
         _check(layer)

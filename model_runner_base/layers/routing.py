@@ -1,6 +1,7 @@
-"""Which experts a token goes to: vLLM's routers in plain torch.
+"""Choice of experts for each token: vLLM's routers in plain torch.
 
-The routers themselves call kernels that not every device has; here their settings are read and the choice is computed.
+The routers themselves call kernels that not every device has. So only their settings are read, and the choice is
+computed here.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ def select_experts(layer: Any, hidden_states: torch.Tensor, logits: torch.Tensor
             hidden_states=hidden_states, gating_output=logits, topk=router.top_k, renormalize=router.renormalize
         )
         return weights.float(), ids
-    # A bias steers the choice alone. The layer's own is read: it moved to the device with the layer.
+    # The bias affects only the choice. It is read from the layer, with which it has moved to the device.
     bias = layer.e_score_correction_bias
     scores = SCORES[router.scoring_func](logits.float())
     choice = scores if bias is None else scores + bias
@@ -50,7 +51,7 @@ def select_experts(layer: Any, hidden_states: torch.Tensor, logits: torch.Tensor
 
 
 def _within_best_groups(choice: torch.Tensor, num_groups: int, top_groups: int, best: int) -> torch.Tensor:
-    """Drops all experts outside each token's best groups; a group is worth the sum of its ``best`` highest scores."""
+    """Sets experts outside each token's best groups to -inf; a group's worth is the sum of its ``best`` best scores."""
     grouped = choice.view(choice.shape[0], num_groups, -1)
     worth = grouped.topk(best, dim=-1).values.sum(dim=-1)
     chosen = worth.topk(top_groups, dim=-1).indices
