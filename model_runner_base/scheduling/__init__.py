@@ -1,4 +1,4 @@
-"""vLLM's scheduler with corrections, and with rows, which cost what changed rather than what runs.
+"""vLLM's scheduler with corrections, and with rows, whose cost follows the requests that change, not those that run.
 
 ``corrections/`` has classes over vLLM's scheduler, each for something that vLLM does wrong or not at all. ``rows/``
 keeps requests in steady decode in arrays and leaves everything else to vLLM's own code; decisions are vLLM's. Neither

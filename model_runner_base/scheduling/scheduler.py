@@ -1,4 +1,4 @@
-"""vLLM's schedulers with rows and corrections, and which of them an engine has."""
+"""vLLM's schedulers with rows and corrections, and the choice of one for an engine."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from model_runner_base.scheduling.rows.support import has_steps_of_rows
 
 
 class RowScheduling(RowSteps, SessionTurns, BidirectionalImages):
-    """Rows and all corrections, inherited from before ``Scheduler``, ``AsyncScheduler`` or a class of the user's."""
+    """Rows and all corrections: a mixin for ``Scheduler``, ``AsyncScheduler`` or a class of the user's."""
 
 
 class RowScheduler(RowScheduling, Scheduler):
@@ -25,15 +25,15 @@ class AsyncRowScheduler(RowScheduling, AsyncScheduler):
 
 
 class TurnScheduler(TurnParams, Scheduler):
-    """vLLM's ``Scheduler`` with corrections alone, for a release whose steps rows do not know."""
+    """vLLM's ``Scheduler`` with corrections only, for a release whose steps have fields that rows do not know."""
 
 
 class AsyncTurnScheduler(TurnParams, AsyncScheduler):
-    """vLLM's ``AsyncScheduler`` with corrections alone."""
+    """vLLM's ``AsyncScheduler`` with corrections only."""
 
 
 def make_scheduler(*args: Any, **kwargs: Any) -> TurnParams:
-    """The scheduler that the configuration asks for: what ``scheduler_cls`` names."""
+    """Makes the scheduler that the configuration asks for; ``scheduler_cls`` names this function."""
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     sync, asynchronous = (
         (RowScheduler, AsyncRowScheduler) if has_steps_of_rows() else (TurnScheduler, AsyncTurnScheduler)

@@ -19,10 +19,10 @@ def errors_of(output: ModelRunnerOutput) -> dict[str, str | None]:
 
 
 class StepHooks(Scheduler):
-    """Base of corrections and rows, inherited from before ``Scheduler`` or ``AsyncScheduler``.
+    """Base of corrections and rows: a mixin, listed before ``Scheduler`` or ``AsyncScheduler`` among the bases.
 
     A correction puts its work into the attributes below, or overrides a hook. A step for which the attributes are empty
-    is vLLM's own: no hook is called in it, and each method of vLLM's once.
+    is vLLM's own: no hook is called in it, and each method of vLLM's runs once.
     """
 
     schedules_all = True
@@ -31,13 +31,13 @@ class StepHooks(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.before_schedule: list[Callable[[], None]] = []
-        """Work for before the next step is scheduled; other threads may add to it."""
+        """Functions to call before the next step is scheduled; other threads may add to them."""
         self.after_update: list[Callable[[dict[int, EngineCoreOutputs]], None]] = []
-        """Work for after the next output has been read, with what is returned of it by client."""
+        """Functions to call after the next output has been read, with the outputs by client."""
         self.late_outputs: dict[str, Any] = {}
-        """Requests with outputs to be dropped (``_before_update``)."""
+        """Requests with outputs that must be dropped (``_before_update``)."""
         self.compiling_turns: set[str] = set()
-        """Requests whose grammar may still be compiled although a step of theirs is in flight (``_before_bitmask``)."""
+        """Requests whose grammar may still be compiling while a step of theirs is in flight (``_before_bitmask``)."""
 
     # ---- Once a step ----
 
@@ -61,7 +61,7 @@ class StepHooks(Scheduler):
             scheduler_output = self._before_update(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.after_update:
-            # What these add is for the next output.
+            # Functions that these add are for the next output.
             works, self.after_update = self.after_update, []
             for work in works:
                 work(outputs)

@@ -1,6 +1,6 @@
-"""Corrections of vLLM's scheduler: classes over it that need no rows.
+"""Corrections of vLLM's scheduler: mixins that need no rows.
 
-Each is inherited from before ``Scheduler`` or ``AsyncScheduler``. ``SessionTurns`` includes ``TurnParams``, which
-includes ``RequestFailures``, since a session may fail. ``BidirectionalImages`` and ``SessionTurns`` are for vLLM 0.16;
-the others are for all releases.
+A scheduler class lists them before ``Scheduler`` or ``AsyncScheduler`` among its bases. ``SessionTurns`` includes
+``TurnParams``, which includes ``RequestFailures``, since a session may fail. ``BidirectionalImages`` and
+``SessionTurns`` are for vLLM 0.16; the others are for all releases.
 """

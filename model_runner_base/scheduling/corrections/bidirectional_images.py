@@ -1,10 +1,10 @@
-"""Images whose tokens see each other, which no step cuts.
+"""Keeps images whole whose tokens see each other: no step cuts such an image.
 
-A step has all that is left of such an image, or nothing. With ``disable_chunked_mm_input`` vLLM 0.16 keeps to it where
-a chunk begins before the image. It cuts an image that a chunk begins with, or that a cached prefix ends in.
+A step has all remaining tokens of such an image, or none. With ``disable_chunked_mm_input``, vLLM 0.16 does the same
+where a chunk begins before the image. It cuts an image at which a chunk begins, or in which a cached prefix ends.
 
-Only tokens that stand for an encoder's output count. The text around them belongs to the item, too, and two adjacent
-items may share a token of it.
+Only tokens with encoder outputs count. The text around them belongs to the item, too, and two adjacent items may share
+one of its tokens.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 
 class BidirectionalImages(Scheduler):
-    """Scheduler that keeps such images whole, inherited from before ``Scheduler`` or ``AsyncScheduler``."""
+    """Mixin that keeps such images whole, listed before ``Scheduler`` or ``AsyncScheduler`` among the bases."""
 
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any

@@ -6,9 +6,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 
 def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int) -> int:
-    """Tokens, at most ``max_model_len``, of the longest request that has the whole cache of ``num_blocks``.
+    """Length of the longest request that the whole cache of ``num_blocks`` can hold: at most ``max_model_len`` tokens.
 
-    Its last token is sampled and never computed. Drafts behind it are, and have blocks.
+    The last token is sampled but never computed. Drafts after it are computed, so they need blocks.
     """
     num_beside = scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
     low, high = 0, scheduler.max_model_len
@@ -24,17 +24,17 @@ def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int) -> i
 
 
 def _num_blocks(config: KVCacheConfig, num_tokens: int, scheduler: Any) -> int:
-    """Blocks that a request of so many computed tokens holds at a time, over all groups."""
+    """Number of blocks, over all groups, that a request with ``num_tokens`` computed tokens holds at a time."""
     return sum(_num_group_blocks(group.kv_cache_spec, num_tokens, scheduler) for group in config.kv_cache_groups)
 
 
 def _num_group_blocks(spec: Any, num_tokens: int, scheduler: Any) -> int:
-    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)  # Layers of one type, and of several sizes.
+    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)  # Layers of one type but several sizes.
     if isinstance(spec, FullAttentionSpec):
         return -(-num_tokens // spec.block_size)
     kept = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     if kept is None:
         return spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes
-    # vLLM frees what lies behind a window before it gives a step's tokens their blocks.
+    # vLLM frees the blocks before a window, and then allocates those of a step's tokens.
     step = scheduler.scheduler_config.max_num_batched_tokens
     return min(-(-num_tokens // spec.block_size), -(-(kept - 1 + step) // spec.block_size) + 1)

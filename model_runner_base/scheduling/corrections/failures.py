@@ -1,4 +1,4 @@
-"""Requests that end with an error, alone: refused when they arrive, or failed in a step.
+"""Requests that end with an error, without others: refused when they arrive, or failed in a step.
 
 The front end gets an output with finish reason ``error`` and the message as its ``stop_reason``
 (``vllm_compat/patches/request_errors.py`` raises it to the caller).
@@ -22,14 +22,14 @@ from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 logger = init_logger(__name__)
 
 MAX_ENDED = 4_096
-"""Sessions that have ended and may still be sent input, which was under way."""
+"""Number of ended sessions that are remembered, since input for them may be under way."""
 
 
 class RequestFailures(StepHooks):
-    """Scheduler that ends failed requests alone, inherited from before ``Scheduler`` or ``AsyncScheduler``."""
+    """Mixin that ends failed requests alone, listed before ``Scheduler`` or ``AsyncScheduler`` among the bases."""
 
     reads_errors = True
-    """Tells a worker that ``errors`` of its outputs are read."""
+    """Whether the scheduler reads ``errors`` of a worker's outputs; the worker looks for this attribute."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,11 +62,11 @@ class RequestFailures(StepHooks):
             self._report(request, reason)
 
     def _unservable_reason(self, request: Request) -> str | None:
-        """Error of a request that no step can serve, and that would hold up those after it; None if one can."""
+        """Error of a request that no step can serve, and that would block later requests; None if one can serve it."""
         return too_long_reason(request.num_prompt_tokens, self.max_model_len)
 
     def _watch_grammar(self, request: Request) -> None:
-        """A grammar that does not compile ends its request; vLLM's loop would raise the error, and end the engine."""
+        """Makes a grammar that does not compile end its request alone; vLLM's loop would raise, and end the engine."""
         structured = request.structured_output_request
         compiling = None if structured is None else structured._grammar
         if not isinstance(compiling, Future):
@@ -94,7 +94,7 @@ class RequestFailures(StepHooks):
         return super()._free_request(request, *args, **kwargs)
 
     def _note_end(self, request: Request) -> None:
-        """Remembers a session that was aborted or failed: input that was under way would begin it anew."""
+        """Remembers a session that was aborted or failed, because input under way would start it again."""
         if request.resumable:
             self._ended_sessions[request.request_id] = None
             while len(self._ended_sessions) > MAX_ENDED:
@@ -103,7 +103,7 @@ class RequestFailures(StepHooks):
     # ---- In a step ----
 
     def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
-        """``errors`` of the runner's output end the requests that they name."""
+        """Ends the requests that ``errors`` of the runner's output names."""
         for req_id, reason in errors_of(output).items():
             if (request := self.requests.get(req_id)) is not None:
                 self._fail(request, reason or no_token_reason(request))
@@ -111,9 +111,10 @@ class RequestFailures(StepHooks):
 
     @contextmanager
     def _around_check(self, request: Request, new_token_ids: list[int]) -> Iterator[None]:
-        """Two rules go before ``min_tokens``: a finished grammar, which leaves nothing but to stop, and the length.
+        """Lets two rules end a request before ``min_tokens``: a finished grammar, and the longest length.
 
-        vLLM 0.16 never ends a request that has the longest length before ``min_tokens``, and computes no more of it.
+        A finished grammar allows only stop tokens. vLLM 0.16 never ends a request that reaches the longest length
+        before ``min_tokens``, and computes no more of it.
         """
         params = request.sampling_params
         if params is None or not params.min_tokens:
@@ -128,7 +129,7 @@ class RequestFailures(StepHooks):
             params.min_tokens = asked
 
     def _fail(self, request: Request, reason: str) -> None:
-        """Ends a request that was queued or runs."""
+        """Ends a request that is queued or running."""
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
         self._report(request, reason)
 
@@ -136,7 +137,7 @@ class RequestFailures(StepHooks):
         logger.error("Request %s ended with an error: %s", request.request_id, reason)
         output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
         self.after_update.append(partial(_hand_over, request.client_index, output))
-        # So that there is a next step, though nothing may be scheduled any more.
+        # So that there is a next step, even if nothing is scheduled any more.
         self.finished_req_ids.add(request.request_id)
 
 
@@ -145,7 +146,7 @@ def _hand_over(client: int, output: EngineCoreOutput, outputs: dict[int, EngineC
 
 
 def no_token_reason(request: Request) -> str:
-    """Error of a request whose rules leave no token, with the names of the rules."""
+    """Error of a request whose rules allow no token, with the names of the rules."""
     params = request.sampling_params
     assert params is not None
     rules = {
@@ -163,7 +164,7 @@ def no_token_reason(request: Request) -> str:
 
 
 def too_long_reason(num_tokens: int, longest: int) -> str | None:
-    """Error of a prompt after which no output token fits; None if one does."""
+    """Error of a prompt that leaves no space for an output token; None if there is some."""
     if num_tokens < longest:
         return None
     return (

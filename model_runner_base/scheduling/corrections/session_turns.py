@@ -1,8 +1,9 @@
-"""Streaming-input sessions whose turn ends while more of it is under way.
+"""Streaming-input sessions whose turn ends while outputs of it are under way.
 
-vLLM's rule for a session that goes on: its outputs but the last become part of its prompt, and the next input follows
-them. vLLM 0.16 reads what that is off ``num_computed_tokens``, which says it only where a turn's last token came alone
-and no step was in flight. Elsewhere it computes tokens at wrong positions or not at all, fails, or loses the session.
+vLLM's rule for a session that goes on: all outputs but the last become part of its prompt, and the next input follows
+them. vLLM 0.16 takes the number of those outputs from ``num_computed_tokens``. That is right only if the turn's last
+token came alone and no step was in flight. Otherwise vLLM computes tokens at wrong positions or not at all, fails, or
+loses the session.
 """
 
 from copy import copy
@@ -20,32 +21,32 @@ from model_runner_base.scheduling.corrections.turn_params import TurnParams
 
 @dataclass
 class LateOutputs:
-    """Outputs in flight of a request that nothing waits for.
+    """Outputs in flight of a request that must be dropped.
 
-    They are of a turn that has ended since, or of a request that a reset of the prefix cache has begin anew.
+    They belong to a turn that has ended, or to a request that a reset of the prefix cache starts again.
     """
 
     count: int = 0
     prompt_logprobs: Any = None
-    """Log probabilities that came with a late output and are not computed again."""
+    """Log probabilities of the prompt that came with a late output, and are not computed again."""
 
 
 class SessionTurns(TurnParams):
-    """Scheduler that keeps a session right where its turn ends early, inherited from before vLLM's."""
+    """Mixin that keeps a session right if its turn ends early, listed before vLLM's scheduler among the bases."""
 
     late_outputs: dict[str, LateOutputs]
 
     def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
-        """Late outputs are dropped, as those of a request that was aborted."""
+        """Drops late outputs, as vLLM drops those of an aborted request."""
         if self.late_outputs:
             scheduler_output = self._without_late(scheduler_output, output)
             self._hand_over_prompt_logprobs(scheduler_output, output)
         return super()._before_update(scheduler_output, output)
 
     def _without_late(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
-        """The step less the requests whose outputs are late.
+        """Returns the step without the requests whose outputs are late.
 
-        A chunk of a prompt yields nothing, so it does not count.
+        A prompt's chunk yields no token, so it does not count as a late output.
         """
         counts = scheduler_output.num_scheduled_tokens
         late = {req_id: each for req_id, each in self.late_outputs.items() if each.count and req_id in counts}
@@ -62,7 +63,7 @@ class SessionTurns(TurnParams):
         return scheduler_output
 
     def _hand_over_prompt_logprobs(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """A request that began anew gets them with its first token."""
+        """Adds the kept log probabilities of a prompt to the first token of the request that was started again."""
         for req_id in self.late_outputs.keys() & scheduler_output.num_scheduled_tokens.keys():
             if _yields(output, req_id):
                 output.prompt_logprobs_dict[req_id] = self.late_outputs.pop(req_id).prompt_logprobs
@@ -74,8 +75,10 @@ class SessionTurns(TurnParams):
         return finished
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Running requests that are to begin anew lose the tokens in flight, each as many as it has: vLLM 0.16 drops
-        one of each under asynchronous scheduling, also of a request whose prompt is not finished."""
+        """Drops the tokens in flight of running requests that are started again, for each as many as it has.
+
+        Under asynchronous scheduling vLLM 0.16 drops one for each request, even if its prompt is not finished.
+        """
         in_flight = {}
         if reset_running_requests:
             for request in self.running:
@@ -90,12 +93,12 @@ class SessionTurns(TurnParams):
         return was_reset
 
     def _num_in_flight(self, num_placeholders: int) -> int:
-        """Steps in flight that yield tokens of a request with so many placeholders."""
-        # With drafts several stand for a step, but then no more than one is in flight.
+        """Number of steps in flight that yield tokens of a request with ``num_placeholders``."""
+        # With drafts, one step has several placeholders, but then at most one step is in flight.
         return min(num_placeholders, 1) if self.num_spec_tokens else num_placeholders
 
     def _when_turn_stops(self, request: Request, num_dropped: int) -> None:
-        """Notes the outputs of steps in flight; other placeholders are of accepted drafts that follow the stop."""
+        """Notes the outputs of steps in flight; other placeholders are those of accepted drafts after the stop."""
         num_places = request.num_output_placeholders - num_dropped
         if num_places > 0:
             late = self.late_outputs.setdefault(request.request_id, LateOutputs())
@@ -110,20 +113,20 @@ class SessionTurns(TurnParams):
         return is_over
 
     def _queue_again(self, session: Request, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Puts back a session that has just been queued: vLLM takes what stopped while preempted out of the queue."""
+        """Puts a session back into the queue, from which vLLM removes requests that stop while they are preempted."""
         if session.request_id in self.requests:
             self.waiting.add_request(session)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        """The session's next input follows the outputs of its turn, all but the last.
+        """Appends the session's next input to the outputs of its turn, all but the last.
 
-        - ``num_computed_tokens``: vLLM keeps the outputs up to there. It is too high by accepted drafts behind the stop
-          and by steps in flight, whose keys and values are overwritten; it is 0 if the session was preempted. Cache
-          blocks allocated beyond stay the session's, and hold its next tokens.
-        - ``num_output_placeholders``: what they stand for never comes.
-        - ``spec_token_ids``: they were drafted to follow the turn, not the input.
-        - ``block_hashes``: one may be of a block whose last token is the output that is dropped. No such block is in
-          the prefix cache, where only computed tokens are.
+        - ``num_computed_tokens``: vLLM keeps the outputs up to there. It is too high by accepted drafts after the stop
+          and by steps in flight, whose keys and values are overwritten. It is 0 if the session was preempted. Cache
+          blocks allocated beyond it stay with the session, for its next tokens.
+        - ``num_output_placeholders``: set to 0, since their tokens never come.
+        - ``spec_token_ids``: removed, since they were drafted to follow the turn, not the input.
+        - ``block_hashes``: the hash of a block with the dropped output as its last token is removed. No such block is
+          in the prefix cache, which has only computed tokens.
         """
         num_computed, num_kept = session.num_computed_tokens, session.num_tokens - 1
         session.num_computed_tokens = num_kept
@@ -135,6 +138,6 @@ class SessionTurns(TurnParams):
 
 
 def _yields(output: ModelRunnerOutput, req_id: str) -> bool:
-    """Whether a step has a token of a request; it has none of one that failed."""
+    """Whether a step has a token of a request; a request that failed has none."""
     place = output.req_id_to_index.get(req_id)
     return place is not None and bool(output.sampled_token_ids) and bool(output.sampled_token_ids[place])

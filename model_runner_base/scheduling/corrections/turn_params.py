@@ -1,8 +1,9 @@
 """Turns of streaming-input sessions: each has parameters of its own, and a session that grows too long ends.
 
-vLLM keeps for a whole session what ``Request.__init__`` copies from the parameters of its first turn: the grammar, the
-cache to be read or not, in some releases ``max_tokens``. It begins a turn whose input is there already before the
-turn's predecessor is accounted for, whose last token would then advance the new turn's grammar.
+For a whole session, vLLM keeps the values that ``Request.__init__`` copies from the parameters of its first turn: the
+grammar, whether the prefix cache is read, and in some releases ``max_tokens``. If a turn's input has already arrived,
+vLLM begins the turn before it has accounted for the turn before. The last token of that one would then advance the new
+turn's grammar.
 """
 
 from collections import deque
@@ -20,21 +21,21 @@ from model_runner_base.scheduling.corrections.failures import RequestFailures, t
 
 _STATUSES = RequestStatus.__members__
 WAITING_FOR_GRAMMAR = _STATUSES.get("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR") or _STATUSES["WAITING_FOR_FSM"]
-"""A request's grammar is compiled; by the names of newer and of older releases."""
+"""Status of a request whose grammar is being compiled, by the name of newer or of older releases."""
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-"""A request waits for nothing but its turn and blocks."""
+"""Statuses of a request that waits only to be scheduled."""
 
 
 @dataclass
 class Turn(StreamingUpdate):
-    """Input of a session, with all that a request of its own would have."""
+    """Input of a session's next turn, with the values that a request of its own would have."""
 
     structured_output_request: StructuredOutputRequest | None = None
     skip_reading_prefix_cache: bool = False
 
 
 class TurnParams(RequestFailures):
-    """Scheduler whose sessions have parameters by turn, inherited from before ``Scheduler`` or ``AsyncScheduler``."""
+    """Mixin for sessions with parameters by turn, listed before ``Scheduler`` or ``AsyncScheduler`` among the bases."""
 
     def add_request(self, request: Request) -> None:
         session = self.requests.get(request.request_id)
@@ -50,10 +51,10 @@ class TurnParams(RequestFailures):
 
     @property
     def max_num_active_reqs(self) -> int:
-        """Requests that may run, of which newer releases subtract the sessions that wait for input.
+        """Largest number of running requests. Newer releases subtract the sessions that wait for input from it.
 
-        With a runner of this library those hold up none: their rows are given to others (``RequestStates.make_room``).
-        vLLM's own has no others.
+        With a runner of this library those sessions block no others, since their rows are given away
+        (``RequestStates.make_room``), so they are added here. vLLM's own runner does not give rows away.
         """
         is_vllms_own = str(self.vllm_config.parallel_config.worker_cls).startswith("vllm.")
         return self._num_seats + (0 if is_vllms_own else self.num_waiting_for_streaming_input)
@@ -64,14 +65,14 @@ class TurnParams(RequestFailures):
 
     def _when_nothing_runs(self) -> None:
         """Gives blocks of sessions that wait for input to requests that wait for blocks, from the next step on."""
-        if getattr(self, "pause_state", 0):  # Of newer releases, where requests may wait for the engine to go on.
+        if getattr(self, "pause_state", 0):  # Newer releases may pause the engine; requests then wait for it to go on.
             return
-        queues = self.waiting, getattr(self, "kv_holding_waiting", ())  # The second is of newer releases.
+        queues = self.waiting, getattr(self, "kv_holding_waiting", ())  # The second exists in newer releases.
         if any(request.status in READY for queue in queues for request in queue):
             self._give_up_idle_blocks()
 
     def _give_up_idle_blocks(self) -> None:
-        """Frees what sessions that do not run have computed, as if they were preempted."""
+        """Frees cache blocks and encoder outputs of sessions that do not run, as if they were preempted."""
         for session in self.requests.values():
             if session.resumable and session.status != RequestStatus.RUNNING and session.num_computed_tokens:
                 self.kv_cache_manager.free(session)
@@ -79,7 +80,7 @@ class TurnParams(RequestFailures):
                 session.num_computed_tokens = 0
 
     def _before_bitmask(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """Leaves out turns whose grammar is still being compiled: the step that asks is one of the turn before."""
+        """Leaves out turns whose grammar is still being compiled, since this step belongs to the turn before."""
         self.compiling_turns = {
             req_id
             for req_id in self.compiling_turns
@@ -94,7 +95,7 @@ class TurnParams(RequestFailures):
         return super()._before_bitmask(scheduler_output)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        """Resets the cache, and frees blocks of sessions that wait for input: with those vLLM raises an error."""
+        """Resets the cache; first frees blocks of sessions that wait for input, for which vLLM would raise an error."""
         if reset_running_requests:
             self._give_up_idle_blocks()
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
@@ -112,13 +113,13 @@ class TurnParams(RequestFailures):
         return False
 
     def _begin_turn(self, session: Request, turn: Turn, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Called when the turn before has been accounted for."""
+        """Begins a turn; called once vLLM has accounted for the turn before."""
         if self.requests.get(session.request_id) is session:
             self._update_request_as_session(session, turn)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         assert isinstance(update, Turn)
-        # All outputs but the last stay.
+        # The prompt takes all outputs but the last.
         reason = too_long_reason(session.num_tokens - 1 + len(update.prompt_token_ids or ()), self.max_model_len)
         if reason is not None:
             self._fail(session, f"this session is too long: {reason}")

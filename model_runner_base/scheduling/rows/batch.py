@@ -1,4 +1,4 @@
-"""Rows of a step, and the events at which the cache has something to do for them."""
+"""Rows of a step, and those of them for which the KV cache has work."""
 
 from typing import Protocol
 
@@ -16,9 +16,9 @@ class BatchSource(Protocol):
 
 
 class Batch:
-    """The rows that steps schedule, and what is handed out of them; the same objects as long as the rows are the same.
+    """Rows that a step schedules, with their values as lists; steps with the same rows share one batch.
 
-    ``rows`` are indices, -1 where a request has left its row since, or None for the first ``len(req_ids)`` rows.
+    ``rows`` are indices, -1 where a request has left its row since. None means the first ``len(req_ids)`` rows.
     """
 
     def __init__(self, rows: BatchSource, active: np.ndarray | None) -> None:
@@ -27,18 +27,18 @@ class Batch:
         self.req_ids = rows.req_ids.copy() if active is None else [rows.req_ids[row] for row in active.tolist()]
         self.counts = dict.fromkeys(self.req_ids, 1)
         self.id_set: set[str] = set()
-        """Ids of the batch, once a step has scheduled these requests alone; vLLM may clear it."""
+        """Ids of the batch, set once a step has scheduled these requests alone; vLLM may clear it."""
         self.num_cached: list[int] = rows.num_cached[at].tolist()
         self.clients: list[int] = rows.client[at].tolist()
         self.client = self.clients[0] if len(set(self.clients)) == 1 else None
-        """Client of all of them; None if they have several."""
+        """Client of all requests; None if they have several clients."""
         self.structured: list[int] = np.flatnonzero(rows.structured[at]).tolist()
         self.logprobs: list[int] = np.flatnonzero(rows.logprobs[at]).tolist()
-        """Places in the batch, not rows."""
+        """``structured`` and ``logprobs`` hold places in the batch, not rows."""
 
 
 class RowEvents:
-    """Rows with something to do in a step, those of them that enter a block, and those whose block is to be cached."""
+    """Rows with an event in a step; of these, the rows that enter a block, and those whose block is to be cached."""
 
     def __init__(self, rows: np.ndarray, entering: np.ndarray, caching: np.ndarray) -> None:
         self.rows, self.entering, self.caching = rows, entering, caching

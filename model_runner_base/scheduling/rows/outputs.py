@@ -1,4 +1,4 @@
-"""Outputs of rows for the front ends, merged with those that vLLM's own code made."""
+"""Makes outputs of rows for the front ends, and merges them with the outputs of vLLM's own code."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -10,23 +10,26 @@ from model_runner_base.scheduling.rows.batch import Batch
 
 _FIELDS = EngineCoreOutput.__struct_fields__
 _BETWEEN = (_FIELDS.index("num_cached_tokens") if "num_cached_tokens" in _FIELDS else len(_FIELDS)) - 2
-"""Fields after the id and the tokens; none of them is set for a plain token. Releases without the last have no rows."""
+"""Number of fields between the tokens and ``num_cached_tokens``; none of them is set for a plain token.
+
+Releases without ``num_cached_tokens`` have no rows.
+"""
 
 Merged = dict[int, EngineCoreOutputs]
 
 
 def plain_outputs(batch: Batch, token_lists: Sequence[list[int]]) -> list[EngineCoreOutput | None]:
-    """One for each request of the batch, which goes on."""
+    """Makes an output for each request of the batch, none of which ends."""
     return list(map(EngineCoreOutput, batch.req_ids, token_lists, *repeat(repeat(None), _BETWEEN), batch.num_cached))
 
 
 def merge(
     batch: Batch, outputs: list[EngineCoreOutput | None], apart: Sequence[int], theirs: Merged
 ) -> dict[int, EngineCoreOutputs]:
-    """All outputs by client, as vLLM orders them.
+    """Merges all outputs by client, in vLLM's order.
 
-    ``theirs`` are those of vLLM's own code: of the places ``apart`` in the batch, then of requests that are no part of
-    it. Those of ``apart`` take their places among ``outputs``.
+    ``theirs`` are the outputs of vLLM's own code: first those of the requests at the places ``apart`` in the batch,
+    which take their places among ``outputs``; then those of requests outside the batch.
     """
     apart_ids = {batch.req_ids[place] for place in apart}
     if apart_ids:
@@ -49,7 +52,7 @@ def merge(
         if client not in merged and (them.outputs or them.finished_requests is not None):
             merged[client] = them
     if stats is not None:
-        # vLLM returns them to one front end, also if there is nothing else to say.
+        # vLLM returns the statistics to one front end, even if there are no outputs.
         if not merged:
             merged[0] = EngineCoreOutputs()
         next(iter(merged.values())).scheduler_stats = stats

@@ -3,7 +3,7 @@
 import numpy as np
 
 MAX_STOPS = 8
-"""Tokens that may end a request of a row, its end-of-sequence token among them."""
+"""Largest number of tokens that may end a request in a row, its end-of-sequence token included."""
 NEVER = 1 << 62
 
 FIELDS = (
@@ -14,9 +14,9 @@ FIELDS = (
     "next_block",  # computed tokens at which a cache block must be added
     "next_cached",  # known tokens at which another block enters the prefix cache
     "next_full",  # known tokens at which another block can be hashed
-    "last",  # computed tokens from which on vLLM may schedule no more
-    "next_event",  # computed tokens at which scheduling may have something to do
-    "next_told",  # known tokens at which an output may have something to do
+    "last",  # computed tokens from which on vLLM may schedule no further step
+    "next_event",  # computed tokens at which a step may have an event for the row
+    "next_told",  # known tokens at which an output may have an event for the row
     "length",  # num_prompt_tokens + max_tokens
     "cap",  # known tokens at which the request ends
     "prompt",  # num_prompt_tokens
@@ -24,12 +24,12 @@ FIELDS = (
     "client",  # client_index
     "structured",  # whether a grammar follows the tokens
     "logprobs",  # whether log probabilities are asked for
-    "idle",  # whether vLLM schedules no more, though the request still runs
+    "idle",  # whether vLLM schedules no further step, though the request still runs
 )
 
 
 class RequestArrays:
-    """``FIELDS`` as int64 arrays [rows], and for each row a block of tokens and the tokens that end it."""
+    """``FIELDS`` as int64 arrays [rows]; also, for each row, a block's tokens and the tokens that end the request."""
 
     computed: np.ndarray
     known: np.ndarray
@@ -56,7 +56,7 @@ class RequestArrays:
         """Tokens that the request's own lists lack, by row and position in the block."""
         self._stops: np.ndarray = np.zeros((MAX_STOPS, 0), np.int64)
         self._num_stops = 0
-        """Maximum of any row since the rows were last empty."""
+        """Largest number of stop tokens of any row since the rows were last empty."""
         self._show(0)
 
     def _reserve(self, count: int) -> None:

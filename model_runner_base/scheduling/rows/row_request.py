@@ -1,4 +1,4 @@
-"""Request whose progress is kept in a row: reading it brings it up to date, writing it takes it out of the row."""
+"""Request whose progress is kept in a row: reading it updates the request, writing it takes the request out."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,7 @@ from vllm.v1.request import Request
 
 
 class Rows(Protocol):
-    """Keeper of the progress of requests."""
+    """Keeper of the progress of requests in rows."""
 
     def bring_up_to_date(self, request: Request) -> None:
         """Writes the row's progress into the request, which stays in its row."""
@@ -16,7 +16,10 @@ class Rows(Protocol):
 
 
 class GuardedAttribute:
-    """Attribute that the row knows better than the request."""
+    """Attribute whose latest value is in the row.
+
+    Reading it updates the request first. Writing it takes the request out of its row.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -33,17 +36,17 @@ class GuardedAttribute:
 
 
 class WriteGuardedAttribute(GuardedAttribute):
-    """Attribute that is always up to date; writing it takes the request out of its row."""
+    """Attribute that is always up to date in the request; writing it takes the request out of its row."""
 
     def __get__(self, request: Any, owner: type) -> Any:
         return self if request is None else request.__dict__[self._name]
 
 
 class RowRequest(Request):
-    """A ``Request`` while it has a row. vLLM's objects take this class and give it back (``ScheduledRows``).
+    """A ``Request`` while it has a row. ``ScheduledRows`` gives vLLM's objects this class, and later their own back.
 
-    The attributes below are all that changes while a request decodes. Nothing can read an old value of theirs, and
-    nothing can change them, or the request's status, behind the row's back.
+    The attributes below are all that changes while a request decodes. Code that reads one of them never gets an old
+    value. Code that writes one of them, or the request's status, takes the request out of its row.
     """
 
     decode_rows: Rows
@@ -59,6 +62,6 @@ class RowRequest(Request):
     discard_latest_async_tokens = WriteGuardedAttribute()  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies are of the plain request."""
+        """Takes the request out of its row, so that a copy is a plain request."""
         self.decode_rows.let_go(self)
         return self.__reduce_ex__(protocol)

@@ -1,7 +1,7 @@
 """Steps of a scheduler that keeps requests in steady decode in rows.
 
-A step hides the rows from vLLM, has vLLM's own code schedule what is left, and puts both together. The rows
-come first among the running requests, so vLLM would have looked at them first, too; they are looked at before.
+A step hides the rows from vLLM, lets vLLM's own code schedule the other requests, and joins both. Rows are the first of
+the running requests, so vLLM would have scheduled them first, too.
 """
 
 from collections import deque
@@ -27,32 +27,32 @@ from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 logger = init_logger(__name__)
 
 MAX_IN_FLIGHT = 16
-"""Steps of which the rows are remembered. Outputs of older ones are vLLM's own code's to read."""
+"""Number of steps whose rows are remembered. Outputs of older steps are read by vLLM's own code."""
 
 
 class RowStep(NamedTuple):
-    """A step in flight that rows are part of."""
+    """Step in flight that has rows."""
 
     scheduler_output: SchedulerOutput
     batch: Batch
     others: dict[str, int]
-    """Tokens by request, of those that are not in rows."""
+    """Number of tokens of each request without a row."""
 
 
 class RowSteps(StepHooks):
-    """Steps of rows, and vLLM's own where rows cannot have them.
+    """Mixin that schedules steps with rows, and leaves steps that rows cannot serve to vLLM.
 
-    Inherited from before ``Scheduler``, ``AsyncScheduler`` or a class of the user's that changes neither. Corrections
-    come between the two, if there are any; rows need none.
+    A class lists it before ``Scheduler``, ``AsyncScheduler`` or a class of the user's that changes neither.
+    Corrections, if any, come between the two; rows need none.
     """
 
     least_rows = 4
-    """Number of requests from which on rows cost less than vLLM's own loops."""
+    """Smallest number of running requests for which rows cost less than vLLM's own loops."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rows: ScheduledRows | None = None
-        """Rows that decode; None where vLLM's own code does everything."""
+        """Rows of requests in steady decode; None if vLLM's own code does everything."""
         self._steps: deque[RowStep] = deque(maxlen=MAX_IN_FLIGHT)
         self._is_async = isinstance(self, AsyncScheduler)
         reason = unsupported_reason(self, RowSteps)
@@ -81,7 +81,7 @@ class RowSteps(StepHooks):
     def _row_events(self, rows: ScheduledRows) -> RowEvents | None:
         """Events of the rows in this step; None if vLLM's own code must decide on all requests."""
         if self._steps and not self._is_async:
-            return None  # The step before has not been read, and its tokens are the next step's input.
+            return None  # The step before has not been read yet, and its tokens are the next step's input.
         rows.settle(self.running, self.prev_step_scheduled_req_ids, [step.batch for step in self._steps])
         num_rows = len(rows.requests)
         events = rows.events() if num_rows else None
@@ -92,7 +92,7 @@ class RowSteps(StepHooks):
         if budget < 0 or num_free < 0:
             return None
         if self.policy == SchedulingPolicy.PRIORITY:
-            # The request that vLLM preempts for another may be one of the rows'.
+            # vLLM may preempt a request of the rows for another one.
             num_others = len(self.running) - num_rows
             if num_others and num_free < budget // rows.block_size + num_others:
                 return None
@@ -119,7 +119,7 @@ class RowSteps(StepHooks):
         return output
 
     def _schedule_none(self) -> SchedulerOutput:
-        """Returns a step without tokens: vLLM's own code would find nothing to do."""
+        """Returns a step without tokens, as there is nothing for vLLM's own code to schedule."""
         output = SchedulerOutput.make_empty()
         output.preempted_req_ids = set()
         output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
@@ -127,7 +127,7 @@ class RowSteps(StepHooks):
         return output
 
     def _schedule_others(self, num_rows: int, num_active: int) -> SchedulerOutput:
-        """vLLM's own code decides on all requests that have no row, with what the rows leave of its limits."""
+        """Lets vLLM's own code schedule all requests without a row, within the limits that the rows leave."""
         running, before = self.running, self.prev_step_scheduled_req_ids
         limits = self.max_num_scheduled_tokens, self.max_num_running_reqs
         self.running = running[num_rows:]
@@ -145,7 +145,7 @@ class RowSteps(StepHooks):
     def _join(
         self, rows: ScheduledRows, batch: Batch, events: RowEvents, block_ids: list[int], output: SchedulerOutput
     ) -> None:
-        """Puts the batch before what vLLM has scheduled beside it."""
+        """Puts the batch in front of the requests that vLLM has scheduled."""
         at: Any = slice(None) if batch.rows is None else batch.rows
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(batch.req_ids)
         if block_ids:
@@ -173,7 +173,7 @@ class RowSteps(StepHooks):
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if not scheduler_output.has_structured_output_requests:
-            return None  # vLLM would look at every request to see it.
+            return None  # vLLM would look at every request to find this out.
         return super().get_grammar_bitmask(scheduler_output)
 
     # ---- A step's output arrives ----
@@ -218,14 +218,14 @@ class RowSteps(StepHooks):
         return None
 
     def _let_go(self, rows: ScheduledRows, req_ids: Iterable[str]) -> None:
-        """vLLM's own code is about to read and write these requests."""
+        """Takes requests out of their rows, because vLLM's own code is about to read and write them."""
         for req_id in req_ids:
             request = self.requests.get(req_id)
             if isinstance(request, RowRequest):
                 rows.let_go(request)
 
     def _accept(self, batch: Batch, token_lists: list[list[int]], apart: set[int]) -> None:
-        """Grammars follow the tokens."""
+        """Advances the grammars by the batch's tokens, except at the places ``apart``."""
         for place in batch.structured:
             if place in apart:
                 continue
@@ -241,7 +241,10 @@ class RowSteps(StepHooks):
 def _plain_tokens(
     batch: Batch, output: ModelRunnerOutput
 ) -> tuple[range | list[int], list[list[int]], list[int]] | None:
-    """Places of a batch's requests in an output, their lists of tokens, and all tokens; None if there is more."""
+    """Places of a batch's requests in an output, their lists of tokens, and all tokens.
+
+    None if the output has anything else, such as errors or several tokens of a request.
+    """
     sampled = output.sampled_token_ids
     if (
         not sampled
@@ -260,7 +263,7 @@ def _plain_tokens(
     else:
         places = [output.req_id_to_index.get(req_id, -1) for req_id in batch.req_ids]
         if min(places) < 0:
-            return None  # A request that failed in the step before.
+            return None  # A request failed in the step before.
         token_lists = [sampled[place] for place in places]
     try:
         return places, token_lists, [token_id for (token_id,) in token_lists]

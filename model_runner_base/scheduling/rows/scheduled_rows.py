@@ -1,4 +1,4 @@
-"""Requests in steady decode, one row each of a few arrays: how far they are, and when something happens to them."""
+"""Requests in steady decode, each in one row of a few arrays: their progress, and when their next events are due."""
 
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -31,14 +31,14 @@ class ScheduledRows(RequestArrays):
         self._has_placeholders = has_placeholders
         self._batch: Batch | None = None
         self._batches: set[Batch] = set()
-        """Batches of steps in flight, whose rows are kept up when rows move."""
+        """Batches of steps in flight, whose row indices are updated when rows move."""
         self._row_of: dict[str, int] | None = None
         super().__init__(self.block_size)
 
     # ---- Requests that have a row ----
 
     def settle(self, running: list[Request], scheduled_before: Set[str], in_flight: Iterable[Batch]) -> None:
-        """Gives rows to the longest run of requests, from the first on, that can be kept in rows, and to no other."""
+        """Gives rows to running requests from the first on, up to one that cannot have a row; no later one has one."""
         self._batches = set(in_flight)
         if self.loose:
             self._fill_loose(scheduled_before)
@@ -56,7 +56,7 @@ class ScheduledRows(RequestArrays):
             self._append(running, count, scheduled_before)
 
     def can_take(self, request: Request, scheduled_before: Set[str]) -> bool:
-        """Whether all that happens to the request next is one more token a step."""
+        """Whether the request is in steady decode: each next step yields one token of it, and nothing else happens."""
         params, req_id = request.sampling_params, request.request_id
         if type(request) is not Request or request.status != RequestStatus.RUNNING or params is None:
             return False
@@ -146,7 +146,7 @@ class ScheduledRows(RequestArrays):
         request.__class__ = RowRequest
 
     def _drop(self, dropped: list[int]) -> None:
-        """Takes rows out that belong to no request any more; the rows after them move up."""
+        """Removes rows whose requests have left them; the rows after them move up."""
         count = len(self.requests)
         is_kept = np.ones(count, bool)
         is_kept[dropped] = False
@@ -161,7 +161,7 @@ class ScheduledRows(RequestArrays):
         self._moved()
 
     def _moved(self) -> None:
-        """Forgets what depends on which request has which row."""
+        """Forgets everything that depends on which request has which row."""
         self._show(len(self.requests))
         self._batch = self._row_of = None
 
@@ -202,7 +202,7 @@ class ScheduledRows(RequestArrays):
         state["num_output_placeholders"] = int(self.placeholders[row])
         start, end = int(self.written[row]), int(self.known[row])
         if start < end:
-            # They lie in one block: what fills one is written at once.
+            # The tokens lie in one block, because a full block is written at once.
             first = start % self.block_size
             _append_tokens(state, self._tokens[row, first : first + end - start].tolist())
             self.written[row] = end
@@ -210,7 +210,7 @@ class ScheduledRows(RequestArrays):
     # ---- A step is scheduled ----
 
     def events(self) -> RowEvents | None:
-        """Events of the next step; None if a request that was at its end is not any more."""
+        """Events of the next step; None if a request that was at its end is no longer there."""
         rows = (self.computed >= self.next_event).nonzero()[0]
         if not len(rows):
             return RowEvents(rows, rows, rows)
@@ -230,13 +230,13 @@ class ScheduledRows(RequestArrays):
         return RowEvents(rows, entering, caching)
 
     def _is_at_end(self, rows: np.ndarray) -> np.ndarray:
-        """Whether vLLM schedules no more of each: the token in flight is the last."""
+        """Whether vLLM schedules no further step for each row, because the token in flight is the last."""
         computed, placeholders = self.computed[rows], self.placeholders[rows]
         is_length = (placeholders > 0) & (computed + 2 - placeholders >= self.length[rows])
         return is_length | (computed >= self._max_model_len - 1)
 
     def batch(self) -> Batch:
-        """The rows that the next step schedules."""
+        """Returns the batch of rows that the next step schedules."""
         if self._batch is None:
             self._batch = Batch(self, np.flatnonzero(self.idle == 0) if self.idle.any() else None)
         return self._batch
@@ -276,8 +276,8 @@ class ScheduledRows(RequestArrays):
     def receive(self, batch: Batch, token_ids: list[int], set_apart: Sequence[int]) -> list[int]:
         """Takes a token for each request of the batch.
 
-        Returns the places of those that vLLM's own code must see to: they may end, belong to a loose row, or are
-        ``set_apart``. These have left their rows, and their token is not taken.
+        Returns the places of requests that are left to vLLM's own code: they may end, belong to a loose row, or are
+        ``set_apart``. These have left their rows, and their tokens are not taken.
         """
         tokens = np.array(token_ids)
         at: slice | np.ndarray = slice(len(tokens))
@@ -308,7 +308,7 @@ class ScheduledRows(RequestArrays):
         return apart
 
     def _is_apart(self, at: slice | np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Whether the token of each may be the last, or its request has left the row."""
+        """Whether each request's token may be its last, or the request has left its row."""
         is_apart = np.zeros(len(tokens), bool)
         for stops in self._stops[: self._num_stops]:
             is_apart |= stops[: len(self.requests)][at] == tokens
@@ -319,14 +319,17 @@ class ScheduledRows(RequestArrays):
         return is_apart
 
     def _ends(self, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Whether each row is at its length limit, or two outputs came since its block was due to be cached."""
+        """Whether each row is at its length limit, or has got two outputs since its block was due to be cached."""
         ends = known >= self.cap[rows]
         return ends | (known > self.next_cached[rows]) if self._has_placeholders else ends
 
     def _places_apart(
         self, batch: Batch, places: np.ndarray | None, is_apart: np.ndarray, set_apart: Sequence[int]
     ) -> list[int]:
-        """Places in the batch; ``is_apart`` is of those that have rows, and learns of those that are set apart."""
+        """Finds the places in the batch that are apart, and marks those of ``set_apart`` in ``is_apart``.
+
+        ``is_apart`` is for the requests that have rows, which are at ``places``; None: all.
+        """
         if places is None:
             is_apart[list(set_apart)] = True
             return is_apart.nonzero()[0].tolist()
@@ -346,7 +349,7 @@ class ScheduledRows(RequestArrays):
                 if row not in self.loose:
                     request = self.requests[row]
                     _append_tokens(request.__dict__, block[first:])
-                    request.__class__ = Request  # To read it, the hasher need not ask the row.
+                    request.__class__ = Request  # The hasher then reads plain attributes.
                     request.update_block_hashes()
                     request.__class__ = RowRequest
             self.written[rows] = ends
@@ -355,6 +358,6 @@ class ScheduledRows(RequestArrays):
 
 
 def _append_tokens(state: dict[str, Any], tokens: list[int]) -> None:
-    """Appends to the lists of a request, whose attributes these are."""
+    """Appends to the two lists of tokens in a request's attributes, ``state``."""
     state["_output_token_ids"].extend(tokens)
     state["_all_token_ids"].extend(tokens)

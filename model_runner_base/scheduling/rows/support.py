@@ -1,4 +1,4 @@
-"""Schedulers that may keep requests in rows; any other has none."""
+"""Decides which schedulers may keep requests in rows."""
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -15,11 +15,11 @@ HOOKS = (
     "_update_request_with_output",
     "get_grammar_bitmask",
 )
-"""Methods of vLLM's that do not see requests of rows, or see only the others."""
+"""Methods of vLLM's scheduler that never see requests in rows, or are called for other requests only."""
 
 
 def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
-    """Name of something that the scheduler has and rows do not know; None if they know it all."""
+    """Name of a feature of the scheduler that rows do not support; None if they support all."""
     config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
     reasons = {
         "a KV connector": scheduler.connector is not None,
@@ -36,7 +36,9 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
         "vLLM's second model runner": scheduler.use_v2_model_runner,
         "a cache manager of its own": type(manager) is not KVCacheManager
         or type(manager.coordinator) not in (UnitaryKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache),
-        "layers beside one group with full attention": [type(each) for each in manager.coordinator.single_type_managers]
+        "layers other than one group with full attention": [
+            type(each) for each in manager.coordinator.single_type_managers
+        ]
         != [FullAttentionManager],
         "a method of its own": _has_own_hooks(type(scheduler), mixin),
     }
@@ -49,7 +51,7 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
 
 
 def _has_own_hooks(scheduler_cls: type, mixin: type) -> bool:
-    """Whether a class below the mixin, which must be vLLM's, changes what the rows take over."""
+    """Whether a class other than vLLM's changes a method that rows replace: below the mixin, or above if private."""
     order = scheduler_cls.__mro__
     at = order.index(mixin)
     others = [cls for cls in order[at + 1 :] if cls not in (AsyncScheduler, *mixin.__mro__)]
@@ -76,9 +78,9 @@ FILLED = {
     "kv_connector_metadata",
     "ec_connector_metadata",
 }
-"""The fields of a step that our scheduler fills, or knows to be empty."""
+"""Fields of a step that this scheduler fills, or knows to be empty."""
 
 
 def has_steps_of_rows() -> bool:
-    """Whether a step has these fields alone. With others come states of a request that our rows do not know."""
+    """Whether a step has these fields alone. With others a request may be in a state that rows do not know."""
     return set(SchedulerOutput.__dataclass_fields__) == FILLED
