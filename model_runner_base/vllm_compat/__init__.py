@@ -1,1 +1,1 @@
-"""Everything that follows a release of vLLM: its step types, its differences, the methods that are wrapped."""
+"""Code that depends on vLLM's release: its step types, differences between releases, and patches of its methods."""

@@ -1,1 +1,1 @@
-"""Methods of vLLM that are wrapped once in a process, where it has no hook for what is needed."""
+"""Patches of vLLM's methods, each applied once in a process, where vLLM has no hook."""

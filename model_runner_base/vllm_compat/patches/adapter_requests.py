@@ -1,7 +1,7 @@
-"""Adapters are loaded before the first request that names them is queued, so that a refusal is that request's alone.
+"""Loads adapters before the first request that names them is queued, so that only that request is refused.
 
-vLLM loads an adapter within the first step that runs with it. What is wrong with it would be raised there, by the step
-of all requests, and again by every later one, since the request stays queued.
+vLLM loads an adapter within the first step that runs with it. An error would be raised there, in the step of all
+requests, and again in every later step, since the request stays queued.
 """
 
 from functools import wraps
@@ -16,11 +16,11 @@ from model_runner_base.our_engines import is_ours
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 KNOWN = "_adapters_that_were_loaded"
-"""Attribute of a front end: what it has had the workers load."""
+"""Attribute of a front end that holds the adapters that its workers have loaded."""
 
 
 def load_adapters_first() -> None:
-    """Patches vLLM's two front ends. To be called in their process, any number of times."""
+    """Patches vLLM's two front ends. Call it in their process; further calls change nothing."""
     wrap_once(LLMEngine, "add_request", _loading)
     wrap_once(AsyncLLM, "add_request", _loading_async)
 
@@ -60,7 +60,7 @@ def _loading_async(add_request: Any) -> Any:
 
 
 def _unknown(front_end: Any, prompt: Any, options: dict[str, Any]) -> LoRARequest | None:
-    """The adapter that a request names, unless this front end has had it loaded before."""
+    """Adapter that a request names, unless this front end has loaded it before."""
     request = options.get("lora_request") or getattr(prompt, "lora_request", None)
     if request is None or front_end.vllm_config.lora_config is None or not is_ours(front_end.vllm_config):
         return None
@@ -76,5 +76,5 @@ def _key(request: LoRARequest) -> tuple[int, str, str]:
 
 
 def _refusal(error: Exception) -> RequestError:
-    """An engine in another process hands its errors over as text."""
+    """Makes a RequestError from an error, which an engine in another process sends as text."""
     return RequestError(str(error).removeprefix("Call to add_lora method failed: "))

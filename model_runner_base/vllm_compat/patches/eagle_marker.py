@@ -1,6 +1,6 @@
-"""A draft whose ``config.json`` has ``"is_eagle": true`` is an EAGLE head: nobody need say so again.
+"""Recognises drafts whose ``config.json`` has ``"is_eagle": true`` as EAGLE heads, without ``method`` being given.
 
-Some toolchains mark the heads that they write so. vLLM itself goes by the checkpoint's name.
+Some toolchains mark the heads that they write in this way. vLLM itself goes by the checkpoint's name.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def marked_method(model: Any) -> str | None:
-    """The method of a local checkpoint that bears the mark."""
+    """Method of a local checkpoint that has the mark; None for any other."""
     file = Path(str(model)) / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     if not config.get("is_eagle"):
@@ -19,7 +19,7 @@ def marked_method(model: Any) -> str | None:
 
 
 def recognise_marked_heads(engine_args_cls: Any) -> None:
-    """Has vLLM's ``EngineArgs`` fill in ``method`` where ``speculative_config`` names a marked head and no method."""
+    """Makes vLLM's ``EngineArgs`` fill in ``method`` if ``speculative_config`` names a marked head but no method."""
     create = engine_args_cls.create_speculative_config
     if hasattr(create, "__wrapped__"):
         return

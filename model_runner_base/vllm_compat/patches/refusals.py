@@ -1,7 +1,7 @@
-"""Refusals of calls that the device cannot follow, as a server's development routes make them.
+"""Refuses calls that the device cannot follow, such as those of a server's development routes, and says why.
 
-vLLM's server answers with status 500 to what fails in the engine, and some releases say nothing more. In later releases
-a sleep that fails there leaves the scheduler paused, and no request is served until a wake-up.
+vLLM's server answers with status 500 if a call fails in the engine, and some releases say nothing more. In later
+releases a sleep that fails there leaves the scheduler paused, and no request is served until a wake-up.
 """
 
 import re
@@ -18,7 +18,7 @@ from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 
 class RefusedCallError(HTTPException, ValueError):
-    """A call that this device does not follow: status 400 from a server, a ValueError from ``LLM``."""
+    """Error of a call that this device does not follow: status 400 from a server, a ValueError from ``LLM``."""
 
     def __init__(self, message: str) -> None:
         super().__init__(status_code=400, detail=message)
@@ -28,7 +28,7 @@ class RefusedCallError(HTTPException, ValueError):
 
 
 def refuse_in_words() -> None:
-    """Patches vLLM's two front ends. To be called in their process, any number of times."""
+    """Patches vLLM's two front ends. Call it in their process; further calls change nothing."""
     for name in ("sleep", "release_kv_cache_memory"):
         wrap_once(AsyncLLM, name, _unless_the_device_sleeps)
         wrap_once(LLMEngine, name, _unless_the_device_sleeps)
@@ -38,7 +38,7 @@ def refuse_in_words() -> None:
 
 def _unless_the_device_sleeps(method: Any) -> Any:
     parameters = signature(method)
-    # Where a mode says what becomes of requests, level 0 pauses the scheduler and leaves the device alone.
+    # In releases with a ``mode`` for running requests, level 0 pauses the scheduler and leaves the device alone.
     has_pause_level = "mode" in parameters.parameters
 
     def check(*args: Any, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ def _unless_the_device_sleeps(method: Any) -> Any:
 
     @wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        """Raises RefusedCallError, or returns what the method does: its coroutine, in the asynchronous front end."""
+        """Raises RefusedCallError, or calls the method and returns its result, in the async front end a coroutine."""
         check(*args, **kwargs)
         return method(*args, **kwargs)
 
@@ -64,7 +64,7 @@ def _naming_missing_methods(method: Any) -> Any:
         try:
             return await method(*args, **kwargs)
         except Exception as error:
-            # An engine's errors come as text.
+            # An engine sends its errors as text.
             missing = re.search("Method ('.*') is not implemented", str(error))
             if missing is None:
                 raise

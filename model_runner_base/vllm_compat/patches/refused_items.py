@@ -1,8 +1,10 @@
-"""Images, videos and sounds of requests that are refused.
+"""Refuses images, videos and sounds that cannot be used, and forgets the items of refused requests.
 
-Embeddings are checked where vLLM parses them: it divides their rows by a grid, makes a prompt of as many tokens as the
-grid says, and drops what is left. And the front end's cache forgets the items of a refused request: it notes an item
-when it is processed, and sends the engine, which never had it, no more than its hash from then on.
+Embeddings are checked where vLLM parses them. vLLM divides their rows by a grid, makes a prompt of as many tokens as
+the grid says, and drops the remaining rows.
+
+The front end's cache notes an item when it is processed, and from then on sends the engine only the item's hash. The
+engine never had the items of a refused request, so the cache must forget them.
 """
 
 import threading
@@ -19,18 +21,18 @@ from vllm.v1.engine.input_processor import InputProcessor
 from model_runner_base.errors import RequestError
 
 _processed = threading.local()
-"""``items``: a list for each call under way in this thread, of the caches and hashes of what it has processed."""
+"""``items``: for each call under way in this thread, a list of (cache, hash) of the items that it has processed."""
 MARK = "_forgets_refused_items"
 
 
 def forget_refused_items(
     check_fields: Callable[[Any, str], None], check_shares: Callable[[Any, str, Any], None]
 ) -> None:
-    """Patches vLLM's front end. To be called in its process, any number of times.
+    """Patches vLLM's front end. Call it in its process; further calls change nothing.
 
     Args:
-        check_fields: raises for the data and the modality of embeddings that must not be divided.
-        check_shares: raises for the data, the modality and vLLM's fields of embeddings that are divided wrongly.
+        check_fields: takes the data and the modality of embeddings; raises if they must not be divided.
+        check_shares: takes the data, the modality and vLLM's fields of embeddings; raises if they are divided wrongly.
     """
     if hasattr(InputProcessor, MARK):
         return
@@ -57,9 +59,9 @@ def forget_refused_items(
 
 
 def forget_items(input_processor: Any, prompt: Any) -> None:
-    """Forgets the items of a request that was processed; the front end sends them whole when they come again.
+    """Forgets the items of a request that was processed, so that the front end sends them whole next time.
 
-    An engine that has one keeps its own.
+    An engine that has an item keeps it.
     """
     owner = input_processor if hasattr(input_processor, "mm_processor_cache") else input_processor.renderer
     _drop((owner.mm_processor_cache, each) for each in _hashes_of(prompt))
@@ -74,14 +76,14 @@ def _hashes_of(prompt: Any) -> list[str]:
 
 def _drop(items: Iterable[tuple[Any, str]]) -> None:
     for cache, each in items:
-        # A cache in shared memory keeps the items themselves, and the engine has them from there.
+        # A cache in shared memory holds the items themselves, and the engine reads them from there.
         if hasattr(cache, "_cache"):
             cache._cache.pop(each, None)
 
 
 @contextmanager
 def _forgetting() -> Iterator[None]:
-    """Forgets what is processed within if an error ends it."""
+    """Context whose processed items are forgotten if it ends with an error."""
     stack = _processed.__dict__.setdefault("items", [])
     items: list[tuple[Any, str]] = []
     stack.append(items)
@@ -118,7 +120,7 @@ def _forgetting_request(process_inputs: Any) -> Any:
 
 
 def _reading(method: Any) -> Any:
-    """Raises RequestError, which a server answers with status 400, for what the model's processor cannot read."""
+    """Makes ``method`` raise RequestError (status 400 from a server) if the model's processor cannot read items."""
 
     @wraps(method)
     def reading(self: Any, *args: Any, **kwargs: Any) -> Any:

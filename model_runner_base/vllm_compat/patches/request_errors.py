@@ -1,7 +1,7 @@
 """Errors of single requests in vLLM's front end: checks before a request is queued, and errors that an engine reports.
 
-vLLM asks its platform about a prompt and its parameters alone. What else a request brings, and what the engine's sizes
-say to it, is checked on the request that goes to the engine.
+vLLM lets its platform check a prompt and its parameters only. Other parts of a request, and whether it fits the
+engine's sizes, are checked on the request that goes to the engine.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CHECKS = "_request_checks"
 
 
 def hold_requests(make_checks: Callable[[ModelConfig], Checks]) -> None:
-    """Patches vLLM's front end, once in its process; ``make_checks`` makes the checks of a model."""
+    """Patches vLLM's front end, once in its process; ``make_checks`` makes the checks of a model's requests."""
     wrap_once(InputProcessor, "process_inputs", partial(_checked, make_checks))
     wrap_once(OutputProcessor, "process_outputs", _raising)
 
@@ -59,7 +59,7 @@ def _checked(make_checks: Callable[[ModelConfig], Checks], process_inputs: Any) 
 def _raising(process_outputs: Any) -> Any:
     @wraps(process_outputs)
     def raising(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> OutputProcessorOutput:
-        """Errors of requests that somebody waits for are raised there; ``LLM`` answers with an output that says so."""
+        """Raises errors of requests to the readers of their queues; ``LLM`` has none, and its outputs report them."""
         failed = [
             output
             for output in engine_core_outputs
@@ -76,7 +76,7 @@ def _raising(process_outputs: Any) -> Any:
 
 
 def _end(processor: OutputProcessor, output: Any) -> list[str]:
-    """Raises an output's error to the reader of its queue; returns what the engine still runs for the same reader."""
+    """Raises an output's error to the reader of its queue; returns ids of the reader's requests that still run."""
     state = processor.request_states.get(output.request_id)
     if state is None or state.queue is None:
         return []

@@ -1,7 +1,7 @@
-"""Sounds reach Qwen2-Audio whole.
+"""Gives Qwen2-Audio whole sounds.
 
-vLLM 0.16 hands the limit of a prompt's tokens to transformers' processor, which takes it for a limit of a sound's
-samples too. Its Whisper leaves the limit out where there are sounds; its Qwen2-Audio is made to do the same here.
+vLLM 0.16 passes the limit of a prompt's tokens to transformers' processor, which also applies it to a sound's samples.
+vLLM's class for Whisper leaves the limit out if there are sounds. Here its class for Qwen2-Audio does the same.
 """
 
 from functools import wraps
@@ -11,7 +11,7 @@ OF_TEXT = ("truncation", "max_length")
 
 
 def keep_sounds_whole(architecture: str) -> None:
-    """Sounds of more than the feature extractor's own length are cut to it, as transformers does."""
+    """Patches the model's processor. Sounds are still cut to the feature extractor's length, as transformers does."""
     if architecture != "Qwen2AudioForConditionalGeneration":
         return
     from vllm.model_executor.models.qwen2_audio import Qwen2AudioMultiModalProcessor as Processor

@@ -1,4 +1,4 @@
-"""Methods of vLLM's that are wrapped once in a process."""
+"""Wraps methods of vLLM, each once in a process."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
-"""vLLM's mixture-of-experts layers, which are one module in some releases and three in others, as one view.
+"""A view of vLLM's mixture-of-experts layers, which are one module in some releases and three in others.
 
-``FusedMoE`` has the weights, chooses the experts, adds the shared experts and reduces over the ranks. Where it is gone,
-``MoERunner`` does so, and a ``RoutedExperts`` below it has the weights.
+``FusedMoE`` has the weights, chooses the experts, adds the shared experts and reduces over the ranks. In releases
+without it, ``MoERunner`` does so, and a ``RoutedExperts`` below it has the weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,17 +13,17 @@ from torch import nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers import fused_moe
 
-IS_ONE_MODULE = isinstance(getattr(fused_moe, "FusedMoE", None), type)  # Between the two it is a function.
+IS_ONE_MODULE = isinstance(getattr(fused_moe, "FusedMoE", None), type)  # In releases between, it is a function.
 
 ExpertsLayer: Any = getattr(fused_moe, "FusedMoE" if IS_ONE_MODULE else "MoERunner")
 """The module that a model calls with hidden states and the router's logits."""
 
 ChooseAndRun = Callable[["ExpertsView", torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a layer, hidden states [T, hidden] and the router's logits [T, experts]: the sum of the routed experts."""
+"""Takes a layer, hidden states [T, hidden] and the router's logits [T, experts]; returns the sum of routed experts."""
 
 
 class ExpertsView:
-    """One layer: every attribute of vLLM's by its name, from the module that has it."""
+    """View of one layer: every attribute of vLLM's by its name, from the module that has it."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -48,7 +48,7 @@ class ExpertsView:
 
     @property
     def asks_for_more(self) -> str | None:
-        """A setting of the weights' module that plain torch does not follow; None where there is none."""
+        """A setting of the weights' module that plain torch does not support; None if there is none."""
         limit = getattr(self.weights, "swiglu_limit", None)
         limits = (None, 7.0) if self.activation == "swigluoai" else (None,)
         wanted = {
@@ -59,15 +59,15 @@ class ExpertsView:
 
     @property
     def has_own_forward(self) -> bool:
-        """Whether a model derived a class that runs otherwise."""
+        """Whether the layer's class, derived by a model, has another ``forward`` than vLLM's."""
         usual = (fused_moe.FusedMoE, fused_moe.SharedFusedMoE) if IS_ONE_MODULE else (ExpertsLayer,)
         return type(self.module).forward not in [each.forward for each in usual]
 
     def use(self, method: Any, choose_and_run: ChooseAndRun) -> None:
-        """Has the layer run by ``choose_and_run``, on weights that ``method`` has laid out."""
+        """Makes the layer run ``choose_and_run``, on weights in the layout of ``method``."""
         if IS_ONE_MODULE:
             self.module.quant_method = method
-            # What vLLM's own dispatch by platform sets. Models name the arguments, or do not.
+            # vLLM's own dispatch by platform sets this. Some models pass the arguments by name, others do not.
             self.module._forward_method = partial(self._whole, choose_and_run)
         else:
             self.weights.quant_method = method
@@ -77,7 +77,7 @@ class ExpertsView:
     def _whole(
         self, choose_and_run: ChooseAndRun, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """What ``FusedMoE.forward`` returns: the experts' sum, behind the output of shared experts if there are any."""
+        """Returns what ``FusedMoE.forward`` returns: the experts' sum, after the shared experts' output if any."""
         layer = self.module
         shared = None if layer.shared_experts is None else layer.shared_experts(hidden_states)
         out = choose_and_run(self, layer.apply_routed_input_transform(hidden_states), router_logits)
@@ -95,7 +95,7 @@ class ExpertsView:
         shared_input: torch.Tensor | None,
         *_: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """What ``MoERunner.forward`` calls: transforms, sums and reductions around it are its own."""
+        """Replaces the inner call of ``MoERunner.forward``, which itself transforms inputs, and reduces outputs."""
         shared = self.module.shared_experts
         shared_out = None if shared is None else shared._layer(shared_input)
         out = choose_and_run(self, hidden, logits)
@@ -103,12 +103,12 @@ class ExpertsView:
 
 
 def activation_name(weights: Any) -> str:
-    """Of the module that has the weights: the name that checkpoints have for its activation."""
+    """Name that checkpoints have for the activation of ``weights``, the module that has the weights."""
     return getattr(weights.activation, "value", weights.activation)
 
 
 def experts_layers(model: nn.Module) -> Iterator[tuple[str, ExpertsView]]:
-    """Every mixture-of-experts layer of a model, with its name."""
+    """Yields the mixture-of-experts layers of a model, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLayer):
             yield name, ExpertsView(module)

@@ -1,4 +1,4 @@
-"""What vLLM's releases call the grouping of a step's images and videos and its dummies, and which models were tried."""
+"""Names in vLLM's releases for grouping a step's items and for dummy items; the models that were tried with each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,18 +18,18 @@ UNTRIED_LATER = (
     "HunYuanVLForConditionalGeneration",
     "WhisperForConditionalGeneration",
 )
-"""Those that are refused on such a release: docs/vllm_versions.md says why."""
+"""Architectures that are refused on later releases; docs/vllm_versions.md says why."""
 VIDEOS_UNTRIED = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
-"""Those whose videos were not held against another implementation on such a release, or have other tokens there."""
+"""Architectures whose videos were not compared with another implementation on this release, or have other tokens."""
 
 
 def tried(architectures: Sequence[str]) -> Sequence[str]:
-    """Those of the architectures whose images were held against another implementation on such a release."""
+    """Filters ``architectures`` for those whose images were compared with another implementation on this release."""
     return [each for each in architectures if _IS_OF_FIRST or each not in UNTRIED_LATER]
 
 
 def largest_items(budget: Any, model_config: ModelConfig) -> list[tuple[str, Any]]:
-    """Modality and data of as many items of the kind that has most tokens as one step may encode: vLLM's dummies.
+    """Modality and data of vLLM's dummy items: of the kind with most tokens, as many as one step may encode.
 
     ``budget`` is a ``MultiModalBudget``.
     """

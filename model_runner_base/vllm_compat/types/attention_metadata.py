@@ -1,4 +1,4 @@
-"""What a step tells vLLM's metadata builders: ``CommonAttentionMetadata``, which changes from release to release."""
+"""Data of a step for vLLM's metadata builders: ``CommonAttentionMetadata``, which changes between releases."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 class StepOnDevice(NamedTuple):
-    """A step's requests as kernels read them, R of them padded, T tokens, at addresses that stay."""
+    """A step's requests as kernels read them, at fixed addresses; R requests, padding included, and T tokens."""
 
     query_start_loc: torch.Tensor
     """[R + 1] int32"""
@@ -20,20 +20,20 @@ class StepOnDevice(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """The same on the host, where lengths may be bounds."""
+    """The same requests on the host, where lengths may be upper bounds."""
 
     query_start_loc: torch.Tensor
     """[R + 1] int32"""
     seq_lens: torch.Tensor
     """[R] int32, upper bounds; those of chunks are exact."""
     is_exact: bool
-    """Whether those of decode rows are exact, too."""
+    """Whether the lengths of decode rows are exact, too."""
     max_query_len: int
     max_seq_len: int
 
 
 def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMetadata:
-    """For one KV-cache group."""
+    """Makes the metadata of one KV-cache group."""
     return CommonAttentionMetadata(
         query_start_loc=step.query_start_loc,
         query_start_loc_cpu=bounds.query_start_loc,
@@ -49,7 +49,10 @@ def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMe
 
 
 def _lengths_on_host(bounds: StepBounds) -> dict[str, Any]:
-    """One field for a bound, or two that must be exact: without them a builder that wants them waits for the device."""
+    """Lengths on the host: in one field for a bound, or, in other releases, in two fields that must be exact.
+
+    If they are not exact the two are left out, and a builder that reads them waits for the device.
+    """
     seq_lens = bounds.seq_lens
     if "seq_lens_cpu_upper_bound" in CommonAttentionMetadata.__dataclass_fields__:
         return {"seq_lens_cpu_upper_bound": seq_lens}

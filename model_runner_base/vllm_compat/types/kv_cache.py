@@ -1,4 +1,4 @@
-"""vLLM's KV-cache specs and ``KVCacheConfig`` as a ``CacheLayout``, and the layers that they are about."""
+"""Reads vLLM's KV-cache specs and ``KVCacheConfig`` into a ``CacheLayout``, and finds the layers that they are for."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ if not hasattr(planning, "get_kv_cache_groups"):
 
 HAS_VIRTUAL_ENGINES = "virtual_engine" in ForwardContext.__dataclass_fields__
 IS_ONE_BUFFER = "layers" in KVCacheTensor.__dataclass_fields__
-"""Whether vLLM places the layers in one buffer, by strides, in a layout that backends name; else each tensor is memory
-of its own, in a shape that a backend gives."""
+"""Whether vLLM places the layers in one buffer, by strides, in a layout that backends name. Otherwise each tensor is
+memory of its own, in a shape that a backend gives."""
 
 __all__ = [
     "KVCacheConfig",
@@ -54,19 +54,21 @@ __all__ = [
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Every layer that may keep a cache, by name."""
+    """Layers that may keep a cache, by name."""
     return get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
 
 
 def cross_length(vllm_config: VllmConfig) -> int:
-    """Rows of encoder output of every request of an encoder-decoder model, which its inputs are padded to; else 0."""
+    """Rows of encoder output, for each request of an encoder-decoder model, to which inputs are padded; else 0."""
     model = vllm_config.model_config
     return int(model.hf_config.max_source_positions) if model.is_encoder_decoder else 0
 
 
 def make_room_for_encoder(vllm_config: VllmConfig) -> None:
-    """Raises a step's tokens to the encoder's length where they are fewer: vLLM counts an encoder's output as such, and
-    would start with nothing less. So the limit need not be given."""
+    """Raises the limit of a step's tokens to the encoder's length if it is lower, so that it need not be given.
+
+    vLLM counts an encoder's output as tokens, and would not start with a lower limit.
+    """
     scheduler, length = vllm_config.scheduler_config, cross_length(vllm_config)
     if scheduler.max_num_batched_tokens < length:
         scheduler.max_num_batched_tokens = length
@@ -74,12 +76,12 @@ def make_room_for_encoder(vllm_config: VllmConfig) -> None:
 
 
 def attends_to_encoder(layer: Any) -> bool:
-    """Whether an attention layer is one of cross-attention, which keeps an encoder's output."""
+    """Whether a layer is one of cross-attention, which keeps an encoder's output."""
     return getattr(layer, "attn_type", None) == AttentionType.ENCODER_DECODER
 
 
 def is_of_encoder(spec: Any) -> bool:
-    """Whether a KV-cache spec is that of such a layer."""
+    """Whether a KV-cache spec is that of a cross-attention layer."""
     return isinstance(spec, CrossAttentionSpec)
 
 
@@ -93,7 +95,7 @@ def shared_caches(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def cacheless_layers(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Attention layers that keep nothing for a later step, in a cache of their own or another's, by name."""
+    """Attention layers, by name, that keep nothing for a later step, in a cache of their own or of another layer."""
     sharing = shared_caches(vllm_config)
     layers = attention_layers(vllm_config).items()
     return {
@@ -102,9 +104,10 @@ def cacheless_layers(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """The KV-cache spec of every layer that keeps a cache, by layer name.
+    """Collects the KV-cache spec of every layer that keeps a cache, by layer name.
 
-    Raises UnsupportedConfigError for a layer whose cache is no attention's.
+    Raises UnsupportedConfigError for a layer whose cache is not one of attention, or that has a window while drafts are
+    verified under asynchronous scheduling.
     """
     specs: dict[str, KVCacheSpec] = {}
     sharing = shared_caches(vllm_config)
@@ -118,15 +121,15 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
             )
         if read_speculation(vllm_config).unread and not isinstance(spec, FullAttentionSpec):
             raise UnsupportedConfigError(
-                f"layer {name} forgets what lies behind a window, and asynchronous scheduling would give up its blocks "
-                "before the fate of drafts is known: set async_scheduling=False, or leave out speculative_config"
+                f"layer {name} forgets keys before its window, and asynchronous scheduling would free their blocks "
+                "before drafts are verified: set async_scheduling=False, or leave out speculative_config"
             )
         specs[name] = spec
     return specs
 
 
 def layer_caches(specs: Mapping[str, KVCacheSpec]) -> dict[str, LayerCache]:
-    """What each layer keeps, by name; layers that keep anything else than attention does are left out."""
+    """Cache of each attention layer, by name; layers with another kind of cache are left out."""
     return {
         name: LayerCache(spec.num_kv_heads, spec.head_size, spec.dtype, spec)
         for name, spec in specs.items()
@@ -135,7 +138,7 @@ def layer_caches(specs: Mapping[str, KVCacheSpec]) -> dict[str, LayerCache]:
 
 
 def read_layout(config: KVCacheConfig) -> CacheLayout:
-    """The layout that vLLM chose for the memory there is."""
+    """Reads the layout that vLLM chose for the available memory."""
     groups, page_bytes = [], {}
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -155,7 +158,7 @@ def read_layout(config: KVCacheConfig) -> CacheLayout:
 
 
 def _by_place(tensors: Sequence[Any]) -> list[list[str]]:
-    """Layers that lie at the same place of the buffer, which are of different groups. The layout is layer by layer."""
+    """Lists of layers that share a place of the buffer, each of another group. The layout is layer by layer."""
     names: dict[int, list[str]] = {}
     for tensor in tensors:
         for index, name in enumerate(tensor.layers):
@@ -166,7 +169,7 @@ def _by_place(tensors: Sequence[Any]) -> list[list[str]]:
 def _make_views(
     config: KVCacheConfig, vllm_config: VllmConfig, backends: Mapping[str, type[AttentionBackend]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The cache of every layer, in one buffer of zeros; ``backends`` by layer."""
+    """Makes the cache of every layer, in one buffer of zeros; ``backends`` are by layer."""
     from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size  # type: ignore[attr-defined]
 
     sizes = [
@@ -180,9 +183,9 @@ def _make_views(
 
 
 def bind_cache(layer: Any, caches: Sequence[torch.Tensor]) -> None:
-    """Gives a layer its cache: one tensor as such, several as a tuple; either in a list of virtual engines, if any.
+    """Gives a layer its cache: one tensor as it is, several as a tuple; in a list where there are virtual engines.
 
-    A layer of one tensor is made with that list, one of several tensors is not.
+    vLLM makes a layer of one tensor with that list, but not a layer of several tensors.
     """
     cache, is_list = caches[0], isinstance(layer.kv_cache, list)
     if len(caches) > 1:
@@ -191,10 +194,10 @@ def bind_cache(layer: Any, caches: Sequence[torch.Tensor]) -> None:
 
 
 def useful_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_lines: int | None) -> float:
-    """Bytes of KV cache that may come to use, where a request needs one of ``num_lines`` lines a group.
+    """Bytes of KV cache that can be used, if a request needs one of ``num_lines`` lines in each group.
 
-    A paged cache (None) can use any amount, at least to remember prefixes. Where layers are in several groups, a
-    request has a line in each, and groups of fewer layers leave part of theirs idle.
+    A paged cache (None) can use any amount, at least to keep prefixes. If there are several groups, a request has a
+    line in each, and groups of fewer layers leave a part of theirs unused.
     """
     if not specs or num_lines is None:
         return math.inf

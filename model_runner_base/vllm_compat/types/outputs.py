@@ -1,4 +1,4 @@
-"""A step's results as vLLM's ``ModelRunnerOutput``."""
+"""Makes vLLM's ``ModelRunnerOutput`` from a step's results."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -29,13 +29,13 @@ __all__ = [
 
 @dataclass
 class FailedOutput(ModelRunnerOutput):
-    """An output of a step in which some requests failed; the scheduler ends those (``RequestFailures``).
+    """Output of a step in which some requests failed; the scheduler ends those (``RequestFailures``).
 
-    Raises RuntimeError where the scheduler would not: it would wait for their tokens for ever.
+    Raises RuntimeError if the scheduler does not read errors: it would wait for their tokens for ever.
     """
 
     errors: dict[str, str | None] = field(default_factory=dict)
-    """By request: why; None where no rule left it a token."""
+    """Reason by request; None if the request's rules allow no token."""
     unread_by: ClassVar[str | None] = None
     """Name of a scheduler that does not read ``errors``, if the newest engine has one."""
 
@@ -45,10 +45,10 @@ class FailedOutput(ModelRunnerOutput):
 
 
 class StepOutput(AsyncModelRunnerOutput):
-    """A step's results, still on the device; reading them waits for the step."""
+    """Results of a step, still on the device; reading them waits for the step."""
 
     def __init__(self, batch: InputBatch, sampled: SampledStep, device_ops: DeviceOps) -> None:
-        # A batch serves all repeats of a step: its lists are shared by their outputs, and do not change.
+        # A batch serves all repeats of a step: its lists are shared by their outputs, so they must not change.
         self._req_ids = batch.req_ids
         self._req_id_to_index = batch.req_id_to_index
         self._unsampled = batch.unsampled
@@ -64,7 +64,7 @@ class StepOutput(AsyncModelRunnerOutput):
         self._device_ops = device_ops
 
     def get_kv_connector_output(self) -> None:
-        """None: limits.py refuses KV transfer."""
+        """Returns None, since limits.py refuses KV transfer."""
 
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
@@ -73,7 +73,7 @@ class StepOutput(AsyncModelRunnerOutput):
         for index in self._unsampled:
             tokens[index] = []
         errors = sampled.errors
-        if values[values.argmin()] == NO_TOKEN:  # In a third of the time that the minimum takes.
+        if values[values.argmin()] == NO_TOKEN:  # Takes a third of the time of ``values.min()``.
             errors = errors | self._without_token(tokens)
         output = ModelRunnerOutput(
             req_ids=self._req_ids,
@@ -94,7 +94,7 @@ class StepOutput(AsyncModelRunnerOutput):
         return output
 
     def _without_token(self, tokens: list[list[int]]) -> dict[str, str | None]:
-        """Requests that no rule left a token, whose tokens of this step are taken out."""
+        """Finds the requests whose rules allow no token, and removes their tokens of this step."""
         failed = [index for index, each in enumerate(tokens) if NO_TOKEN in each]
         for index in failed:
             tokens[index].clear()
@@ -103,7 +103,7 @@ class StepOutput(AsyncModelRunnerOutput):
     # ---- Where drafts are verified: several tokens a request, as many as were right and one more ----
 
     def _yielded(self, tokens: np.ndarray) -> list[list[int]]:
-        """Of every request; ``tokens`` [S] of rows of logits end with -1 behind what counts."""
+        """Lists the yielded tokens of each request; ``tokens`` [S] are by row of logits, -1 after those that count."""
         num_decode_tokens = self._num_decodes * self._row_len
         decodes = tokens[:num_decode_tokens].reshape(-1, self._row_len)
         yielded = decodes.tolist()
@@ -114,7 +114,7 @@ class StepOutput(AsyncModelRunnerOutput):
         return yielded + chunks.tolist()
 
     def _of_yielded(self, every: LogprobsLists, tokens: list[list[int]]) -> LogprobsLists:
-        """Those of the yielded tokens alone, one request's behind another's."""
+        """Picks the log probabilities of the yielded tokens, one request after another."""
         owner, place = self._places(tokens)
         kept = self._logits_start[owner] + place
         ids, values, ranks = every.logprob_token_ids, every.logprobs, every.sampled_token_ranks
@@ -122,13 +122,16 @@ class StepOutput(AsyncModelRunnerOutput):
         return LogprobsLists(ids[kept], values[kept], ranks[kept], first.tolist())
 
     def _places(self, tokens: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Of all tokens in a row, [N] each: the request, and how many of its tokens come before."""
+        """Request of each token, and number of its tokens that come before, [N] each; one request after another."""
         counts = np.array([len(each) for each in tokens])
         owner = np.repeat(np.arange(len(tokens)), counts)
         return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
     def _count_nans(self, num_nans: np.ndarray, tokens: list[list[int]]) -> np.ndarray:
-        """[R] in the logits of each request that count, of ``num_nans`` [S]; the first of it always do."""
+        """Counts NaNs in the logits of each request's yielded tokens: [R], from ``num_nans`` [S].
+
+        The first row of logits counts even if its request yields no token.
+        """
         counts = num_nans[self._logits_start]
         owner, place = self._places(tokens)
         owner, place = owner[place > 0], place[place > 0]

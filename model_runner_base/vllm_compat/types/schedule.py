@@ -1,4 +1,4 @@
-"""vLLM's ``SchedulerOutput`` as a ``Schedule``, its ``GrammarOutput`` as a ``Grammar``."""
+"""Reads vLLM's ``SchedulerOutput`` into a ``Schedule``, and its ``GrammarOutput`` into a ``Grammar``."""
 
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
@@ -8,7 +8,7 @@ __all__ = ["GrammarOutput", "SchedulerOutput", "read_grammar", "read_schedule"]
 
 
 def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
-    """A step; its lists are shared, so reading takes no time that grows with the requests."""
+    """Reads a step. Its lists are shared, so this takes no time that grows with the requests."""
     cached = scheduler_output.scheduled_cached_reqs
     arrivals: list[Arrival] = []
     new_blocks = cached.new_block_ids
@@ -35,9 +35,10 @@ def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
 
 
 def _leave_out_padding(schedule: Schedule) -> None:
-    """Who arrives with one token may come with places for drafts, so that all requests of a step are alike.
+    """Removes places for drafts from requests that arrive.
 
-    Nobody has drafted for it. Places that are not run count as drafts that were wrong.
+    A request that arrives with one token may have such places, so that all requests of a step are alike, but there are
+    no drafts for it. Places that are not run count as wrong drafts.
     """
     padded = [arrival.req_id for arrival in schedule.arrivals if arrival.req_id in schedule.drafts]
     if padded:
@@ -50,8 +51,11 @@ def _leave_out_padding(schedule: Schedule) -> None:
 
 
 def _arrival(new: NewRequestData) -> Arrival:
-    """Of a request that the scheduler calls new: where it takes the worker for its own second runner
-    (``VLLM_USE_V2_MODEL_RUNNER``), so it calls those that resume, too, and sends all their tokens."""
+    """Reads a request that the scheduler calls new.
+
+    If it takes the worker for vLLM's second model runner (``VLLM_USE_V2_MODEL_RUNNER``), it also calls requests new
+    that resume, and sends all their tokens.
+    """
     assert new.sampling_params is not None
     token_ids = new.prompt_token_ids
     if token_ids is None:
@@ -73,7 +77,7 @@ def _arrival(new: NewRequestData) -> Arrival:
 
 
 def _resumed(cached: CachedRequestData) -> tuple[list[Arrival], list[tuple[list[int], ...] | None]]:
-    """Those that resume; and the new blocks of all, theirs left out."""
+    """Reads the requests that resume; also returns the new blocks of all requests, None for those that resume."""
     arrivals, new_blocks = [], cached.new_block_ids.copy()
     for index, req_id in enumerate(cached.req_ids):
         if req_id in cached.resumed_req_ids:
@@ -85,7 +89,7 @@ def _resumed(cached: CachedRequestData) -> tuple[list[Arrival], list[tuple[list[
 
 
 def read_grammar(grammar_output: GrammarOutput | None) -> Grammar | None:
-    """What structured output allows in a step; the bitmask is shared."""
+    """Reads which tokens structured output allows in a step; the bitmask is shared."""
     if grammar_output is None:
         return None
     return Grammar(grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask)

@@ -1,18 +1,18 @@
-"""vLLM's ``SpeculativeConfig`` as the base reads it."""
+"""Reads vLLM's ``SpeculativeConfig`` into a ``Speculation``."""
 
 from dataclasses import dataclass
 
 from vllm.config import SpeculativeConfig, VllmConfig
 
 CHAIN_METHODS = ("eagle", "eagle3", "mtp", "draft_model")
-"""A model with a KV cache drafts one token after another."""
+"""Methods in which a model with a KV cache drafts one token after another."""
 HOST_METHODS = ("ngram", "suffix")
-"""Nothing is loaded."""
+"""Methods on the host, for which no model is loaded."""
 
 
 @dataclass(frozen=True)
 class SuffixOptions:
-    """``suffix_decoding_*`` of vLLM's config."""
+    """Settings ``suffix_decoding_*`` of vLLM's config."""
 
     max_tree_depth: int
     max_cached_requests: int
@@ -22,36 +22,36 @@ class SuffixOptions:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What drafts, and how many tokens."""
+    """Method of drafting, with its settings."""
 
     method: str = ""
     num_drafts: int = 0
-    """Most tokens that are drafted for a request at a time, k."""
+    """Largest number of tokens that are drafted for a request at a time, k."""
     mask_token: int | None = None
-    """What stands where a parallel pass drafts; None: one token is drafted after another."""
+    """Token id that a parallel pass takes in place of each token to be drafted; None: tokens are drafted one by one."""
     has_cache: bool = False
-    """Whether drafting writes keys, which lie behind those of the step."""
+    """Whether drafting writes keys, at positions after those of the step."""
     lookup: tuple[int, int] = (0, 0)
-    """Fewest and most tokens that prompt lookup matches."""
+    """Smallest and largest number of tokens that prompt lookup matches."""
     suffix: SuffixOptions | None = None
     max_length: int = 0
-    """Positions that the draft model knows."""
+    """Number of positions that the draft model knows."""
     is_async: bool = False
     """Whether steps are scheduled before the last one's tokens are read."""
 
     @property
     def unread(self) -> int:
-        """Tokens by which the scheduler may overstate a request's progress: the drafts of the step before."""
+        """Number of tokens by which the scheduler may overstate a request's progress: the drafts of the step before."""
         return self.num_drafts if self.is_async else 0
 
     @property
     def pass_tokens(self) -> int:
-        """The most tokens that verifying or drafting takes of a row at a time."""
+        """Largest number of tokens a row in one pass of verifying or drafting."""
         return 1 + (self.num_drafts if self.mask_token is None else 2 * self.num_drafts)
 
     @property
     def ahead(self) -> int:
-        """Positions behind a step's tokens that drafting reaches."""
+        """Number of positions after a step's tokens that drafting reaches."""
         return self.num_drafts if self.has_cache else 0
 
 
@@ -73,7 +73,7 @@ def read_speculation(vllm_config: VllmConfig) -> Speculation:
 
 
 def max_step_tokens(vllm_config: VllmConfig) -> int:
-    """The most tokens of a step, those counted that its decode rows have room for, and of a pass that drafts."""
+    """Largest number of tokens of a step, or of a pass that drafts; all places of decode rows count."""
     scheduler, tokens = vllm_config.scheduler_config, read_speculation(vllm_config).pass_tokens
     return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (tokens - 1)
 
@@ -88,7 +88,10 @@ def _read_suffix(config: SpeculativeConfig) -> SuffixOptions:
 
 
 def _read_mask_token(config: SpeculativeConfig) -> int:
-    """Where vLLM looks for it (``v1/spec_decode/eagle.py``). Raises ValueError if the draft's config has none."""
+    """Reads the mask token as vLLM does (``v1/spec_decode/eagle.py``).
+
+    Raises ValueError if the draft's config has none.
+    """
     draft = config.draft_model_config.hf_config
     for name in ("pard_token", "ptd_token_id"):
         if (token := getattr(draft, name, None)) is not None:
