@@ -65,7 +65,7 @@ class LogitsProcessors(LogitsStage):
             isinstance(p, AdapterLogitsProcessor | MinPLogitsProcessor) for p in processors
         )
         self._batch: list[RequestInfo] = []
-        """Requests as last told to the processors, by index in the batch."""
+        """Requests of the batch that the processors were last updated to, by index."""
 
     def asked_by(self, params: SamplingParams) -> bool:
         return True
