@@ -144,7 +144,7 @@ class SlottedLayer(SlotLayer):
         return rows * 3 * (shrunk + added) * torch.float32.itemsize
 
     def write_memory(self) -> int:
-        """Bytes of the layer's largest stack, which a write makes anew, and of one slot of it."""
+        """Bytes of the layer's largest stack, which a write copies, and of one slot of it."""
         largest = max(stack.nbytes for stacks in self._on_device.values() for stack in stacks)
         return largest + largest // self._num_slots
 
