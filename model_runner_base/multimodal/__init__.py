@@ -1,1 +1,1 @@
-"""Images and such in prompts: encoders, what they made of each item on the device, and where tokens stand for it."""
+"""Images, videos and sounds in prompts: encoders, their outputs on the device, and the tokens that those replace."""

@@ -6,7 +6,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 
 def check_rows(item: MultiModalFeatureSpec, count: int) -> None:
-    """Raises RuntimeError unless the item has ``count`` embeddings, which is what the scheduler has reserved."""
+    """Raises RuntimeError unless ``count`` embeddings are as many as the item's tokens, which the scheduler counts."""
     if count != item.mm_position.get_num_embeds():
         raise RuntimeError(
             f"the encoder made {count} embeddings of a {item.modality}, but its prompt has "
