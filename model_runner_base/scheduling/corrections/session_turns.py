@@ -21,7 +21,7 @@ from model_runner_base.scheduling.corrections.turn_params import TurnParams
 
 @dataclass
 class LateOutputs:
-    """Outputs in flight of a request that must be dropped.
+    """Outputs of a request, still in flight, that must be dropped.
 
     They belong to a turn that has ended, or to a request that a reset of the prefix cache starts again.
     """
