@@ -39,7 +39,7 @@ def forget_refused_items(
     setattr(InputProcessor, MARK, True)
     for cls, name, wrapper in (
         (InputProcessor, "process_inputs", _forgetting_request),
-        (InputProcessor, "_validate_mm_uuids", _reading),  # Some releases look at the items before they parse them.
+        (InputProcessor, "_validate_mm_uuids", _reading),  # Some releases read the items before they parse them.
         (MultiModalDataParser, "parse_mm_data", _reading),
         (BaseMultiModalProcessor, "apply", _reading),
         *((cache, "get_and_update_item", _noting) for cache in BaseMultiModalProcessorCache.__subclasses__()),
