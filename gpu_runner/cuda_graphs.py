@@ -66,27 +66,28 @@ def _piecewise(num_tokens: int) -> Iterator[None]:
 class StepGraph:
     """One captured step.
 
-    Its results lie in the memory pool that all graphs share: valid until another is replayed. The packed buffer is no
-    such result. It has to last until the next step of this size, so it stays where it was captured: a replay reads it
-    there and hands out the same tensor.
+    Its results lie in the memory pool that all graphs share, so they are valid until another graph is replayed. The
+    packed buffer is not such a result. It has to last until the next step of this size, so it stays where it was
+    captured: a replay reads it there and returns the same tensor.
     """
 
     def __init__(
         self, function: StepFunction, size: StepSize, packed: torch.Tensor, entries: torch.Tensor, *others: torch.Tensor
     ) -> None:
-        """``entries`` are those of a buffer that was just sent whole: they change nothing, and never will."""
+        """Captures the step. ``entries`` are those of a buffer that was just sent whole: they change nothing, now or in
+        a replay."""
         self._packed = packed
         self._no_entries = entries
         self._others = others
         self._graph, (*self._results, _) = capture(function, (size, packed, entries, *others))
 
     def replay(self, packed: torch.Tensor, entries: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """With these arguments, which are copied where they lie elsewhere than the captured ones."""
+        """Runs the step with these arguments; those at other addresses than the captured ones are copied there."""
         for captured, given in zip((self._packed, *self._others), (packed, *others), strict=True):
             if captured is not given and captured.data_ptr() != given.data_ptr():
                 captured.copy_(given)
         if entries is not self._no_entries:
-            # Ahead of the graph, whose own entries are somebody else's to read and must stay as they are.
+            # Written ahead of the graph: the captured entries are the sender's "no entries", and must stay as they are.
             self._packed.index_put_((entries[0],), entries[1])
         self._graph.replay()
         return *self._results, self._packed
@@ -94,7 +95,7 @@ class StepGraph:
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """torch collects garbage before each capture: what is there already is left out of that."""
+    """Leaves the objects that exist already out of torch's garbage collection before each capture, to save time."""
     gc.collect()
     gc.freeze()
     try:
@@ -104,7 +105,7 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def capture(function: StepFunction, args: tuple[Any, ...]) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
-    """The graph of a call, and its results, which hold nothing in the pool that all graphs share."""
+    """Captures a call. Returns its graph and its results, which do not keep memory of the shared pool in use."""
     function(*args)  # Kernels tune and compile themselves outside the capture.
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -114,7 +115,7 @@ def capture(function: StepFunction, args: tuple[Any, ...]) -> tuple[torch.cuda.C
 
 
 def _weak(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without a hold on its memory, so that the pool may use it for the graphs captured next."""
+    """A tensor at the same address that does not own the memory, so that the pool may reuse it for the next graphs."""
     assert tensor.is_contiguous()
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())

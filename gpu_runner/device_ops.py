@@ -13,23 +13,24 @@ from model_runner_base.device_ops import DeviceOps, MemoryInfo
 COPIES_IN_FLIGHT = 4
 """Staging buffers for copies to the device: asynchronous scheduling prepares a step while two others are under way."""
 SMALLEST_STAGING = 1 << 16
-"""Bytes."""
+"""Bytes of the smallest staging buffer."""
 
 
 class CudaDeviceOps(DeviceOps):
-    """Waits for the device in ``to_host``, and where a copy to it finds every staging buffer still under way."""
+    """DeviceOps of a CUDA GPU. A step's copies wait for the device in two cases: in ``to_host``, and in ``to_device``
+    while all staging buffers are in use."""
 
     calls_alike = True  # vLLM's compilation drops Dynamo's guards.
 
     def __init__(self, device: torch.device, can_sleep: bool = False) -> None:
-        """``can_sleep`` has weights and KV caches allocated by vLLM's allocator, which can set them aside."""
+        """``can_sleep``: weights and KV caches are allocated by vLLM's allocator, which can offload or drop them."""
         super().__init__(device)
         self._can_sleep = can_sleep
         self._staging = cycle([_Staging() for _ in range(COPIES_IN_FLIGHT)])
         self._copy_stream = torch.cuda.Stream(device)
 
     def memory_info(self) -> MemoryInfo:
-        """As the driver counts, with what torch's allocator keeps in reserve handed back to it first."""
+        """Memory as the driver counts it, after torch's allocator has handed its unused memory back to the driver."""
         gc.collect()
         torch.cuda.empty_cache()
         return MemoryInfo(*torch.cuda.mem_get_info(self.device))
@@ -52,7 +53,8 @@ class CudaDeviceOps(DeviceOps):
         return torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
 
     def to_device(self, array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Through pinned memory, in the order of the current stream; into ``out`` if given, so addresses stay."""
+        """Copies through pinned memory, in the order of the current stream; into ``out`` if given, so that its address
+        stays."""
         host = torch.from_numpy(array)
         if out is None:
             out = torch.empty(host.shape, dtype=host.dtype, device=self.device)
@@ -63,7 +65,7 @@ class CudaDeviceOps(DeviceOps):
         return self.begin_to_host(tensor)()
 
     def begin_to_host(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """On the side stream: who waits for the copy does not wait for steps that were launched after it."""
+        """Copies on the side stream, so that a wait for the copy is not a wait for steps that were launched later."""
         host = pinned(tensor.shape, tensor.dtype)
         done = torch.cuda.Event()
         self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -88,7 +90,7 @@ class CudaDeviceOps(DeviceOps):
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that the device copies from and to by itself."""
+    """Page-locked host memory, which the device reads and writes without the host."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 

@@ -1,8 +1,9 @@
-"""Which steps run as CUDA graphs: vLLM's ``compilation_config`` as sizes of the base's graph policy.
+"""Graph policy of CUDA: derives from vLLM's ``compilation_config`` the step sizes that run as CUDA graphs.
 
-``cudagraph_mode`` names a way for steps of pure decode and one for mixed steps. FULL: the whole step, logits included,
+``cudagraph_mode`` names a mode for steps of pure decode and one for mixed steps. FULL: the whole step, logits included,
 is one graph (``cuda_graphs.py``). PIECEWISE: vLLM's compilation cuts the model at its attention layers and keeps a
-graph for each piece. NONE, and whatever is larger than ``cudagraph_capture_sizes``: kernel by kernel.
+graph for each piece. NONE: the step runs kernel by kernel. So does a step that is larger than all of
+``cudagraph_capture_sizes``.
 """
 
 from bisect import bisect_left
@@ -24,14 +25,15 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class CudaGraphPolicy(GraphPolicy):
-    """Tokens are padded to the next capture size; the requests of a step too where all of it is one graph."""
+    """Pads a step's tokens to the next capture size; and its requests too where the whole step is one graph."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._graphs: list[StepGraphs] = []
         points = compile_range_ends(vllm_config)
         if points and vllm_config.speculative_config is not None:
-            points[-1] = max_step_tokens(vllm_config)  # What is compiled ends there; decode rows count whole.
+            # A step with drafts may have more tokens than vLLM compiles for: decode rows count with all their drafts.
+            points[-1] = max_step_tokens(vllm_config)
 
     def configure(self, limits: StepLimits) -> None:
         super().configure(limits)
@@ -45,7 +47,7 @@ class CudaGraphPolicy(GraphPolicy):
         self._row_sizes = sorted(
             {size // query for size in self._token_sizes if whole and query <= size <= most * query}
         )
-        """Requests of pure decode that graphs are made for; each has as many tokens as a decode row."""
+        """Numbers of requests for which pure decode has a graph; each request has the tokens of one decode row."""
         steps = [self._mixed_size(num_tokens, min(num_tokens, most)) for num_tokens in self._token_sizes]
         steps += map(self._decode_size, self._row_sizes)
         self.sizes = sorted({size for size in map(self.dispatch, steps) if self.mode_of(size) != CUDAGraphMode.NONE})
@@ -55,12 +57,13 @@ class CudaGraphPolicy(GraphPolicy):
         return self._limits.size(StepKind.DECODE, tokens=tokens, requests=num_reqs, logits=tokens, decode_rows=num_reqs)
 
     def _mixed_size(self, num_tokens: int, num_reqs: int) -> StepSize:
-        """Of chunks alone, where it matters whose tokens they are."""
+        """A mixed step; where a size tells chunk tokens from those of decode rows, all of its tokens are chunks'."""
         dims = {"tokens": num_tokens, "requests": num_reqs, "logits": num_reqs, "chunk_tokens": num_tokens}
         return self._limits.size(StepKind.MIXED, **dims)
 
     def warm_up_sizes(self) -> set[StepSize]:
-        """Every graph; and steps without one, so that no kernel is compiled, by vLLM or at its first launch, later."""
+        """Sizes to run before serving: every graph, and steps without a graph that have all kernels compiled, by vLLM
+        or at their first launch."""
         config, limits = self._vllm_config.compilation_config, self._limits
         tokens = {limits.max_num_tokens, *(size for size in config.compile_sizes or () if isinstance(size, int))}
         if config.mode == CompilationMode.VLLM_COMPILE:
@@ -98,22 +101,23 @@ class CudaGraphPolicy(GraphPolicy):
         return full + compilation_counter.num_cudagraph_captured + compilation_counter.num_backend_compilations
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
-        """Functions of a ``StepSize`` first of all become graphs; what samples and drafts after them runs kernel by
-        kernel."""
+        """Makes graphs of functions whose first argument is a ``StepSize``. Others, which sample and draft, run kernel
+        by kernel."""
         graphs = StepGraphs(function, self.mode_of)
         self._graphs.append(graphs)
         return graphs
 
 
 def mark_views() -> None:
-    """Tells the base of the backend of vLLM's that a whole graph needs no metadata builder for (``BuilderCaches``)."""
+    """Marks Triton's attention backend for the base (``BuilderCaches``): its metadata are views of the step's tensors,
+    so a whole step's graph is replayed without its metadata builder."""
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     TritonAttentionBackend.metadata_are_views = True  # type: ignore[attr-defined]
 
 
 def resolve_mode(vllm_config: VllmConfig) -> CUDAGraphMode:
-    """The configured mode as far as every attention backend supports it: what vLLM's own runner comes to.
+    """The configured ``cudagraph_mode``, lowered to what every attention backend supports, as by vLLM's own runner.
 
     Raises ValueError where full graphs of mixed steps were asked for and a backend supports no full graphs at all.
     """
@@ -123,7 +127,7 @@ def resolve_mode(vllm_config: VllmConfig) -> CUDAGraphMode:
     name, support = _least_support(vllm_config)
     has_drafts = vllm_config.speculative_config is not None
     least = AttentionCGSupport.UNIFORM_BATCH if has_drafts else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    # A graph of mixed steps would have to know how many of its tokens are decode rows', which are drafted behind.
+    # With drafts, a graph of mixed steps would have to know how many of its tokens belong to decode rows.
     if mode.mixed_mode() == CUDAGraphMode.FULL and (support != AttentionCGSupport.ALWAYS or has_drafts):
         if support == AttentionCGSupport.NEVER:
             raise ValueError(
@@ -142,7 +146,7 @@ def resolve_mode(vllm_config: VllmConfig) -> CUDAGraphMode:
 
 
 def _least_support(vllm_config: VllmConfig) -> tuple[str, AttentionCGSupport]:
-    """The attention backend that supports least of full graphs, and what it supports."""
+    """Name of the attention backend with the least support of full graphs, and that support."""
     found: Iterable[tuple[str, AttentionCGSupport]] = (
         (backend.get_name(), backend.get_builder_cls().get_cudagraph_support(vllm_config, spec))
         for layer in attention_layers(vllm_config).values()

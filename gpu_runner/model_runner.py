@@ -1,4 +1,4 @@
-"""GPUModelRunner: the four hooks."""
+"""GPUModelRunner: the four hooks of ModelRunnerBase on CUDA."""
 
 from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import graph_capture
@@ -29,7 +29,7 @@ class GPUModelRunner(ModelRunnerBase):
         self.graph_policy: CudaGraphPolicy = CudaGraphPolicy(self.vllm_config)
 
     def load_model(self) -> None:
-        """By vLLM's loaders, straight to the device; layers keep their kernels, quantised ones too."""
+        """Loads with vLLM's loaders, straight to the device. All layers keep vLLM's kernels, quantised ones too."""
         prepare_offloading(self.vllm_config)
         self.model = load_checkpoint(self.vllm_config, use_plain_layers=False)
         compilation = self.vllm_config.compilation_config
@@ -41,7 +41,8 @@ class GPUModelRunner(ModelRunnerBase):
                 model.register_forward_pre_hook(inputs, with_kwargs=True)
 
     def profile_run(self) -> int:
-        """The largest step and what encoders take, measured; and the pool of prompt embeddings, which comes later."""
+        """Bytes that a step takes: the larger of two measured peaks, the encoders' and the largest step's, and the pool
+        of prompt embeddings, which is allocated later."""
         max_num_tokens = self.scheduler_config.max_num_batched_tokens
         held = embeddings_memory(self.model_config, max_num_tokens)
         peak_memory = self.device_ops.peak_memory

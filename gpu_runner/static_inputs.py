@@ -1,4 +1,4 @@
-"""The model's inputs at addresses that stay: what captured graphs, vLLM's piecewise ones too, read again."""
+"""Buffers that keep the model's inputs at fixed addresses, where captured graphs (vLLM's piecewise ones too) read."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch import nn
 class StaticInputs:
     """A hook before a model's forward: copies ids, positions and embeddings into buffers of the largest step.
 
-    Positions become int64 on the way, as CUDA's rotary kernels want them. They may be [D, T] (M-RoPE): then the buffer
-    is longer than any step, so that its rows are as far apart in the first call, whose strides are compiled in, as in
-    later ones.
+    Positions become int64 on the way, as CUDA's rotary kernels want them. They may be [D, T] (M-RoPE). Their buffer is
+    one longer than any step, so that a slice of it has the same strides in every call: the first call's are compiled
+    in.
     """
 
     def __init__(self, max_num_tokens: int, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class StaticInputs:
             dtype = torch.int64 if is_positions else value.dtype
             most = self._max_num_tokens
             shape = (*value.shape[:-1], most + 1) if is_positions else (most, *value.shape[1:])
-            with torch.inference_mode(False):  # Compiled code may be asked for such tensors again in any mode.
+            with torch.inference_mode(False):  # Compiled code may be called with them outside inference mode, too.
                 self._buffers[name] = torch.zeros(shape, dtype=dtype, device=self._device)
         buffer = self._buffers[name]
         held = buffer[..., : value.shape[-1]] if is_positions else buffer[: len(value)]

@@ -1,6 +1,6 @@
-"""What vLLM has at one place or another on CUDA: the only file of this package that asks.
+"""Differences between vLLM's releases on CUDA: the only file of this package that asks for them.
 
-``model_runner_base/vllm_compat/`` is the same for all devices.
+``model_runner_base/vllm_compat/`` does the same for all devices.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ from vllm.utils.mem_constants import GiB_bytes
 
 
 def init_batch_invariance(vllm_config: VllmConfig) -> None:
-    """Kernels whose results do not depend on the batch, where the user's environment asks for them."""
+    """Switches to kernels whose results do not depend on the batch, if the user's environment asks for them."""
     if find_spec("vllm.model_executor.determinism"):
         import_module("vllm.model_executor.determinism.batch_invariant").init_batch_invariance()
     else:
@@ -21,7 +21,7 @@ def init_batch_invariance(vllm_config: VllmConfig) -> None:
 
 
 def prepare_offloading(vllm_config: VllmConfig) -> None:
-    """Before the model is made: which of its weights are to stay on the host."""
+    """Tells vLLM which weights are to stay on the host; to be called before the model is made."""
     config: Any = vllm_config
     if hasattr(config, "offload_config"):
         offloader = import_module("vllm.model_executor.offloader")
@@ -32,7 +32,7 @@ def prepare_offloading(vllm_config: VllmConfig) -> None:
 
 
 def compile_range_ends(vllm_config: VllmConfig) -> list[int] | None:
-    """Numbers of tokens at which ranges end that vLLM compiles for, each apart."""
+    """The config's own list of the token counts at which ranges end; vLLM compiles for each range separately."""
     config: Any = vllm_config.compilation_config
     name = "compile_ranges_endpoints"
     return getattr(config, name if hasattr(config, name) else "compile_ranges_split_points")

@@ -22,7 +22,7 @@ from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises UnsupportedConfigError for what the base serves by its own attention alone."""
+    """Raises UnsupportedConfigError for models that the base serves with its own attention only."""
     if model.is_encoder_decoder or model.is_mm_prefix_lm:
         why = "layers of cross-attention" if model.is_encoder_decoder else "tokens of an image that see each other"
         raise UnsupportedConfigError(
@@ -36,7 +36,7 @@ class GPUWorker(ModelRunnerWorker):
     model_runner_cls = GPUModelRunner
     profiler_activities = ("CPU", "CUDA")
     _buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
-    """The model's buffers while it sleeps at level 2."""
+    """Host copies of the model's buffers, by name, while it sleeps at level 2."""
 
     def make_device(self) -> torch.device:
         if not current_platform.is_cuda():
@@ -62,7 +62,7 @@ class GPUWorker(ModelRunnerWorker):
         return times
 
     def _tune_kernels(self) -> None:
-        """Kernels that vLLM compiles or tunes at run time, as its own worker has it done ahead."""
+        """Compiles and tunes, as vLLM's own worker does, the kernels that would otherwise do so while serving."""
         runner = self.model_runner
         if envs.VLLM_USE_DEEP_GEMM and is_deep_gemm_supported() and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
             deep_gemm_warmup(runner.get_model(), self.scheduler_config.max_num_batched_tokens)
@@ -78,9 +78,10 @@ class GPUWorker(ModelRunnerWorker):
     # ---- Sleep: vLLM's allocator unmaps what was allocated under a tag, and maps it again at the same addresses ----
 
     def sleep(self, level: int = 1) -> None:
-        """Level 1 keeps the weights on the host; level 2 drops them, and keeps only the model's buffers.
+        """Frees device memory. Level 1 keeps the weights on the host; level 2 drops them, and keeps only the model's
+        buffers.
 
-        Raises ValueError for level 2 of a model whose weights could not be loaded anew.
+        Raises ValueError for level 2 of a model whose weights cannot be loaded again.
         """
         if level == 2 and self.model_config.is_multimodal_model:
             raise ValueError("weights of a multimodal model cannot be loaded again yet: sleep at level 1")
@@ -91,7 +92,8 @@ class GPUWorker(ModelRunnerWorker):
         CuMemAllocator.get_instance().sleep(offload_tags=("weights",) if level == 1 else ())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """After level 2, ``reload_weights`` brings the weights back; the KV cache comes back empty."""
+        """Takes the device memory back. The KV cache comes back empty; after level 2, ``reload_weights`` has to bring
+        the weights back."""
         from vllm.device_allocator.cumem import CuMemAllocator
 
         CuMemAllocator.get_instance().wake_up(tags)
