@@ -1,4 +1,4 @@
-"""The main job: several prompts through vllm.LLM on NeuronModelRunner, with a summary of what it took.
+"""Continues several prompts with vllm.LLM on NeuronModelRunner; prints the texts, the speed and the compilations.
 
 python3.11 dev.py generate --prompt "In the beginning" --temperature 0
 """
@@ -19,7 +19,7 @@ SPECULATION = {
     "eagle3": {"method": "eagle3", "model": str(MODEL.with_name("kjv-eagle3"))},
     "medusa": {"method": "medusa", "model": str(MODEL.with_name("kjv-medusa"))},
 }
-"""What each way takes beside the number of drafts."""
+"""Speculative configs by method, without the number of drafts."""
 NUM_DRAFTS = 3
 MAX_LORA_RANK = 16
 STEPS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
@@ -37,7 +37,7 @@ QUESTIONS = ["What is in the picture?", "Which colour is it?"]
 
 
 def read_prompts(args: argparse.Namespace) -> list[Any]:
-    """What vLLM is given: text, or a question beside a picture."""
+    """Inputs of vLLM: texts, or questions with a picture each."""
     if args.image is None:
         return args.prompt or PROMPTS
     from PIL import Image
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument(
         "--speculative",
         choices=SPECULATION,
-        help="what drafts tokens that a step then verifies together; the text stays what it is without",
+        help="how tokens are drafted, which a step then verifies together; the text is the same as without",
     )
     parser.add_argument(
         "--lora",
@@ -77,12 +77,12 @@ def main() -> None:
     parser.add_argument(
         "--image",
         nargs="*",
-        help="pictures that each prompt asks about; bundled ones, and a bundled toy that sees, if no path is given",
+        help="pictures that each prompt asks about; bundled ones, and a bundled vision model, if no path is given",
     )
     parser.add_argument("--enforce-eager", action="store_true", help="no compilation, for debugging")
     args = parser.parse_args()
 
-    # One process, so that the compilation counters are this program's own; and only warnings beside the progress bar.
+    # One process, so that the compilation counters are this program's own; and only warnings next to the progress bar.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams

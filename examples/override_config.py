@@ -1,4 +1,4 @@
-"""Some options changed over a configuration that stands: here drawing among the likeliest token only, which is greedy.
+"""Changes some options of a shared configuration: here to draw the likeliest token only, which is greedy.
 
     python examples/override_config.py
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm import LLM, SamplingParams
 
 MODEL = Path(__file__).parent / "models" / "kjv-2m"
-# As it might stand in a file that many share.
+# As it might be written in a file that many share.
 STANDARD = {
     "num_batched_tokens_buckets": [64],
     "num_seqs_buckets": [4],

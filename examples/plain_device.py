@@ -17,7 +17,7 @@ from model_runner_base.platform import PagedPlatform
 
 
 class PlainPlatform(PagedPlatform):
-    """What vLLM asks about the device before it starts."""
+    """Answers to what vLLM asks about the device before it starts."""
 
     device_name = "cpu"
     device_type = "cpu"
@@ -28,8 +28,8 @@ class PlainPlatform(PagedPlatform):
 def __getattr__(name: str) -> Any:
     """The runner and the worker, made when vLLM first asks this module for one of them.
 
-    Their bases import vLLM's config, which itself imports this module for the platform above. In a package, a file of
-    their own does the same.
+    Their bases import vLLM's config, which itself imports this module for the platform above. A package puts them in a
+    file of their own instead.
     """
     if name not in ("PlainModelRunner", "PlainWorker"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -40,22 +40,22 @@ def __getattr__(name: str) -> Any:
         """The four hooks."""
 
         def _cache_device_properties(self) -> None:
-            """Nothing to install: the base's DeviceOps and its eager GraphPolicy serve a plain torch device."""
+            """Installs nothing: the base's DeviceOps and its eager GraphPolicy serve a plain torch device."""
 
         def load_model(self) -> None:
             self.model = load_checkpoint(self.vllm_config).to(self.device)
 
         def profile_run(self) -> int:
-            """A device that reports its peak memory would run its largest step here, and measure."""
+            """Estimates a step's bytes; a device that reports peak memory would run its largest step and measure."""
             limits = self.step_limits()
             return estimate_step_memory(limits.largest_sizes, limits, self.get_kv_cache_spec(), self.model_config)
 
         def capture_model(self) -> None:
-            """There are no graphs; the largest steps run once, on padding, so that none meets a surprise later."""
+            """Captures nothing; runs the largest steps once, on padding, so that their errors show before serving."""
             self.warm_up(self.step_limits().largest_sizes)
 
     class PlainWorker(ModelRunnerWorker):
-        """Which runner, on which torch device."""
+        """Names the runner and its torch device."""
 
         model_runner_cls = PlainModelRunner  # type: ignore[name-defined]
 
@@ -69,7 +69,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import vllm.platforms
 
-    # In place of the entry point, which a script has none of; before anything else of vLLM asks for the platform.
+    # Takes the place of an entry point, which a script has not; set before vLLM asks for the platform.
     vllm.platforms.current_platform = PlainPlatform()
     from vllm import LLM, SamplingParams
 

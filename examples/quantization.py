@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# One process, so that a second engine may follow the first; and only warnings beside the progress bars.
+# One process, so that a second engine may follow the first; and only warnings next to the progress bars.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

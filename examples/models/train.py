@@ -31,7 +31,7 @@ CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content
 
 @dataclass(frozen=True)
 class Size:
-    """What differs between the two siblings."""
+    """Name and sizes of one of the two siblings, and the steps of its training."""
 
     directory: str
     hidden: int

@@ -4,7 +4,7 @@
 
 It learns from text that the model writes itself, with old words replaced, so nothing but `kjv-2m` is needed; that takes
 some two minutes of one CPU core. Matrices have the names that PEFT saves, are stored in bfloat16, and meant to be run
-in float32. Printed is the share of old words among those that have a new one, in text that was not trained on.
+in float32. It prints how many of the words that have an old and a new form are old, in text that was not trained on.
 """
 
 import argparse
@@ -47,7 +47,7 @@ OLD_WORD = re.compile(rf"\b({'|'.join(NEW_WORDS)})\b", re.IGNORECASE)
 
 
 class Adapted(nn.Module):
-    """A linear layer and two matrices beside it."""
+    """A linear layer with the two matrices of an adapter, whose product is added to its weight."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def write(model: LlamaForCausalLM, num_texts: int, length: int) -> Tensor:
 
 
 def adapt(model: LlamaForCausalLM) -> dict[str, Adapted]:
-    """Puts matrices beside the model's layers, by the layers' names."""
+    """Replaces the model's linear layers by adapted ones; returns those by the layers' names."""
     model.requires_grad_(False)
     adapted = {}
     for name, layer in list(model.named_modules()):

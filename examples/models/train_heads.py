@@ -64,8 +64,8 @@ def write(target: LlamaForCausalLM, temperatures: Tensor, length: int) -> Text:
 class Attention(nn.Module):
     """Attention of a draft layer over several passes, where every position of a sequence starts its own drafts.
 
-    Row i of pass j stands at position i + j. As when serving, it sees what the first pass, which has the target's
-    states, kept up to position i, and row i of each later pass.
+    Row i of pass j is at position i + j. As when serving, it sees the keys of the first pass, made from the target's
+    states, up to position i, and row i of each later pass.
     """
 
     def __init__(self, config: LlamaConfig, width: int) -> None:
@@ -131,7 +131,7 @@ class Eagle(nn.Module):
         return text.final
 
     def step(self, embedded: Tensor, hidden: Tensor, *attention: Any) -> Tensor:
-        """The hidden states that a pass puts out, and the next one takes."""
+        """The hidden states of a pass, which are the next one's input."""
         x = self.fc(torch.cat((embedded, hidden), -1))
         return self.layers[0](x, x, *attention)
 
@@ -152,7 +152,7 @@ class Eagle(nn.Module):
         return logits
 
     def start(self, target: LlamaForCausalLM, text: Text) -> None:
-        """Begins as the target's last layer, on a guess of that layer's input, in the scale of the final states."""
+        """Starts from the target's last layer, with a guess of that layer's input, in the scale of the final states."""
         last, layer = target.model.layers[-1], self.layers[0]
         entering = text.aux[:, 1:, -target.config.hidden_size :]
         scale = rms(text.final) / rms(entering)
@@ -199,7 +199,7 @@ class Eagle3(Eagle):
         return self.lm_head(self.norm(hidden))
 
     def start(self, target: LlamaForCausalLM, text: Text) -> None:
-        """Begins as the target's last layer and head behind attention of its own, on a guess of that layer's input."""
+        """Starts from the target's last layer and head, with attention of its own and a guess of that layer's input."""
         last = target.model.layers[-1]
         self.fc.weight.copy_(least_squares(text.aux[:, :-1], text.aux[:, 1:, -target.config.hidden_size :]))
         for part in ("self_attn.o_proj", "post_attention_layernorm", "mlp"):
@@ -239,7 +239,7 @@ class Medusa(nn.Module):
         return [self.lm_head(block(final)) for block in self.blocks[:passes]]
 
     def start(self, target: LlamaForCausalLM, text: Text) -> None:
-        """Begins with the target's head on the state nearly as it is: two layers of zeros would learn alike."""
+        """Starts from the target's head on a nearly unchanged state: two layers of zeros would learn the same."""
         for weight in self.blocks.parameters():
             nn.init.normal_(weight, std=0.01)
         self.lm_head.load_state_dict(target.lm_head.state_dict())
@@ -256,7 +256,7 @@ def least_squares(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What differs between the heads; `passes` are those that training unrolls."""
+    """Settings of one head's training; `passes` is the number of passes that are unrolled."""
 
     directory: str
     head: type[Eagle | Medusa]

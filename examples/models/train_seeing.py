@@ -1,10 +1,10 @@
-"""Trains a toy that sees: a LLaVA of a million parameters that says which shape of which colour is where in a picture.
+"""Trains a toy vision model: a LLaVA of a million parameters, which names shape, colour and place in a picture.
 
     python examples/models/train_seeing.py
 
-Pictures and answers are made as it goes, so nothing is needed; it takes some minutes of two CPU cores. Printed is the
-share of right answers about pictures that it was not trained on. Weights are stored in bfloat16, and meant to be run in
-float32.
+Pictures and answers are made during training, so no data is needed; it takes some minutes of two CPU cores. It prints
+the share of right answers about pictures that were not trained on. Weights are stored in bfloat16, and meant to be run
+in float32.
 """
 
 import argparse
@@ -44,7 +44,7 @@ QUESTIONS: dict[str, Callable[[str, str, str], str]] = {
 
 
 def draw(colour: str, shape: str, place: str, rng: random.Random) -> Image.Image:
-    """A picture of one shape, of about half of its height, on a dark ground."""
+    """A picture of one shape, about half as high as the picture, on a dark ground."""
     picture = Image.new("RGB", (SIZE, SIZE), tuple(rng.randrange(70) for _ in range(3)))
     pen, half = ImageDraw.Draw(picture), rng.uniform(9, 12)
     x = SIZE * (0.26 + 0.24 * PLACES.index(place)) + rng.uniform(-1, 1)
@@ -133,7 +133,7 @@ def make_model(processor: "transformers.LlavaProcessor") -> LlavaForConditionalG
 def make_batch(
     processor: "transformers.LlavaProcessor", count: int, rng: random.Random
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What the model is called with, and the right next token at each place of an answer, -100 elsewhere."""
+    """Arguments of the model, and the right next token at each place of an answer, -100 elsewhere."""
     asked = [ask(rng) for _ in range(count)]
     texts = [f"{IMAGE}{question} {answer}{END}" for _, question, answer in asked]
     inputs = processor(text=texts, images=[picture for picture, _, _ in asked], return_tensors="pt", padding=True)
@@ -170,7 +170,7 @@ def train(
 
 @torch.no_grad()
 def share_right(model: LlavaForConditionalGeneration, processor: "transformers.LlavaProcessor", count: int) -> float:
-    """Of answers to questions about pictures from another seed, greedily."""
+    """Share of right greedy answers to questions about pictures from another seed."""
     rng, right = random.Random(1), 0
     for _ in range(count):
         picture, question, answer = ask(rng)
