@@ -11,7 +11,7 @@ def register() -> str | None:
     """Entry point of ``vllm.platform_plugins``: the platform's class, or None to leave the machine to another."""
     if not _takes_the_machine():
         return None
-    # What nobody who chose this platform can act on: lines of a CUDA without a device, and of Inductor, which is off.
+    # Silences lines that a user of this platform can do nothing about: CUDA has no device, and Inductor is off.
     for name in ("torch.utils.cpp_extension", "vllm.triton_utils.importing"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("vllm.config.vllm").addFilter(_is_of_use)

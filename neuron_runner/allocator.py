@@ -10,9 +10,9 @@ def keep_freed_memory() -> None:
     """Lets freed memory stay with the process, to be used again without page faults.
 
     XLA:CPU takes each run's temporaries from malloc and frees them after it. Large ones would be mapped and unmapped
-    each time, and clearing their pages anew took more than half of attention's time. To be called before XLA starts
-    its threads: what a thread's own arena cannot hold is mapped in spite of the settings, so all share one. It holds
-    for the whole process, for good.
+    each time, and clearing their pages again took more than half of attention's time. To be called before XLA starts
+    its threads: what a thread's own arena cannot hold is mapped in spite of the settings, so all threads share one
+    arena. The settings hold for the whole process, until it ends.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # Else another C library, with rules of its own.

@@ -1,4 +1,4 @@
-"""Which sizes are compiled, whatever compiles them."""
+"""Sizes that are compiled; they are the same for all compile backends."""
 
 from itertools import product
 
@@ -50,10 +50,10 @@ class NeuronBuckets(BucketPolicy):
         return [limits.decode_size(n, n * kv_tiles) for n in requests for kv_tiles in tiles]
 
     def _mixed_grid(self, limits: StepLimits, tokens: list[int], requests: list[int]) -> list[StepSize]:
-        """Tokens of chunks x decode rows beside them x pairs; and chunks alone, unless that saves next to nothing.
+        """Chunk tokens x decode rows x pairs; and sizes of chunks alone, unless they save next to nothing.
 
-        Of decode rows there may be as many as requests, or an eighth of that, eight at least; of pairs the most that
-        the limits allow, and quarters of it down to some eight a tile.
+        Decode rows are as many as requests, or an eighth of that, at least eight. Pairs are the most that the limits
+        allow, a quarter of that, and so on down to some eight a tile.
         """
         sizes, most_rows = [], limits.max_num_reqs
         few_rows = min(most_rows, max(8, most_rows // 8))
@@ -72,5 +72,5 @@ class NeuronBuckets(BucketPolicy):
 
 
 def _given(buckets: list[int] | str | None, start: int, limit: int) -> list[int] | None:
-    """A list as the user means it: powers of two begin at ``start`` and end at the limit."""
+    """The user's list; powers of two are spelled out from ``start`` to ``limit``. None if there is no list."""
     return geometric(start, limit) if isinstance(buckets, str) else buckets

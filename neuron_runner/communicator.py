@@ -3,7 +3,7 @@
 A collective is an operator of its own, so that a capture holds it as one node. On Neuron the operator becomes XLA's
 collective over replica groups (not run on Neuron hardware). PJRT CPU has none across processes: each process is alone
 there, and XLA's collective would hand back its own input. So a graph is cut at these nodes (``cutting.py``), and the
-operator runs on the host, on tensors of the host; so it does in eager mode. On a tensor of PJRT CPU it raises.
+operator runs on the host, on tensors of the host, as it does in eager mode. On a tensor of PJRT CPU it raises.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,10 @@ class NeuronCommunicator(DeviceCommunicatorBase):
         return all_gather(input_, dim % input_.dim(), self.unique_name)
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """This rank's part along ``dim``, which the number of ranks divides, of the sum over ranks."""
+        """The sum over ranks, cut along ``dim`` into a part for each rank; returns this rank's part.
+
+        The number of ranks divides the size of ``dim``.
+        """
         return reduce_scatter(input_, dim % input_.dim(), self.unique_name)
 
 
@@ -79,19 +82,19 @@ def _(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 
 OPERATORS = frozenset(op._opoverload for op in (all_reduce, all_gather, reduce_scatter))
-"""As the nodes of a captured graph name them."""
+"""The operators as the nodes of a captured graph name them."""
 
 
 # ---- How they reach the other ranks ----
 
 
 def run_on_host() -> bool:
-    """Whether graphs have to be cut at collectives."""
+    """Whether collectives run on the host, so that graphs have to be cut at them."""
     return not environment.neuron_device_visible()
 
 
 class _HostTransport:
-    """By gloo, on tensors of the host. Every rank gets the same bits: a ring adds each part up once."""
+    """Collectives by gloo, on tensors of the host. Every rank gets the same bits: a ring adds each part up once."""
 
     def __init__(self, communicator: NeuronCommunicator) -> None:
         self._group = communicator.cpu_group
@@ -117,7 +120,7 @@ class _HostTransport:
 
 @contextmanager
 def _told_plainly() -> Iterator[None]:
-    """Says what an error of the transport means."""
+    """Turns an error of the transport into a CollectiveError that says what it means."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Compilation by openxla: one Dynamo capture a function and kind of step, one XLA executable a size.
+"""Compilation by openxla: one Dynamo capture for each function and kind of step, one XLA executable for each size.
 
 ``torch.compile(backend="openxla")`` re-traces a model in Dynamo and AOTAutograd for every size, which costs several
 times what XLA's own compilation does. Here Dynamo captures a function once with symbolic sizes, and the captured graph
@@ -42,7 +42,7 @@ class _Captured(Exception):
 
 
 class Source(NamedTuple):
-    """Where a graph input comes from when the graph is run."""
+    """Origin of a graph input when the graph is run."""
 
     kind: str
     """"int", "tensor" or "state" (by place), "size" (of a tensor argument), or "constant" (weights and their sizes)."""
@@ -52,7 +52,7 @@ class Source(NamedTuple):
 
 
 class Capture:
-    """A function as Dynamo saw it, compiled for every combination of sizes it is run with."""
+    """A function as Dynamo captured it, to be compiled for every combination of sizes that it is run with."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Capture:
         state: Sequence[torch.Tensor],
         is_symbolic: bool = True,
     ) -> None:
-        """``is_symbolic``: for other sizes too, as far as the branches that were taken allow."""
+        """``is_symbolic``: the capture serves other sizes too, as far as the branches that were taken allow."""
         self._graph, inputs = _trace(function, ints, tensors, is_symbolic)
         placeholders = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
         sources = _find_sources(placeholders, inputs, tensors, state)
@@ -75,7 +75,7 @@ class Capture:
         self._sources = sources
         state_inputs = [i for i, source in enumerate(sources) if source.kind == "state"]
         self.state_order = [sources[i].place for i in state_inputs]
-        """Places in the state of the first outputs."""
+        """Indices of the state tensors that the first outputs replace, in the order of those outputs."""
         self._cut: CutGraph | None = None
         if run_on_host() and any(map(is_collective, self._graph.graph.nodes)):
             self._cut = CutGraph(self._graph, state_inputs)
@@ -98,7 +98,7 @@ class Capture:
     def at(
         self, compiler: Compiler, ints: list[int], tensors: list[torch.Tensor], state: Sequence[torch.Tensor]
     ) -> Executable | CutExecutable:
-        """Compiled for the given sizes; to be run on ``[*tensors, *state]``."""
+        """Compiles for the given sizes; what is returned runs on ``[*tensors, *state]``."""
         arguments: list[Any] = []
         varying: dict[int, int] = {}
         for index, (kind, place, dim, constant) in enumerate(self._sources):
@@ -120,7 +120,7 @@ class Capture:
 def _find_sources(
     placeholders: list[torch.fx.Node], inputs: list[Any], tensors: list[torch.Tensor], state: Sequence[torch.Tensor]
 ) -> list[Source]:
-    """The source of each graph input, told by identity with the arguments of the traced call."""
+    """The source of each graph input. Tensors are recognised by identity with the arguments of the traced call."""
     sources = {id(tensor): Source("tensor", index) for index, tensor in enumerate(tensors)}
     sources.update((id(tensor), Source("state", index)) for index, tensor in enumerate(state))
     sizes: dict[str, Source] = {}
@@ -143,15 +143,15 @@ def _find_sources(
 
 
 class _SizeGuards:
-    """What tracing assumed of the sizes: those it fixed, and the branches it took on the others.
+    """Assumptions that tracing made about the sizes: those it fixed, and the branches it took on the others.
 
-    What fails for a size of 1 and would hold for 2 is waived: Dynamo excludes 1 everywhere, for broadcasting and
-    strides, and there the graph computes the same.
+    A guard that fails for a size of 1 and would hold for 2 is waived. Dynamo excludes 1 everywhere, for broadcasting
+    and strides, but the graph computes the same for it.
     """
 
     def __init__(self, placeholders: list[torch.fx.Node], sources: list[Source], ints: list[int]) -> None:
         self._fixed = dict(enumerate(ints))
-        # By the symbol each size had at first: tracing may since have found two of them equal and kept one.
+        # Keyed by the symbol that each size had at first: tracing may have found two equal since, and kept one.
         self._symbols: dict[str, Source] = {}
         shape_env = None
         for node, source in zip(placeholders, sources, strict=True):
@@ -189,7 +189,10 @@ class _SizeGuards:
 
 
 class CompiledFunction:
-    """A function of tensors and named tuples of sizes, whose first element, the kind, is static; updates ``state``."""
+    """A function of tensors and of ``StepSize``s, whose kinds are static, compiled for each size it is called with.
+
+    The function updates ``state`` in place; a call replaces the elements of that list by new tensors.
+    """
 
     def __init__(
         self,
@@ -198,7 +201,7 @@ class CompiledFunction:
         compiler: Compiler | None = None,
         has_several: Callable[[Sequence[StepSize]], bool] = lambda sizes: True,
     ) -> None:
-        """``has_several`` says of the sizes of a call whether calls of other sizes are to be expected."""
+        """``has_several``, given the sizes of a call, tells whether calls of other sizes are to be expected."""
         self.function = function
         self.state = state
         self._compiler = compiler or Compiler()
@@ -209,7 +212,7 @@ class CompiledFunction:
         self._retired: deque[list[torch.Tensor]] = deque(maxlen=3)
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the function, or stands in for its results while the compiler is ahead.
+        """Runs the function. While the compiler is ahead, it only compiles, and returns zeros in place of results.
 
         State tensors among the arguments are recognised as such.
         """
@@ -234,7 +237,7 @@ class CompiledFunction:
         return self._executables[key]
 
     def _capture_for(self, args: Any, sizes: Any, ints: list[int], tensors: list[torch.Tensor]) -> Capture:
-        """A capture that is right for these sizes: one that stands, else a new one."""
+        """A capture that is right for these sizes: an existing one, else a new one."""
         captures = self._captures.setdefault(tuple(size.kind for size in sizes), [])
         for capture in captures:
             if capture.fits(ints, tensors):
@@ -244,7 +247,7 @@ class CompiledFunction:
 
 
 def _flat(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """``function`` over one list of ints and one of tensors; a size keeps its kind static."""
+    """``function`` as one of a list of ints and a list of tensors; the kind of each size stays static."""
 
     def traced(ints: list[int], tensors: list[torch.Tensor]) -> Any:
         rebuilt: list[Any] = []

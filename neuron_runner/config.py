@@ -1,7 +1,7 @@
 """The options of ``neuron_config``: which sizes are compiled, how tokens are drawn, how weights are kept.
 
-They come from ``additional_config["neuron_config"]``; ``override_neuron_config`` beside it is laid over that, option by
-option; and three of them may come from the environment instead. What is given in both places must be the same.
+They come from ``additional_config["neuron_config"]``. ``override_neuron_config`` next to it replaces single options.
+Three options may come from the environment instead; what is given in both places must be the same.
 ``python -m neuron_runner.config_help`` prints them all.
 """
 
@@ -17,17 +17,17 @@ from neuron_runner import environment
 POWERS_OF_TWO = "powers_of_two"
 
 MAX_CANDIDATES = 256
-"""Neuron's compiler finds so many of the largest numbers of a row."""
+"""The most of a row's largest numbers that Neuron's compiler finds."""
 
 SECTIONS = ("neuron_config", "neuron-config", "override_neuron_config", "override-neuron-config")
-"""Keys of ``additional_config``, the one that counts most last."""
+"""Keys of ``additional_config``; an option in a later one replaces that of an earlier one."""
 
 VARIABLES = {
     "NEURON_CONTEXT_LENGTH_BUCKETS": "num_batched_tokens_buckets",
     "NEURON_TOKEN_GEN_BUCKETS": "context_length_buckets",
     "NEURON_QUANT_DTYPE": "quant_dtype",
 }
-"""The environment variables that give an option each."""
+"""Environment variables, and the option that each of them gives."""
 
 ALIASES = {
     "decode_context_length_buckets": "context_length_buckets",
@@ -35,7 +35,7 @@ ALIASES = {
     "token_generation_buckets": "context_length_buckets",
     "quantization": "quant_dtype",
 }
-"""What Neuron's own plugins call some of the options."""
+"""Names that Neuron's own plugins have for some of the options, and our names."""
 
 
 def _check_buckets(value: Any) -> list[int] | str:
@@ -62,7 +62,7 @@ def _check_backend(value: Any) -> str | None:
         return value
     from torch._dynamo import list_backends
 
-    # torch_xla's own, and those of torch's tests, are no way to run.
+    # Left out: torch_xla's own backends, and those of torch's tests, neither of which is a way to run.
     others = ("openxla", "relu_")
     registered = [name for name in list_backends(exclude_tags=()) if not name.startswith(others)]
     if value not in registered:
@@ -94,7 +94,7 @@ class OnDeviceSamplingConfig(_Options):
 
 
 class NeuronConfig(_Options):
-    """Without bucket lists, sizes are placed where traffic is expected."""
+    """Options of ``neuron_config``. Without bucket lists, sizes are placed where traffic is expected."""
 
     num_batched_tokens_buckets: Buckets | None = Field(
         default=None,
@@ -145,18 +145,21 @@ class NeuronConfig(_Options):
 
     @property
     def backend(self) -> str:
-        """``compile_backend``, or what stands for it where it is left out; ValueError if that is not registered."""
+        """``compile_backend``, or its default if it is left out; ValueError if that default is not registered."""
         if self.compile_backend is not None:
             return self.compile_backend
         return "openxla" if environment.has_torch_xla() else _default_backend()
 
     @property
     def runs_on_xla(self) -> bool:
-        """Whether steps are torch_xla's."""
+        """Whether torch_xla compiles and runs the steps."""
         return self.backend in XLA_BACKENDS
 
     def warms_up_behind(self, num_workers: int) -> bool:
-        """Whether steps are served while sizes are compiled; raises ValueError for what the workers cannot do."""
+        """Whether steps are served while sizes are still compiled.
+
+        Raises ValueError for options that do not go together, or not with this number of workers.
+        """
         one = f"needs one worker, there are {num_workers}:"
         if self.backend != "openxla":
             if num_workers > 1:
@@ -186,7 +189,7 @@ class NeuronConfig(_Options):
                 )
 
     def written_into(self, additional_config: dict[str, Any]) -> dict[str, Any]:
-        """``additional_config`` with what was decided here in the place of its sections: nobody need decide again."""
+        """``additional_config`` with these options in place of its sections, so that workers need not decide again."""
         others = {key: value for key, value in additional_config.items() if key not in SECTIONS}
         return others | {"neuron_config": self.model_dump(exclude_unset=True)}
 
@@ -211,7 +214,7 @@ def read_neuron_config(additional_config: Any) -> NeuronConfig:
 
 
 def _default_backend() -> str:
-    """Without torch_xla."""
+    """The default of ``compile_backend`` without torch_xla. Raises ValueError if it is not registered."""
     try:
         return str(_check_backend("neuron"))
     except ValueError as error:
@@ -222,7 +225,7 @@ def _default_backend() -> str:
 
 
 def _read_section(section: str, values: Any) -> dict[str, Any]:
-    """The options of a section by their own names."""
+    """The options of a section by the names of the fields of NeuronConfig."""
     if not isinstance(values, dict):
         raise ValueError(f"{section} must be a dictionary of options, got {values!r}")
     written: dict[str, str] = {}
@@ -252,5 +255,5 @@ def _checked(values: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any
 
 
 def _numbers(text: str) -> list[int] | str:
-    """ "128,512" as numbers; what is no list of numbers stays as it is, to be refused as such."""
+    """ "128,512" as numbers; other text is returned as it is, to be refused later."""
     return [int(part) for part in text.split(",")] if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) else text

@@ -1,4 +1,4 @@
-"""Every option of ``neuron_config`` from its field: what ``python -m neuron_runner.config_help`` prints.
+"""Help for the options of ``neuron_config``, from their fields: ``python -m neuron_runner.config_help`` prints it.
 
 docs/configuration.md holds the same as a table; a test compares the two.
 """
@@ -18,7 +18,7 @@ from neuron_runner.config import VARIABLES, NeuronConfig
 @dataclass(frozen=True)
 class Option:
     key: str
-    """Under ``neuron_config``, with dots."""
+    """Name under ``neuron_config``, with dots between its parts."""
     type: str
     default: str
     variable: str | None
@@ -26,7 +26,7 @@ class Option:
 
 
 def options(model: type[BaseModel] = NeuronConfig, prefix: str = "") -> Iterator[Option]:
-    """Every option, in the order of its fields; one that holds others is followed by them."""
+    """Yields the options in the order of their fields; an option that holds others is followed by them."""
     variables = {key: variable for variable, key in VARIABLES.items()}
     for name, field in model.model_fields.items():
         key = prefix + name

@@ -1,13 +1,14 @@
 """Graphs that are cut at their collectives: pieces that XLA runs, and between them the host's collectives.
 
-Where collectives cannot be part of an XLA graph (``communicator.py``), a captured graph becomes a line of pieces. At
-each size every piece is an executable of its own, over a list of values: the tensors given to the function, its state,
-and what crosses from piece to piece. State is donated piece by piece, and its place in the list holds the newest, so a
-cache that several pieces update is right in each. Layers that are alike make graphs that are alike: XLA compiles one.
+Where collectives cannot be part of an XLA graph (``communicator.py``), a captured graph becomes a sequence of pieces.
+At each size every piece is an executable of its own, over a list of values: the tensors given to the function, its
+state, and what crosses from piece to piece. State is donated piece by piece, and its place in the list holds the newest
+tensor, so a cache that several pieces update is right in each. Layers that are alike make graphs that are alike: XLA
+compiles one.
 
 What crosses is a copy. So a piece may update in place what it made itself, its state, and a collective's result that
-no other piece reads. All else is refused: an update of another crossing value by ``Executable``, which checks what it
-is given, and a view of state that crosses, here.
+no other piece reads. Updates of other crossing values are refused by ``Executable``, which checks what it is given;
+views of state that cross are refused here.
 """
 
 import operator
@@ -54,7 +55,7 @@ class _Part:
 
     module: fx.GraphModule
     inputs: list[fx.Node]
-    """Nodes of the cut graph, as are the others here."""
+    """Nodes of the cut graph, like ``outputs`` and ``state``."""
     outputs: list[fx.Node]
     state: list[fx.Node]
     collective: "_Collective | None"
@@ -102,7 +103,7 @@ class CutGraph:
             donate(part.module, [part.inputs.index(node) for node in part.state])
 
     def at(self, compiler: Compiler, arguments: list[Any], varying: dict[int, int], num_given: int) -> "CutExecutable":
-        """As ``Compiler.make``; a run is given ``num_given`` tensors."""
+        """Compiles the pieces, as ``Compiler.make`` does a graph; a run is given ``num_given`` tensors."""
         values: dict[fx.Node, Any] = dict(zip(self._inputs, arguments, strict=True))
         place = {self._inputs[index]: given for index, given in varying.items()}
         steps: list[_Piece | _HostCollective] = []
@@ -144,7 +145,7 @@ class CutExecutable:
         self._shapes = [(example.shape, example.dtype) for example in examples]
         last_reader = {place: index for index, step in enumerate(steps) for place in step.reads}
         self._done: list[list[int]] = [[] for _ in steps]
-        """Places that nobody reads after a step: what lies there is let go, so that memory does not grow with depth."""
+        """Places by step that no later step reads: they are emptied, so that memory does not grow with depth."""
         for place in last_reader.keys() - set(results):
             self._done[last_reader[place]].append(place)
 
@@ -175,18 +176,18 @@ class _Piece:
 
 @dataclass
 class _Collective:
-    """An operator and its arguments behind the tensor."""
+    """An operator and its arguments after the tensor."""
 
     operator: Any
     arguments: tuple[Any, ...]
 
     def stand_in(self, x: torch.Tensor) -> torch.Tensor:
-        """Zeros for the result."""
+        """Zeros on the device with the shape and dtype of the result."""
         result = self.operator(x.to("meta"), *self.arguments)
         return zeros(result.shape, result.dtype)
 
     def on_host(self, x: torch.Tensor) -> torch.Tensor:
-        """The result on the device for a tensor there; waits for it."""
+        """Runs the operator on the host: waits for a tensor on the device, and returns the result on the device."""
         return self.operator(x.cpu(), *self.arguments).to(x.device)
 
 
@@ -202,7 +203,7 @@ class _HostCollective:
 
 
 class _Traced:
-    """A piece whose results are told apart: tensors it returns, sizes it keeps."""
+    """A piece that returns only its tensors, as an executable has to, and remembers the sizes among its results."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
@@ -211,19 +212,19 @@ class _Traced:
     def __call__(self, *arguments: Any) -> list[torch.Tensor]:
         self._results = list(self._module(*arguments))
         known = {contents_of(x) for x in arguments if isinstance(x, torch.Tensor)}
-        # What the piece only looks at, such as all columns of what it was given, crosses as a copy of its own.
+        # A result that is a mere view of an argument, such as all of its columns, crosses as a copy of its own.
         tensors = [x for x in self._results if isinstance(x, torch.Tensor)]
         return [x.clone() if contents_of(x) in known else x for x in tensors]
 
     def with_stand_ins(self, executable: Executable) -> list[Any]:
-        """The results, tensors as zeros; what was traced is let go."""
+        """The results of the trace with zeros in place of tensors; the traced tensors are dropped."""
         stand_ins = iter(executable.stand_ins(0))
         results, self._results = self._results, []
         return [next(stand_ins) if isinstance(x, torch.Tensor) else x for x in results]
 
 
 def _split(graph: fx.GraphModule) -> fx.GraphModule:
-    """Pieces and collectives as submodules, in the order of the graph."""
+    """Splits a graph into submodules, each a piece or a collective, in the order of the graph."""
     part_of: dict[fx.Node, int] = {}
     current = 0
     for node in graph.graph.nodes:
@@ -244,7 +245,7 @@ def _example(node: fx.Node) -> Any:
 
 
 def _refuse_views_of_state(graph: fx.GraphModule, state_inputs: list[int]) -> None:
-    """Raises UnsupportedGraphError if a part of the state is looked at in one piece and used in another."""
+    """Raises UnsupportedGraphError if a view of the state is made in one piece and used in another."""
     nodes = list(graph.graph.nodes)
     storages = {_example(nodes[index]).untyped_storage()._cdata for index in state_inputs}
     collectives = [index for index, node in enumerate(nodes) if is_collective(node)]

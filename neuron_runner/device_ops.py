@@ -21,7 +21,7 @@ class XlaDeviceOps(DeviceOps):
         return torch.device("cpu")
 
     def memory_info(self) -> MemoryInfo:
-        """What PJRT reports of its allocator, in bytes. A runtime need not report anything."""
+        """Bytes as PJRT's allocator reports them; zeros where the runtime reports nothing."""
         if xm.xla_device_hw(self.device) == "CPU":
             give_back_freed_memory()
             return super().memory_info()

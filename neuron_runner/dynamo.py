@@ -1,7 +1,7 @@
 """``compile_backend`` names a backend of Dynamo: ``neuron``, which comes with TorchNeuron, or any that is registered.
 
 Nothing here needs torch_xla. Weights, caches and steps lie on torch's own device of Neuron, or on the host where there
-is none, and every size is a graph of static shapes. Not run on Neuron hardware: other backends stood in on the host.
+is none, and every size is a graph of static shapes. Not run on Neuron hardware: tests take other backends on the host.
 """
 
 from collections.abc import Callable, MutableSequence
@@ -19,7 +19,7 @@ from neuron_runner.config import NeuronConfig
 
 
 class DynamoPolicy(NeuronBuckets):
-    """Each size through torch.compile, traced and compiled when warm-up runs it."""
+    """Compiles each size with torch.compile, when warm-up runs it."""
 
     def __init__(self, config: NeuronConfig) -> None:
         super().__init__(config)
@@ -33,11 +33,11 @@ class DynamoPolicy(NeuronBuckets):
 
 
 class TorchDeviceOps(DeviceOps):
-    """Of torch's own device of Neuron, by what ``torch.accelerator`` says of it; or of the host."""
+    """DeviceOps of torch's own device of Neuron, by way of ``torch.accelerator``; or of the host."""
 
     @property
     def eager_device(self) -> torch.device:
-        """Towers stay on the host (``model_runner.load_model``)."""
+        """The host, where towers stay (``model_runner.load_model``)."""
         return torch.device("cpu")
 
     def memory_info(self) -> MemoryInfo:
@@ -52,7 +52,7 @@ class TorchDeviceOps(DeviceOps):
 
 
 class EachSize:
-    """A function of tensors and sizes, compiled for each of its sizes and shapes by itself; updates state in place."""
+    """A function of tensors and sizes, compiled separately for each of its sizes and shapes; updates state in place."""
 
     def __init__(self, function: StepFunction, backend: str) -> None:
         self._function = function
@@ -69,7 +69,7 @@ class EachSize:
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls ``function``. Dynamo keeps by code object what it compiled: eight at most, tried in turn."""
+    """Wraps ``function`` in one with its own code object: Dynamo keeps eight compilations of each, tried in turn."""
 
     def call(*args: Any) -> Any:
         return function(*args)

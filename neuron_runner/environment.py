@@ -1,4 +1,4 @@
-"""What this machine has: torch_xla, Neuron devices and the cores of them that are ours, Neuron's own packages."""
+"""Facts about this machine: torch_xla, Neuron devices, the cores that this process may use, Neuron's own packages."""
 
 import glob
 import os
@@ -15,16 +15,18 @@ INSTALL = f"pip install torch_xla=={TORCH_XLA_VERSION}.0"
 VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES = "NEURON_RT_NUM_CORES"
 ROOT_PORT = 62182
-"""Where Neuron's collectives meet on the host of rank 0, unless NEURON_RT_ROOT_COMM_ID says otherwise."""
+"""Port on the host of rank 0 at which Neuron's collectives meet, unless NEURON_RT_ROOT_COMM_ID says otherwise."""
 
 
 class MissingRequirementError(RuntimeError):
-    """A package or device this platform stands on is missing, or of another version."""
+    """A package or device that this platform needs is missing, or of another version."""
 
 
 def neuron_device_visible() -> bool:
-    """Whether steps run on Neuron: its driver shows a device, torch has a device of it or the runtime package of
-    torch_xla is a real one, and ``PJRT_DEVICE``, which torch_xla goes by, names no other."""
+    """Whether steps run on Neuron: a device is present, and either torch or torch_xla can use it.
+
+    torch can if TorchNeuron has registered its device; torch_xla can if its runtime package for Neuron is a real one.
+    """
     return neuron_device_present() and (torch_device_type() == "neuron" or neuron_package_is_real())
 
 
@@ -38,13 +40,13 @@ def has_torch_xla() -> bool:
 
 
 def torch_device_type() -> str:
-    """Of what steps run on without torch_xla: ``neuron`` where TorchNeuron has registered it, else ``cpu``."""
+    """Type of the device of steps without torch_xla: ``neuron`` if TorchNeuron has registered it, else ``cpu``."""
     accelerator = torch.accelerator.current_accelerator()
     return "neuron" if accelerator is not None and accelerator.type == "neuron" else "cpu"
 
 
 def torch_device() -> torch.device:
-    """Where steps run without torch_xla: torch's own device of Neuron, or the host. Not run on Neuron hardware.
+    """The device of steps without torch_xla: torch's own device of Neuron, or the host. Not run on Neuron hardware.
 
     Raises MissingRequirementError if Neuron devices are visible and torch has none.
     """
@@ -67,7 +69,7 @@ def _driver_shows_device() -> bool:
 
 
 def neuron_package_is_real() -> bool:
-    """The public index holds placeholders of Neuron's packages that raise on import, so only an import tells."""
+    """Whether ``libneuronxla`` is Neuron's own. The public index has placeholders that raise on import: it is tried."""
     try:
         import libneuronxla
     except Exception:
@@ -76,7 +78,7 @@ def neuron_package_is_real() -> bool:
 
 
 def check_torch_xla() -> None:
-    """Raises MissingRequirementError with the command that mends it."""
+    """Raises MissingRequirementError if torch_xla, or what it needs of Neuron, is missing or wrong; says what to do."""
     try:
         found = version("torch_xla")
     except PackageNotFoundError:
@@ -96,7 +98,7 @@ def check_torch_xla() -> None:
 
 
 def xla_is_running() -> bool:
-    """Whether this process has XLA's devices open, with threads that a process forked from it would wait for."""
+    """Whether this process has XLA's devices open: then it has threads that a process forked from it would wait for."""
     bindings = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     return bindings is not None and bindings._xla_runtime_is_initialized()
 
@@ -146,16 +148,17 @@ def _visible_cores(text: str) -> list[int] | None:
 
 
 def host_of(init_method: str) -> str:
-    """The host at which torch.distributed's init method has the ranks meet, which is that of rank 0."""
+    """The host of rank 0, where torch.distributed's init method has the ranks meet."""
     address = urlsplit(init_method).netloc
     return address.rpartition(":")[0] if address else os.environ["MASTER_ADDR"]  # The latter for env://.
 
 
 def share_neuron_cores(rank: int, local_rank: int, world_size: int, root_host: str) -> None:
-    """One core a process, and one runtime over all processes; to be called before torch_xla is imported.
+    """Gives this process one core, and all processes one runtime; to be called before torch_xla is imported.
 
-    The variables are those that Neuron's own launcher sets (torch_neuronx, PJRT without SPMD). What the user has set
-    stands; of several NEURON_RT_VISIBLE_CORES each worker of a host takes its own. Not run on Neuron hardware.
+    The variables are those that Neuron's own launcher sets (torch_neuronx, PJRT without SPMD). If the user's
+    NEURON_RT_VISIBLE_CORES names cores, each worker of a host takes one of them. NEURON_RT_ROOT_COMM_ID is kept if it
+    is set; the others are overwritten. Not run on Neuron hardware.
     """
     cores = _visible_cores(os.environ.get(VISIBLE_CORES, ""))
     os.environ[VISIBLE_CORES] = str(cores[local_rank] if cores else local_rank)
@@ -166,7 +169,7 @@ def share_neuron_cores(rank: int, local_rank: int, world_size: int, root_host: s
 
 
 def share_host_cores(num_local_workers: int) -> None:
-    """Gives this process its part of the host's threads under XLA:CPU; to be called before that starts.
+    """Gives this process its share of the host's threads under XLA:CPU; to be called before XLA:CPU starts.
 
     XLA's clients read the number from NPROC, which is left as it is if set.
     """

@@ -1,8 +1,8 @@
 """A captured graph at one size: traced lazily, compiled by XLA, run by openxla's cached-graph call.
 
-The bridge behind ``torch.compile(backend="openxla")`` (``torch_xla._dynamo.dynamo_bridge``) does this for graphs of
-every kind and asks on each call which kind it has. Here a graph is checked once, when it is traced, and a call fills
-the inputs that vary into a list that holds the weights already.
+The bridge of ``torch.compile(backend="openxla")`` (``torch_xla._dynamo.dynamo_bridge``) does this for graphs of every
+kind and asks on each call which kind it has. Here a graph is checked once, when it is traced, and a call fills the
+inputs that vary into a list that holds the weights already.
 
 XLA compiles without Python's lock and without the device's, as long as every input of a graph has contents (torch_xla's
 own placeholder tensors would take the device's lock). So graphs are compiled while others are traced.
@@ -24,7 +24,7 @@ from neuron_runner.metrics import num_lowered
 
 
 class UnsupportedGraphError(RuntimeError):
-    """A function does what a graph cannot take over from it."""
+    """A function does something that cannot be part of a graph."""
 
 
 class Executable:
@@ -48,8 +48,8 @@ class Executable:
         if _XLAC._get_seed_info_id() in ids:
             raise UnsupportedGraphError("a compiled function may not draw from torch's random generator")
         places = [place_of.get(tensor_id) for tensor_id in ids]
-        # A weight stands here as the model's own tensor, so that one that is loaded anew counts; tracing's constants by
-        # their values; what varies is filled in for a run.
+        # Weights are the model's own tensors here, so that reloaded ones count. Constants that tracing made are kept by
+        # value. What varies is None, and is filled in for a run.
         self._inputs = [
             value if place is None else None if place in varying else arguments[place]
             for value, place in zip(values, places, strict=True)
@@ -60,7 +60,7 @@ class Executable:
         self._results = [(output.shape, output.dtype) for output in outputs]
 
     def compile(self) -> None:
-        """XLA's part; other threads may trace or compile at the same time."""
+        """Has XLA compile the graph; other threads may trace or compile at the same time."""
         try:
             _XLAC._xla_warm_up_cache(self._traced, [])
         finally:
@@ -90,7 +90,7 @@ def _check(inputs: list[torch.Tensor], outputs: list[Any]) -> None:
 
 
 def contents_of(tensor: torch.Tensor) -> int:
-    """The same number for tensors that hold the same, such as a tensor and all of its columns."""
+    """A number for the contents of a tensor: the same for tensors that share them, such as a view of all columns."""
     return _XLAC._unique_id_for_ir_and_data(tensor)
 
 
@@ -100,10 +100,10 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Uncompiled:
-    """The graphs of this process that are traced behind its steps and not compiled yet; and ``torch_xla.sync``.
+    """Counts this process's graphs that were traced while it serves and are not compiled yet; holds back syncs.
 
-    A sync runs everything that is traced, with buffers that a step may have donated since. So it waits until there is
-    nothing of the kind, and nothing is traced before it has ended.
+    ``torch_xla.sync`` runs everything that is traced, with buffers that a step may have donated since. So a sync waits
+    until there are no such graphs, and none is traced before it has ended.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ UNCOMPILED = Uncompiled()
 
 
 class Compiler:
-    """Compiles executables: one at a time, within ``ahead`` side by side, within ``behind`` beside steps."""
+    """Compiles executables: one at a time; several at a time within ``ahead``; while steps run within ``behind``."""
 
     WIDTH = min(8, os.cpu_count() or 1)
     """Compilations at a time. XLA's own threads share the cores between all of them."""
@@ -139,7 +139,7 @@ class Compiler:
     def __init__(self) -> None:
         self.states: list[Sequence[torch.Tensor]] = []
         self.hashes: set[bytes] = set()
-        """Of all executables; equal ones are one to torch_xla."""
+        """Hashes of all executables; torch_xla keeps one graph for executables of equal hashes."""
         self._submit: Callable[[Callable[[], None]], None] | None = None
         # torch_xla's switch for donated inputs is one for all threads, and is read while a thread compiles.
         _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
@@ -159,7 +159,7 @@ class Compiler:
         return zeros(tensor.shape, tensor.dtype) if is_state else tensor
 
     def make(self, *arguments: Any) -> Executable:
-        """``Executable(*arguments)``, which is compiled now, or as ``ahead`` and ``behind`` say within them."""
+        """Makes ``Executable(*arguments)``. It is compiled now, or within ``ahead`` and ``behind`` as they say."""
         executable = Executable(*arguments)
         self.hashes.add(executable.hash)
         if self._submit:
@@ -178,9 +178,10 @@ class Compiler:
 
     @contextmanager
     def ahead(self) -> Iterator[list[Future[None]]]:
-        """Within it nothing is run; when it ends, everything that was traced is compiled.
+        """A context in which nothing is run; when it ends, everything that was traced in it is compiled.
 
-        Yields the compilations so far. Nothing may call ``torch_xla.sync`` within: it would run what was traced.
+        Yields the list of compilations so far. Nothing may call ``torch_xla.sync`` in it: that would run what was
+        traced.
         """
         futures: list[Future[None]] = []
         with ThreadPoolExecutor(self.WIDTH) as pool:
@@ -201,9 +202,10 @@ class Compiler:
 
     @contextmanager
     def behind(self) -> Iterator[list[Future[None]]]:
-        """Within it nothing is run, and what is traced begins to be compiled, at low priority; yields the compilations.
+        """A context in which nothing is run, and what is traced begins to be compiled, at low priority.
 
-        When it ends, the compilations need nothing more of the tensors that were given: steps may donate them.
+        Yields the list of compilations so far. When it ends, the compilations need nothing more of the tensors that
+        were given: steps may donate them.
         """
         futures: list[Future[None]] = []
 
@@ -222,7 +224,7 @@ class Compiler:
 
 
 def _lower_priority(thread: threading.Thread) -> None:
-    """Steps come first, as far as XLA compiles on this thread. On Linux a thread has a priority of its own."""
+    """Lets steps go first, as far as XLA compiles on this thread. On Linux a thread has a priority of its own."""
     with suppress(OSError):  # It may have ended.
         number = thread.native_id or 0
         os.setpriority(os.PRIO_PROCESS, number, max(10, os.getpriority(os.PRIO_PROCESS, number)))

@@ -1,4 +1,4 @@
-"""How sizes are compiled: the graph policy of openxla."""
+"""Graph policy of openxla: when and how sizes are compiled."""
 
 import os
 from collections import Counter, deque
@@ -18,14 +18,14 @@ from neuron_runner.metrics import CompilationCount
 CACHE_SIZE = "XLA_COMPILATION_CACHE_SIZE"
 """torch_xla's variable: how many graphs a process keeps, of all engines; 2048 if it is not set."""
 GRAPHS_A_SIZE = 64
-"""More than a size has with its samplers: some 7 where it was counted."""
+"""Upper bound of a size's graphs, its samplers included; some 7 were counted."""
 
 
 class OpenXlaPolicy(NeuronBuckets):
-    """Each size as a graph of openxla, compiled ahead or behind the steps."""
+    """Makes each size a graph of openxla, compiled before the steps are served or while they are."""
 
     num_at_a_time = max(1, Compiler.WIDTH // 2)
-    """XLA's own threads take part: half as many compilations as cores leave steps more than half of their speed."""
+    """Half of the usual number, since XLA's own threads take part: steps keep more than half of their speed."""
 
     def __init__(self, config: NeuronConfig, num_workers: int = 1) -> None:
         super().__init__(config)
@@ -50,7 +50,7 @@ class OpenXlaPolicy(NeuronBuckets):
         return any(counts[kind] > 1 for kind in [size.kind for size in sizes] or counts)
 
     def make_ahead(self, runs: Sequence[Callable[[], None]]) -> Iterator[None]:
-        """Traces all, which are compiled meanwhile, then runs all."""
+        """Traces all runs while they are compiled, then runs them. Raises RuntimeError if torch_xla dropped a graph."""
         with self._compiler.ahead() as compilations:
             last_of_runs: deque[int] = deque()
             for run in runs:

@@ -26,7 +26,7 @@ class CompilationCount:
 def num_lowered() -> int:
     """Graphs that torch_xla has handed to XLA: from then on a compilation needs nothing of the graph's inputs.
 
-    It notes the number of aliased inputs of each, just before.
+    torch_xla notes the number of aliased inputs of each graph just before that; this is the number of notes.
     """
     data = met.metric_data("InputOutputAliasCount")
     return data[0] if data else 0

@@ -1,4 +1,4 @@
-"""NeuronModelRunner: the four hooks."""
+"""NeuronModelRunner: the four hooks of ModelRunnerBase on Neuron."""
 
 from model_runner_base.graphs.policy import GraphPolicy
 from model_runner_base.loader import load_checkpoint
@@ -56,7 +56,10 @@ class NeuronModelRunner(ModelRunnerBase):
         weights.refuse_loading(self.model)
 
     def profile_run(self) -> int:
-        """Sized from the largest graph's shapes: PJRT CPU reports no peak, and nothing may be run before the caches."""
+        """Estimates a step's bytes by the largest graph's shapes.
+
+        PJRT CPU reports no peak to measure, and nothing may be run before the caches exist.
+        """
         limits = self.step_limits()
         self.graph_policy.configure(limits)
         sizes = self.graph_policy.sizes or limits.largest_sizes

@@ -26,17 +26,17 @@ class NeuronPlatform(PagedPlatform):
 
     @property
     def additional_env_vars(self) -> list[str]:  # type: ignore[override]
-        """What Ray's workers take over from the environment, beside vLLM's own variables."""
+        """Environment variables that Ray's workers take over, in addition to vLLM's own."""
         return ray_setup.copied_variables()
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What ``dtype="auto"`` chooses from. PJRT CPU emulates bfloat16, 25 times slower than float32."""
+        """Candidates of ``dtype="auto"``. PJRT CPU emulates bfloat16, 25 times slower than float32."""
         return [torch.bfloat16, torch.float32] if environment.neuron_device_visible() else [torch.float32]
 
     @classmethod
     def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:
-        """PJRT CPU does, and eager steps run on the host; Neuron devices have their own."""
+        """Whether steps use the host's memory: on PJRT CPU and in eager mode they do, Neuron devices have their own."""
         return vllm_config.model_config.enforce_eager or not environment.neuron_device_visible()
 
     @classmethod
@@ -107,5 +107,5 @@ class NeuronPlatform(PagedPlatform):
         if is_compiled:
             config.warms_up_behind(vllm_config.parallel_config.world_size)
         if isinstance(vllm_config.additional_config, dict):
-            # What the environment said is handed to the workers; a host that is started by itself has its own.
+            # Hands the workers what the environment said; a host that is started separately reads its own environment.
             vllm_config.additional_config = config.written_into(vllm_config.additional_config)

@@ -7,7 +7,7 @@ from vllm import envs
 from vllm.plugins import PLATFORM_PLUGINS_GROUP
 
 OWN_NAME = "neuron"
-"""This plugin's name among vLLM's platform plugins."""
+"""Name of this plugin among vLLM's platform plugins."""
 
 _being_asked: ContextVar[str | None] = ContextVar("_being_asked", default=None)
 """Name of the plugin that this one is asking."""
@@ -17,7 +17,7 @@ def other_plugin_that_answers() -> str | None:
     """Name of another platform plugin that takes this machine; None if there is none.
 
     Like vLLM this passes over plugins that VLLM_PLUGINS leaves out, and over those that raise. A plugin may in turn ask
-    this one. It is then told nothing of the rest: of two plugins that yield to each other, the first by name answers.
+    this one. No further plugins are asked then: of two plugins that yield to each other, the first by name answers.
     """
     if (asked := _being_asked.get()) is not None:
         return asked if asked < OWN_NAME else None

@@ -1,4 +1,4 @@
-"""What ``neuron_config.compile_backend`` decides: how sizes are compiled, and what a step asks of the device."""
+"""Graph policy and DeviceOps of each ``neuron_config.compile_backend``."""
 
 import torch
 
@@ -8,7 +8,7 @@ from neuron_runner.config import NeuronConfig
 
 
 def policy_for(config: NeuronConfig, num_workers: int) -> GraphPolicy:
-    """How sizes are compiled. Imports torch_xla if the backend needs it, as what follows does."""
+    """The graph policy of the backend. Imports torch_xla if the backend needs it, as ``device_ops_for`` does."""
     if not config.runs_on_xla:
         from neuron_runner.dynamo import DynamoPolicy
 

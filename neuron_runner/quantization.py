@@ -27,7 +27,7 @@ def quantize(weight: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor
     """``weight`` as int8, and the float32 scales, which lack the dimension ``dim`` that each of them spans."""
     weight = weight.float()
     largest = weight.abs().amax(dim)
-    is_zero = largest <= LARGEST * torch.finfo(torch.float32).tiny  # Or so small that a scale of it would be.
+    is_zero = largest <= LARGEST * torch.finfo(torch.float32).tiny  # Or too small for a normal float32 as its scale.
     scale = torch.where(is_zero, 1.0, largest / LARGEST)
     return (weight / scale.unsqueeze(dim)).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
 
@@ -36,9 +36,9 @@ def quantize(weight: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor
 def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """``x`` [..., M, in] by ``weight`` int8 [..., in, out], each column times its ``scale`` [..., out], as ``x.dtype``.
 
-    On XLA:CPU the whole numbers become floats in a temporary of their own. Left alone it makes those of all layers at
-    once, for they wait for nothing; so each is made to wait for ``x``, by a sum with a zero that depends on it. And a
-    single row would be multiplied number by number, so it is multiplied twice.
+    On XLA:CPU the whole numbers become floats in a temporary of their own. XLA would make those of all layers at once,
+    for they depend on nothing. So each is made to wait for ``x``: a zero that depends on ``x`` is added. And XLA would
+    multiply a single row number by number, so there are two rows of the same.
     """
     rows = x
     if x.device.type == "xla" and not environment.neuron_device_visible():
@@ -101,7 +101,7 @@ class Int8LogitsMethod(Int8EmbeddingMethod):
 
 
 class Int8Experts(NamedTuple):
-    """What ``run_experts`` asks of the weights of E experts, in int8."""
+    """The weights of E experts in int8, with the methods that ``run_experts`` calls."""
 
     gate_up: torch.Tensor
     """int8 [E, hidden, 2 * inner]"""
@@ -184,7 +184,7 @@ def quantize_weights(model: nn.Module) -> None:
             sharing = [other for other in embeddings if other.weight is layer.weight]
             method = Int8LogitsMethod if layer in heads else Int8EmbeddingMethod
             _use(method(layer.weight.dtype), layer)
-            # Whoever shares a weight shares what became of it: it is renewed with the one that a checkpoint names.
+            # Modules that share a weight share its int8 form, which a reload renews in the one that a checkpoint names.
             for other in sharing:
                 other.quant_method = layer.quant_method
                 for name, parameter in layer.named_parameters(recurse=False):
@@ -193,7 +193,7 @@ def quantize_weights(model: nn.Module) -> None:
 
 
 def largest_float_bytes(model: nn.Module) -> int:
-    """The most that one weight takes as float32 while it is multiplied with: what a step needs beside the weights."""
+    """Bytes of the largest int8 weight as float32: multiplying by it takes that much in addition to the weights."""
     sizes = [weight.numel() for weight in model.parameters() if weight.dtype == torch.int8]
     return max(sizes, default=0) * torch.float32.itemsize
 

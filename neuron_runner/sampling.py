@@ -1,15 +1,15 @@
-"""What the device's graphs may sort when they draw."""
+"""Limits of what the device's graphs sort when they draw tokens."""
 
 from model_runner_base.graphs.policy import SortLimits
 from neuron_runner import environment
 from neuron_runner.config import NeuronConfig, OnDeviceSamplingConfig
 
 MAX_SORT_WIDTH = 16384
-"""Neuron's compiler searches longer rows for no more than a few largest numbers."""
+"""The longest row that is searched at once: in longer ones Neuron's compiler finds only a few largest numbers."""
 
 
 def sort_limits(config: NeuronConfig) -> SortLimits:
-    """What ``on_device_sampling_config``, or the device, asks of drawing."""
+    """The limits that ``on_device_sampling_config`` sets, or else the device; none on PJRT CPU by default."""
     sampling = config.on_device_sampling_config
     if sampling is None and not environment.neuron_device_visible():
         return SortLimits()

@@ -21,9 +21,10 @@ from model_runner_base.loader import CheckpointError
 from neuron_runner import environment
 
 UNPACKED_ROWS = 24
-"""Measured on XLA:CPU: with a row more a product takes twice as long, more than two products of half the rows."""
+"""Largest number of rows of a fast product, measured on XLA:CPU. With one more row a product takes twice as long,
+longer than two products of half the rows."""
 PACKED_ROWS = 32
-"""From here on the rows pay for that."""
+"""Largest number of rows for which two products are faster than one."""
 
 
 @torch.library.custom_op("neuron_runner::matmul", mutates_args=())
@@ -41,7 +42,7 @@ def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight`` as the device does it fastest. Its choice goes by sizes: call it where a capture does not look."""
+    """``x @ weight`` as the device does it fastest. It branches on sizes: call it where a capture does not look."""
     is_slow = x.dim() == 2 and UNPACKED_ROWS < x.shape[0] <= PACKED_ROWS
     if is_slow and not environment.neuron_device_visible():
         # Two products of half the rows.
@@ -50,7 +51,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class RelaidWeights:
-    """Of a method that keeps weights otherwise than the checkpoint has them. The base's of experts does so, too."""
+    """Marks a method that lays out weights in another way than the checkpoint. The base's for experts does so too."""
 
 
 class TransposedLinearMethod(RelaidWeights, UnquantizedLinearMethod):
@@ -84,7 +85,7 @@ def transpose_linear_weights(model: nn.Module) -> None:
     for head in logits_heads(model):
         head.quant_method = TransposedLogitsMethod()
         head.quant_method.process_weights_after_loading(head)
-        # Whoever shares the head's weight shares the copy: it is renewed with the one that a checkpoint names.
+        # Modules that share the head's weight share the copy, which a reload renews in the one a checkpoint names.
         for module in model.modules():
             if isinstance(module, VocabParallelEmbedding) and module.weight is head.weight:
                 module.quant_method = head.quant_method
@@ -92,11 +93,11 @@ def transpose_linear_weights(model: nn.Module) -> None:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Moves a model. Parameters stay the objects that they are, for whoever else holds them: modules that share one,
-    attention with its sinks.
+    """Moves a model. Parameters stay the same objects, since others hold them too: modules that share one, and
+    attention, which holds its sinks.
 
-    The scales of quantised KV caches stay behind: none is read here, and vLLM sets them, one small graph each, whenever
-    weights are loaded.
+    The scales of quantised KV caches stay on the host: they are not read here, and vLLM sets them, one small graph
+    each, whenever weights are loaded.
     """
     if device.type == "cpu":
         return  # It was loaded there.
@@ -112,9 +113,9 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def refuse_loading(model: nn.Module) -> None:
-    """The ``load_weights`` of a model with re-laid weights raises CheckpointError before it writes a tensor.
+    """Makes ``load_weights`` raise CheckpointError before it writes a tensor, if the model has re-laid weights.
 
-    Reloading goes by what vLLM noted of each layer before.
+    ``reload_weights`` still works: it uses what vLLM noted about each layer before this.
     """
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     if any(isinstance(method, (RelaidWeights, PlainExpertsMethod)) for method in methods):

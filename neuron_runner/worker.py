@@ -41,7 +41,7 @@ class NeuronWorker(ModelRunnerWorker):
     def _root_host(self) -> str:
         """The host of rank 0, as all ranks can reach it."""
         if self.parallel_config.nnodes > 1:
-            return self.parallel_config.master_addr  # vLLM puts it in the place of the method below.
+            return self.parallel_config.master_addr  # vLLM then takes it in place of the init method.
         return environment.host_of(self.distributed_init_method)
 
     def make_device(self) -> torch.device:
@@ -59,7 +59,7 @@ class NeuronWorker(ModelRunnerWorker):
             keep_freed_memory()
             if parallel.world_size > 1:
                 environment.share_host_cores(self.num_local_workers)
-        # Without its library for Neuron torch_xla would settle for the CPU when it is imported, and not say so.
+        # Without its library for Neuron, torch_xla would silently fall back to the CPU when it is imported.
         os.environ.setdefault("PJRT_DEVICE", "NEURON" if environment.neuron_device_visible() else "CPU")
         import torch_xla
         import torch_xla.core.xla_model as xm

@@ -1,6 +1,6 @@
-"""The attention layer over the NKI kernels: same cache, same plans as the attention in plain torch.
+"""Attention layer over the NKI kernels, with the cache and the plans of the attention in plain torch.
 
-A custom op tells the kernels' shapes to whoever traces the layer; the lazy trace calls them. Not run on Neuron
+Custom operators tell a capture the shapes of the kernels' results; the lazy trace calls the kernels. Not run on Neuron
 hardware.
 """
 
@@ -22,9 +22,10 @@ class NkiAttentionBackend(PagedAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:
-        """With ``enforce_eager`` the model runs on the host, where there are no kernels; backends of Dynamo take none.
+        """Class of the attention layers: over the kernels, or in plain torch where they cannot run.
 
-        Raises NotImplementedError where drafts are to be verified.
+        With ``enforce_eager`` the model runs on the host, where there are no kernels; backends of Dynamo take none.
+        Raises NotImplementedError if the kernels would have to verify drafts.
         """
         config = get_current_vllm_config()
         if config.model_config.enforce_eager or not read_neuron_config(config.additional_config).runs_on_xla:
@@ -38,7 +39,7 @@ class NkiAttentionBackend(PagedAttentionBackend):
 
 
 class NkiAttentionImpl(PagedAttentionImpl):
-    """A kernel for decode rows, a kernel for chunks' tiles; a mixed step runs both.
+    """Attention by two kernels, one for decode rows and one for tiles of chunks; a mixed step runs both.
 
     Raises NotImplementedError for layers with ALiBi, attention sinks or cross-attention. Attending raises ValueError
     for sizes that do not fit, and where query and cache are not of one dtype.
@@ -75,7 +76,7 @@ class NkiAttentionImpl(PagedAttentionImpl):
         return out[: lines.shape[0]].view(query.shape)
 
     def attend_chunks(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
-        """Zeros for padding tokens."""
+        """Attention of chunks' tokens; zeros for padding tokens."""
         lines, cache, tiling = self._lay_out(query, kv_cache, plan)
         operands = tile_operands(plan, tiling, self.sliding_window)
         out = attend_tiles(
@@ -98,7 +99,7 @@ class NkiAttentionImpl(PagedAttentionImpl):
     def _lay_out(
         self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, Tiling]:
-        """Queries [tokens * H, D], the cache [positions, 2 * K * D], and how a pair of theirs is laid out."""
+        """Queries as [tokens * H, D], the cache as [positions, 2 * K * D], and the layout of their pairs."""
         if query.dtype != kv_cache.dtype:
             raise ValueError(f"the kernel needs query and cache of one dtype, got {query.dtype} and {kv_cache.dtype}")
         sizes = self.num_heads, self.num_kv_heads, self.head_size
@@ -164,7 +165,7 @@ def _(
 
 
 def _launch(kernel: Any, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """On the device, or by NKI's own simulator where the tensors lie on the host."""
+    """Runs a kernel on the device, or in NKI's own simulator if the tensors are on the host."""
     import nki
 
     run = nki.simulate(kernel) if query.device.type == "cpu" else nki.jit(kernel)

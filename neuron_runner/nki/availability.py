@@ -1,4 +1,4 @@
-"""Whether Neuron's SDK is here, new enough for the kernels, and wanted."""
+"""Whether the kernels are to be used: Neuron's SDK is installed, new enough, and not switched off."""
 
 import os
 
@@ -21,13 +21,16 @@ def nki_available() -> bool:
 
 
 def require_nki() -> None:
-    """Raises RuntimeError with what to install."""
+    """Raises RuntimeError, saying what to install, if the kernels cannot be imported."""
     if not nki_available():
         raise RuntimeError(f"paged flash attention needs {NEEDED}; {NKI_VARIABLE}=0 runs attention as plain torch")
 
 
 def use_nki() -> bool:
-    """Whether attention runs through the kernels. Raises where they are asked for and cannot be."""
+    """Whether attention runs through the kernels.
+
+    Raises RuntimeError if VLLM_NEURON_NKI=1 asks for them and they cannot run, ValueError if it is neither 0 nor 1.
+    """
     asked = os.environ.get(NKI_VARIABLE)
     if asked not in (None, "0", "1"):
         raise ValueError(f"{NKI_VARIABLE} must be 0 or 1, got {asked!r}")

@@ -1,4 +1,4 @@
-"""The primitives that the kernels are written in, over today's ``nki``.
+"""Primitives that the kernels are written in, over the current ``nki``.
 
 The names, argument order and meaning of what is called here are those of the NKI 0.7 documentation (Neuron SDK 2.33;
 ``nl.fori_loop`` came with 0.6): results go into ``dst``, outputs lie in ``shared_hbm``, ``.ap()`` takes
@@ -72,7 +72,7 @@ def gather(dst, src, index):
 
 
 def scatter(dst, index, src):
-    """Rows of ``dst`` [-1, n] that ``index`` [p, 1] names = ``src`` [p, n]; an index out of bounds is passed over."""
+    """Rows of ``dst`` [-1, n] that ``index`` [p, 1] names = ``src`` [p, n]; an index out of bounds writes nothing."""
     p, n = src.shape
     view = dst.ap([[n, p], [1, n]], vector_offset=index, indirect_dim=0)
     nisa.dma_copy(dst=view, src=src, oob_mode=nisa.oob_mode.skip)
@@ -170,7 +170,7 @@ def exp(dst, src, bias):
 
 
 def exp_and_sum(dst, src, bias, total):
-    """The same, and ``total`` [p, 1] = the sum of each row before it is rounded."""
+    """``exp``, and ``total`` [p, 1] = the sum of each row before it is rounded."""
     nisa.activation(
         dst=dst,
         op=nl.exp,

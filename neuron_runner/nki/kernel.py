@@ -3,16 +3,17 @@
 A step has a plan of its decode rows and a plan of its chunks, and each has a kernel; both do the same with a pair
 (``_attend``):
 
-- ``attend_tiles``, for chunks: a tile's pairs lie side by side, so the running maximum, sum and output stay in SBUF
-  while the tile's KV tiles stream by (FlashAttention, arXiv:2205.14135);
+- ``attend_tiles``, for chunks: a tile's pairs are adjacent, so the running maximum, sum and output stay in SBUF while
+  the tile's KV tiles stream by (FlashAttention, arXiv:2205.14135);
 - ``attend_pairs``, for decode rows: pairs are independent, in any order, and their partial results are added up along
-  the plan's merge tree (as in FlashDecoding), which a repeated step keeps up in place.
+  the plan's merge tree (as in FlashDecoding), which a repeated step updates in place.
 
 ``query`` is [tokens * heads, D]. ``cache`` is the paged cache [blocks, block size, 2 * K, D] seen as [positions,
 2 * K * D]: all heads of a position side by side, keys first. ``rows`` [P, S] names the cache row of each position of a
 pair's KV tile, so one indirect DMA fills 128 partitions. ``bounds`` [P, rows of a pass] float32 is the last position
-that each row sees; behind it, where it is twice as wide, the first, which else follows from ``window`` or is 0. Both
-come from the plan (see operands.py). Maximum, sum and output are float32, masked scores finite.
+that each row sees. If it is twice as wide, its second half is the first position that each row sees; otherwise that
+follows from ``window``, or is 0. Both tensors come from the plan (see operands.py). Maximum, sum and output are
+float32, masked scores finite.
 
 H query heads, K KV heads, D head size, Q query tile, S KV tile. Loop counters are opaque (dialect.py).
 """
@@ -43,7 +44,7 @@ def attend_tiles(
     Args:
         queries: [NT, H * Q] int32 rows of ``query``, pass after pass, by head and then query.
         outputs: [NT, H * Q] where each goes in the output; out of bounds for the padding of a tile.
-        ranges: [NT, 2] int32 first pair of a tile, and behind its last.
+        ranges: [NT, 2] int32 first pair of a tile, and the one after its last.
 
     Returns [tokens * heads, D]; rows that no tile names are not written.
     """
@@ -250,7 +251,7 @@ def _load_cache(pair, cache, rows, num_kv_heads, head_size):
 
 
 def _penalty(pair, bounds, positions, window):
-    """What is added to scores: MASK_VALUE or twice that where a row does not see a position."""
+    """A term to add to scores: MASK_VALUE or twice that where a row does not see a position, else 0."""
     width, kv_tile = positions.shape
     bound = ops.sbuf((width, 1), ops.float32)
     ops.load_row(bound, bounds, pair)
@@ -268,7 +269,7 @@ def _penalty(pair, bounds, positions, window):
 
 
 def _soften(slot, scores, head_size, dtype):
-    """The pair's weights, and by what the state so far shrinks; maximum and sum of the state are brought up to date."""
+    """The pair's weights, and the factor by which the output so far shrinks; updates the state's maximum and sum."""
     width, kv_tile = scores.shape
     total = slot[:, head_size : head_size + 1]
     peak = slot[:, head_size + 1 : head_size + 2]

@@ -1,8 +1,8 @@
-"""From an attention plan to what the kernels read: block, offset and head folded into row indices.
+"""Operands of the kernels, made from an attention plan: block, offset and head are folded into row indices.
 
-A handful of small int32 operations in plain torch, which the step's graph holds once for all layers of a group. Rows
-that are not the request's own lead to the null block, whose contents are finite: so whatever other requests left
-behind a sequence, even a NaN, is never loaded.
+They take a handful of small int32 operations in plain torch, which the step's graph holds once for all layers of a
+group. Positions that are not the request's own lead to the null block, whose contents are finite: so what other
+requests left after the end of a sequence, even a NaN, is never loaded.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from neuron_runner.nki.tiling import PARTITIONS, Tiling
 
 @dataclass
 class PairOperands:
-    """Of both kernels. P pairs, S KV tile, W rows of a pass."""
+    """Operands of both kernels: P pairs, S positions of a KV tile, W rows of a pass."""
 
     rows: torch.Tensor
     """[P, S] int32 cache row of each position of the pair's KV tile."""
     bounds: torch.Tensor
-    """[P, W] float32 the last position that each row sees; [P, 2 * W], the first behind it, where the plan has one and
-    no window tells it from the last."""
+    """[P, W] float32, the last position that each row sees. [P, 2 * W] if the plan has a first position and there is
+    no window to work it out from: then the second half holds the first positions."""
 
 
 @dataclass
@@ -46,12 +46,12 @@ class DecodeOperands(PairOperands):
 
 
 def tile_operands(plan: PairPlan, tiling: Tiling, window: int | None) -> TileOperands:
-    """For ``attend_tiles``: a plan of chunks, in which a tile's pairs lie side by side."""
+    """Operands of ``attend_tiles`` for a plan of chunks, in which a tile's pairs are adjacent."""
     assert plan.tile_tokens is not None and plan.token_slots is not None
     heads, tile = tiling.num_heads, tiling.query_tile
     num_tiles, num_tokens = plan.tile_tokens.shape[0], plan.token_slots.shape[0]
     device = plan.tile_tokens.device
-    # Behind a tile's last token lie tokens of the next, whose place is not there.
+    # After a tile's last token the plan names tokens of other tiles, whose slots are elsewhere.
     slot = torch.arange(num_tiles * tile, dtype=torch.int32, device=device).view(num_tiles, tile)
     is_filled = plan.token_slots[plan.tile_tokens] == slot
     head = torch.arange(heads, dtype=torch.int32, device=device).view(1, heads, 1)
@@ -77,7 +77,7 @@ def tile_operands(plan: PairPlan, tiling: Tiling, window: int | None) -> TileOpe
 
 
 def decode_operands(plan: PairPlan, tiling: Tiling, window: int | None) -> DecodeOperands:
-    """For ``attend_pairs``: a plan of decode rows, in which tile i is token i and pairs lie in any order."""
+    """Operands of ``attend_pairs`` for a plan of decode rows, in which tile i is token i and pairs are in any order."""
     heads = tiling.num_heads
     head = torch.arange(heads, dtype=torch.int32, device=plan.pair_tile.device)
     levels = []

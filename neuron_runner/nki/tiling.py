@@ -1,4 +1,4 @@
-"""How a (query tile, KV tile) pair is laid out on a NeuronCore, and whether it fits.
+"""Layout of a (query tile, KV tile) pair on a NeuronCore, and whether it fits.
 
 A pass works on some query heads of a tile at once: its rows are (head, query) with the query innermost, one a
 partition. Where a pass spans several KV heads, products run over all its rows, and what belongs to another KV head is
@@ -12,7 +12,7 @@ SBUF_PARTITION_BYTES = 192 * 1024
 MAX_MOVING = 512
 KERNEL_QUERY_TILE = 128
 KERNEL_KV_TILE = 512
-"""What the runner plans for where the kernels run: all partitions, and all that a product takes at a time."""
+"""Tiles that the runner plans where the kernels run: as many queries as partitions, as many keys as a product takes."""
 MAX_OUTPUT = 1024
 """Columns of a pass's output over all its KV heads, two PSUM banks of float32."""
 
@@ -82,7 +82,7 @@ class Tiling:
 
     @property
     def sbuf_bytes(self) -> int:
-        """An upper bound of what is alive at once in a partition."""
+        """Upper bound of the bytes that are in use at once in a partition."""
         d, s, b = self.head_size, self.kv_tile, self.itemsize
         chunks = -(-s // PARTITIONS)
         cache = chunks * 2 * self.num_kv_heads * d * b + self.num_kv_heads * s * b

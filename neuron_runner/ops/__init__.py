@@ -11,13 +11,13 @@ import torch
 from vllm.model_executor.custom_op import op_registry_oot
 
 _host_ops: torch.library.Library | None = None
-"""Implementations stand as long as this does."""
+"""Registration of the host's implementations, which exist as long as this object."""
 
 
 def register() -> None:
-    """Takes vLLM's layers over in this process; asked again, it changes nothing.
+    """Replaces vLLM's layers in this process; a second call changes nothing.
 
-    Called by the worker, when vLLM has settled on this platform: another platform's process never gets here.
+    Called by the runner, when vLLM has settled on this platform: a process of another platform never gets here.
     """
     from neuron_runner.ops.activation import NeuronGeluAndMul, NeuronSiluAndMul
     from neuron_runner.ops.logits import NeuronLogitsProcessor
@@ -43,7 +43,10 @@ def register() -> None:
 
 
 def _run_towers_on_the_host() -> None:
-    """vLLM registers attention of towers for the platform's own dispatch key; some towers run on the host here."""
+    """Registers attention of towers for the host too, where some towers run.
+
+    vLLM registers it for the platform's own dispatch key only.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.attention.ops.vit_attn_wrappers import torch_sdpa_wrapper
 

@@ -19,7 +19,7 @@ class NeuronSiluAndMul(SiluAndMul):
 
 
 class NeuronGeluAndMul(GeluAndMul):
-    """Both approximations: erf ("none") and tanh."""
+    """GELU, exact by erf (``approximate`` "none") or approximated by tanh, of the first half times the second."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)

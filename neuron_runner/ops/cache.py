@@ -24,7 +24,7 @@ def reshape_and_cache(
     Args:
         key: [T, K, D] of the cache's dtype.
         value: [T, K, D].
-        kv_cache: [blocks, block size, 2 * K, D], keys ``[:K]`` beside values ``[K:]``.
+        kv_cache: [blocks, block size, 2 * K, D], keys ``[:K]``, then values ``[K:]``.
         slot_mapping: [T] integers, ``block * block_size + offset``; no slot but -1 occurs twice.
     """
     # A scatter of static shape writes every row. So padding repeats what the first real token writes; where there is

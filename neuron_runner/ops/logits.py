@@ -13,7 +13,7 @@ from model_runner_base.heads.sampling.vocabulary import WHOLE, CutVocabulary, Vo
 
 
 class NeuronLogitsProcessor(LogitsProcessor):
-    """Soft cap and scale in float32, the sampler's dtype, and not in place. vLLM rounds after each in the model's own.
+    """Soft cap and scale in float32, the sampler's dtype, not in place. vLLM rounds to the model's dtype after each.
 
     The product itself is the head's (``weights.py``, ``quantization.py``).
     """
@@ -45,12 +45,13 @@ class NeuronLogitsProcessor(LogitsProcessor):
 
 @torch.no_grad()
 def cut_vocabulary(model: Any) -> Vocabulary:
-    """Has the ranks of a loaded model keep their own logits, for the sampler to draw from; a rank alone has them all.
+    """Has each rank of a loaded model keep its own part of the logits, for the sampler to draw from.
 
-    A model that does more with its logits than number by number keeps gathering them: one row, on the host, tells.
+    Returns ``WHOLE`` where every rank has all logits: with one rank, or if the model treats its logits otherwise than
+    element by element. A trial with one row, on the host, tells.
     """
     group = get_tp_group()
-    own = [module for name, module in model.named_modules() if not name.startswith(f"{DRAFT}.")]  # What drafts gathers.
+    own = [module for name, module in model.named_modules() if not name.startswith(f"{DRAFT}.")]  # Drafters gather.
     processors = [module for module in own if isinstance(module, NeuronLogitsProcessor)]
     heads: list[Any] = [module for module in own if isinstance(module, VocabParallelEmbedding)]
     if group.world_size == 1 or len(processors) != 1 or not heads:
@@ -59,7 +60,7 @@ def cut_vocabulary(model: Any) -> Vocabulary:
     row = torch.linspace(-1, 1, head.embedding_dim, dtype=head.weight.dtype).view(1, -1)
     gathered = model.compute_logits(row)
     processor.gathers = False
-    with suppress(IndexError, RuntimeError):  # The model looks for tokens that a part of the row has not.
+    with suppress(IndexError, RuntimeError):  # Raised if the model reads tokens that a part of the row does not have.
         part = model.compute_logits(row)
         width = part.shape[-1]
         start, size = group.rank_in_group * width, gathered.shape[-1]

@@ -1,4 +1,4 @@
-"""Layers of image towers as graphs have them: no operator of vLLM's own, no view that the lazy device lacks."""
+"""Layers of image towers that can be in graphs: no operator of vLLM's own, no view that the lazy device lacks."""
 
 import torch
 from torch.nn import functional as F
@@ -12,12 +12,13 @@ from model_runner_base.multimodal.towers.patch_graphs import QUERIES
 def segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, scale: float, reach: int
 ) -> torch.Tensor:
-    """[1, P, heads, head size], each; patches with one number in ``segments`` [P] see each other.
+    """Attention in which patches with the same number in ``segments`` [P] see each other.
 
-    Those stand side by side, ``reach`` of them at most.
+    ``query``, ``key``, ``value`` and the result are [1, P, heads, head size]. Patches of one segment are adjacent, and
+    at most ``reach``.
 
-    An operator of its own, so that a capture with symbolic sizes leaves it to each size's compilation how often it
-    takes some of the queries.
+    An operator of its own, so that a capture with symbolic sizes leaves the loop over parts of the queries to each
+    size's compilation.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     count, parts = len(segments), []
@@ -38,11 +39,14 @@ def _(
 
 
 class NeuronTowerAttention(MMEncoderAttention):
-    """On the device all patches of a tile see each other, or those of a segment: there ``cu_seqlens`` are the segments
-    of the patches (``PatchTower.encode``). On the host it is vLLM's own."""
+    """Attention of a tower; on the host it is vLLM's own.
+
+    On the device ``cu_seqlens`` holds the segment of each patch (``PatchTower.encode``), and patches of a segment see
+    each other. Without it all patches of a tile do.
+    """
 
     reach = 1 << 30
-    """A segment has so many patches at most."""
+    """The most patches of a segment."""
 
     def forward_oot(
         self,
@@ -53,7 +57,7 @@ class NeuronTowerAttention(MMEncoderAttention):
         max_seqlen: torch.Tensor | None = None,
         **beside: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``beside``: what later releases of vLLM say of segments besides."""
+        """``beside``: further arguments about segments, of later releases of vLLM."""
         if query.device.type != "xla":
             return self.forward_native(query, key, value, cu_seqlens, max_seqlen, **beside)
         if cu_seqlens is not None:
@@ -66,7 +70,7 @@ class NeuronTowerAttention(MMEncoderAttention):
 
 
 class NeuronConv2d(Conv2dLayer):
-    """Where patches do not overlap, a product of each; elsewhere vLLM's own."""
+    """Convolution as one product a patch, on the device and if patches do not overlap; otherwise vLLM's own."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         if not self.enable_linear or x.device.type != "xla":
@@ -81,7 +85,7 @@ class NeuronConv2d(Conv2dLayer):
 
 
 class NeuronConv3d(Conv3dLayer):
-    """A patch of an image at a time is a product; elsewhere vLLM's own."""
+    """Convolution of single patches [P, ...] as one product, on the device; otherwise vLLM's own."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         if not self.enable_linear or x.device.type != "xla":
