@@ -14,7 +14,8 @@ PLUGIN = "model_runner_base.testing.plugin"
 
 
 def main(arguments: list[str]) -> int:
-    """Pytest's exit status: 0 where every promise is kept or refused in words; 1 where one is broken, or none kept."""
+    """Runs pytest; returns its exit status: 0 if every promise is kept, or refused with a message; 1 if one is broken,
+    or none is kept."""
     parser = argparse.ArgumentParser(
         prog="python -m model_runner_base.testing",
         description=model_runner_base.testing.__doc__,
@@ -22,9 +23,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("worker", help="the worker's class, such as my_package.MyWorker")
     known, options = parser.parse_known_args(arguments)
-    # No settings of the project that happens to lie around, and no files left in it.
+    # Reads no settings of the project in the current directory, and leaves no files in it.
     surroundings = ["-c", os.devnull, "--rootdir", str(CHECKS), "-p", "no:cacheprovider"]
-    # Chosen files come among the options; without any, all checks run.
+    # Files may be named among the options; otherwise all checks run.
     is_chosen = any(os.path.exists(option.split("::")[0]) for option in options)
     files = [] if is_chosen else [str(CHECKS)]
     defaults = ["-p", PLUGIN, "-q", "--show-capture=no", "--tb=short"]

@@ -51,10 +51,12 @@ def make_adapter(
     part: str = "",
     **config: Any,
 ) -> TinyAdapter:
-    """Writes an adapter, once; ``size`` is that of what it adds to a layer's weights, beside their own; ``part`` is in
-    the names of the layers that it has.
+    """Writes an adapter with random weights, unless it is there.
 
-    ``config``: further settings of ``adapter_config.json``.
+    Args:
+        size: standard deviation of what it adds to a layer's weights, relative to theirs.
+        part: text that is in the names of all layers that it adapts.
+        config: further settings of ``adapter_config.json``.
     """
     path = directory / f"adapter-{number}"
     adapter = TinyAdapter(path.name, number, path, model)
@@ -95,7 +97,7 @@ def _scale(alpha: float, rank: int, use_rslora: bool) -> float:
 @cache
 @torch.no_grad()
 def _merge(model: Path, adapter: Path) -> TinyModel:
-    """Each layer's weight and ``scale * B @ A``; a head that is tied to the embeddings gets a weight of its own."""
+    """Adds ``scale * B @ A`` to each layer's weight; a head that is tied to the embeddings gets a weight of its own."""
     hf = deepcopy(reference_model(model))
     hf.lm_head.weight = nn.Parameter(hf.lm_head.weight.clone())
     hf.config.tie_word_embeddings = False
@@ -109,6 +111,6 @@ def _merge(model: Path, adapter: Path) -> TinyModel:
         elif kind == "embedding_A":
             hf.get_submodule(name).weight += scale * (tensors[key.replace("embedding_A", "embedding_B")] @ a).T
     path = adapter.parent / f"{adapter.name}-in-{model.name}"
-    shutil.copytree(model, path)  # For the processor of a model that sees.
+    shutil.copytree(model, path)  # Copies the processor of a vision model, too.
     hf.save_pretrained(path)
     return TinyModel(path)

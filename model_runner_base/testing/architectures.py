@@ -17,7 +17,7 @@ VOCAB_SIZE = 512
 MAX_LENGTH = 512
 WINDOW = 40
 CHUNK = 24
-"""No whole number of blocks of 16, nor of KV tiles."""
+"""Tokens of a chunk of attention; not a multiple of blocks of 16, nor of KV tiles."""
 
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _SHAPE: dict[str, Any] = {
@@ -254,7 +254,7 @@ IGNORED_BY_VLLM = {"phimoe": "lm_head.bias", "gemma3n": "model.embed_tokens_per_
 """Tensors that vLLM's model loads and leaves out; zero here, so that the reference leaves them out too."""
 
 VLLM_NAMES = {"phimoe": "PhiMoEForCausalLM"}
-"""What vLLM's registry calls an architecture whose class in transformers has another name."""
+"""Names in vLLM's registry of architectures whose class in transformers has another name."""
 
 EXERCISES = {
     "llama": "rotary positions, grouped heads",
@@ -315,4 +315,4 @@ EXERCISES = {
     "hunyuan-moe": "experts, shared; norms behind the rotary",
     "llama4": "attention in chunks, no rotary in full layers, experts weighted before they run, shared",
 }
-"""What of the runner and its layers a configuration puts to use, for the table in docs/architectures.md."""
+"""Features of the runner and its layers that a configuration uses, for the table in docs/architectures.md."""

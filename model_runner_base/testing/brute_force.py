@@ -1,7 +1,7 @@
-"""What a step must be, said by a model that remembers nothing: every number from each request's full list of tokens.
+"""Expected contents of a step, by a model that keeps no state: it works from each request's full list of tokens.
 
 Loops and plain Python on purpose: the runner's own bookkeeping is incremental and vectorised, and shares no line with
-this. Both are told by request, so neither the order of a batch nor its buffers matter.
+this. Steps are compared request by request, so neither the order of a batch nor its buffers matter.
 """
 
 from typing import Any
@@ -40,9 +40,9 @@ def _check_tokens(request: RequestTrace, share: Share, max_num_seqs: int) -> Non
 
 
 def _check_attention(request: RequestTrace, share: Share, groups: list[CacheGroup]) -> None:
-    """Attention is a dense causal mask of what the layer sees, over the request's own slots.
+    """Compares the slots written and the keys seen with a dense causal mask over the request's own slots.
 
-    A backend whose metadata only it can read is held to its tokens alone.
+    Keys are left out where a backend's metadata do not show them.
     """
     for index, group in enumerate(groups):
         slots = np.array(share.blocks[index]).repeat(group.block_size) * group.block_size
@@ -50,7 +50,7 @@ def _check_attention(request: RequestTrace, share: Share, groups: list[CacheGrou
         done: set[tuple[int, int, Sees]] = set()
         for name, sees in group.layers.items():
             written, seen = request.slots[name], request.seen.get(name)
-            # Layers that are told the same share the arrays.
+            # Layers with the same metadata share the arrays: each is compared once.
             if (case := (id(written), id(seen), sees)) not in done:
                 done.add(case)
                 expected = slots[share.start : share.start + share.count]

@@ -1,4 +1,4 @@
-"""What checks draw their cases from: prompts, sampling parameters, and hypothesis' settings."""
+"""Sources of the checks' cases: prompts, sampling parameters, and hypothesis' settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ DRAWN_CASES = settings(
 
 
 def random_prompts(seed: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Prompts of ordinary tokens, one a length."""
+    """Prompts of ordinary tokens, one for each length."""
     rng = np.random.default_rng(seed)
     return [tuple(rng.integers(FIRST_TOKEN, VOCAB_SIZE, length).tolist()) for length in lengths]
 
@@ -79,7 +79,7 @@ FEATURES = [
 
 
 def supported_features(llm: LLM) -> list[Feature]:
-    """Those that the device accepts. Each has a check of its own: that a device refuses one is said there."""
+    """Features that the device accepts. Refusals are not reported here: each feature has a check of its own."""
     supported = []
     for feature in FEATURES:
         try:

@@ -1,4 +1,4 @@
-"""Runs requests through an engine and holds everything that comes back against the reference."""
+"""Runs requests through an engine and compares everything that comes back with the reference."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ def check_completions(llm: LLM, model: TinyModel, requests: Sequence[Request], b
     """Runs the requests in one batch, among greedy bystanders that must come out as if they were alone.
 
     Returns:
-        At how many tokens the requests' parameters mattered.
+        The number of tokens at which the requests' parameters mattered.
 
     Raises:
         AssertionError: naming the request that came out wrong.
     """
     strangers = [Request(prompt, greedy(12)) for prompt in random_prompts(99, [5, 21, 33][:bystanders])]
-    # One before, the others after: parameters must find their rows.
+    # One bystander comes first and the others last, so that parameters must find their rows.
     batch = [*strangers[:1], *requests, *strangers[1:]]
     outputs = generate(llm, [request.prompt for request in batch], [request.params for request in batch])
     changed = 0
@@ -33,7 +33,8 @@ def check_completions(llm: LLM, model: TinyModel, requests: Sequence[Request], b
 
 
 def check_ending(request: Request, completion: CompletionOutput) -> None:
-    """A request ends at its first stop token after ``min_tokens``, or else at ``max_tokens``; and says which."""
+    """Checks that a request ends at its first stop token after ``min_tokens``, or else at ``max_tokens``; and that it
+    says which."""
     params = request.params
     stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
     tokens = list(completion.token_ids)

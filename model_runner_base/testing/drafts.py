@@ -13,7 +13,7 @@ NUM_DRAFTS = 3
 
 
 def speculation(kind: str, model: TinyModel) -> dict[str, Any]:
-    """A ``speculative_config``; what it names is written beside the model's checkpoint."""
+    """A ``speculative_config``; the draft model that it names is written next to the model's checkpoint."""
     if kind == "ngram":
         return {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     method, make = _DRAFTS[kind]
@@ -45,7 +45,7 @@ _NAMES_OF_A_LLAMA = (
 
 
 def _without_towers(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
-    """Of a model that sees, what a Llama has of its text: no biases, no further norms, no layers of several kinds."""
+    """The checkpoint; of a vision model, its text part as a Llama: no biases, no further norms, layers of one kind."""
     if "text_config" not in config:
         return config, weights
     kept = {}
@@ -65,19 +65,19 @@ def _same(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoin
 
 
 def _with_masks(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
-    """The model once more, with a token for masks that it was never trained on: its first draft is right, no other."""
+    """The model itself, with a mask token that it was never trained on: its first draft is right, no other."""
     return config | {"pard_token": 5}, weights
 
 
 def _noisy(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
-    """Near the model: the likeliest token is another at some places."""
+    """The model with noise in its weights: at some places another token is the likeliest."""
     generator = torch.Generator().manual_seed(0)
     noise = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
     return config, {name: tensor + 0.03 * tensor.std() * noise[name] for name, tensor in weights.items()}
 
 
 def _wrong(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
-    """What the model finds likeliest it finds least likely. Its heads are others, too."""
+    """A model that finds least likely what the target finds likeliest. It also has another number of KV heads."""
     head_size = config["hidden_size"] // config["num_attention_heads"]
     config = config | {"num_key_value_heads": 1, "head_dim": head_size}
     weights = {
@@ -88,7 +88,7 @@ def _wrong(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoi
 
 
 def _head(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
-    """An EAGLE head: the model's last layer, over half of each, the token's embedding and the hidden state."""
+    """An EAGLE head: the model's last layer over half of the token's embedding plus half of the hidden state."""
     last = config["num_hidden_layers"] - 1
     prefix = f"model.layers.{last}."
     layer = {f"layers.0.{name.removeprefix(prefix)}": w for name, w in weights.items() if name.startswith(prefix)}
@@ -99,7 +99,7 @@ def _head(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoin
 
 
 def _head_over_layers(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
-    """An EAGLE-3 head: the model's last layer over the same halves, the hidden state that of its fourth layer."""
+    """An EAGLE-3 head: the model's last layer over the same halves, where the hidden state is its fourth layer's."""
     size, last = config["hidden_size"], config["num_hidden_layers"] - 1
     prefix = f"model.layers.{last}."
     layer = {f"midlayer.{name.removeprefix(prefix)}": w for name, w in weights.items() if name.startswith(prefix)}

@@ -26,11 +26,11 @@ DEFAULTS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
     "disable_log_stats": False,
 }
-"""Small: a device with graphs captures every size within these limits, at every start."""
+"""Options of every engine. Limits are small, since a device with graphs captures every size within them at start."""
 
 
 def cache_bytes(model: str | Path, num_tokens: int) -> int:
-    """``kv_cache_memory_bytes`` for so many tokens in float32: less than the requests need makes them preempt."""
+    """``kv_cache_memory_bytes`` for ``num_tokens`` tokens in float32. If requests need more, some are preempted."""
     config = AutoConfig.from_pretrained(model)
     num_heads = _num_kv_heads(config)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -45,7 +45,7 @@ def _num_kv_heads(config: PretrainedConfig) -> int:
 
 
 class Engines:
-    """Starts engines of one worker; ``options`` are those of each that is not asked for others."""
+    """Starts engines of one worker; ``options`` apply to each engine that is not asked for others."""
 
     def __init__(self, worker: str, enforce_eager: bool, **options: Any) -> None:
         self._defaults = DEFAULTS | {"worker_cls": worker, "enforce_eager": enforce_eager} | options
@@ -53,9 +53,9 @@ class Engines:
         self._llm: LLM | None = None
 
     def get(self, model: str | Path, is_new: bool = False, **options: Any) -> LLM:
-        """The engine that runs already if it has these options, with an empty prefix cache; or a new one.
+        """The engine that runs already, with an empty prefix cache, if it has these options; otherwise a new one.
 
-        All of its sizes stand; but not of one that was asked to be new.
+        All of its sizes are compiled, unless ``is_new`` was asked for: then some may still be compiling.
         """
         key = str(model), repr(sorted(options.items()))
         if is_new or key != self._key or self._llm is None or self._llm.llm_engine.has_unfinished_requests():
@@ -78,15 +78,15 @@ class Engines:
 
 
 def shut_down() -> None:
-    """Frees the engine that nobody holds any more, whose cycles keep it otherwise."""
+    """Frees an engine that is no longer referenced, which its own reference cycles would keep."""
     gc.collect()
     cleanup_dist_env_and_memory()
-    # What is left are modules: looking through them again and again took a fourth of the next engine's start.
+    # The objects left are modules: the collector's searches through them took a fourth of the next engine's start.
     gc.freeze()
 
 
 def wait_for_sizes(llm: LLM) -> None:
-    """Returns when every step size of an engine stands; raises the error of one that never will."""
+    """Returns when every step size of an engine is compiled; raises the error of one that fails to compile."""
     if llm.llm_engine.vllm_config.parallel_config.world_size == 1:  # Several workers start with all of them.
         runner_of(llm).background_compiler.wait()
 
@@ -112,7 +112,7 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams],
     adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[RequestOutput]:
-    """What a user gets for prompts of token ids; ``adapters``: of each prompt."""
+    """Outputs for prompts of token ids, as a user gets them; ``adapters`` has one, or None, for each prompt."""
     inputs = [TokensPrompt(prompt_token_ids=list(p)) for p in prompts]
     return llm.generate(inputs, params, use_tqdm=False, lora_request=adapters)  # type: ignore[arg-type]
 

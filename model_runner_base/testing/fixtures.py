@@ -23,12 +23,12 @@ SHARING = [
 ]
 """Groups whose checks share the engine of ``text_engine()``: they run one after the other, before all others.
 
-What is compiled late shows in a process that has compiled nothing before, hence the first; the last is the one that
-goes on with another backend's engine."""
+``compilation`` comes first, since late compilations show only in a process that has compiled nothing before.
+``structured_outputs`` comes last, since it goes on with another backend's engine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where every engine takes half a minute to start, order is time."""
+    """Sorts the checks so that those that share an engine are adjacent: an engine may take half a minute to start."""
     groups = [f"test_{name}" for name in SHARING]
     items.sort(key=lambda item: groups.index(item.path.stem) if item.path.stem in groups else len(groups))
 
@@ -53,7 +53,7 @@ def engines(pytestconfig: pytest.Config) -> Iterator[Engines]:
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Callable[..., LLM]]:
     """``engine(model.path, **options)``: an LLM on the worker under test, its prefix cache empty.
 
-    It is the one that the last check used if that had the same options. A check that fails takes its engine with it.
+    It is the last check's engine if that had the same options. The engine of a check that fails is closed.
     """
     yield engines.get
     if request.node.stash.get(FAILED, False):
@@ -70,7 +70,7 @@ def text_model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 def text_engine(engine: Callable[..., LLM], text_model: TinyModel) -> Callable[..., LLM]:
     """``text_engine(**options)``: an engine on ``text_model``; ``is_new`` as ``Engines.get`` has it.
 
-    Its cache holds 448 tokens: four requests of 112 tokens, or one of the longest, and preempts beyond.
+    Its cache holds 448 tokens: four requests of 112 tokens, or one of the longest. Beyond that requests are preempted.
     """
 
     def start(**options: object) -> LLM:

@@ -1,4 +1,4 @@
-"""More families of models that see, most with towers of CLIP's or SigLIP's kind and images cut into tiles."""
+"""More families of vision models, most with towers of CLIP's or SigLIP's kind and images cut into tiles."""
 
 from collections.abc import Callable
 from typing import Any

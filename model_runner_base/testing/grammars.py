@@ -1,4 +1,4 @@
-"""Which tokens a structured output may go on with, by brute force over the vocabulary."""
+"""Grammars by brute force over the vocabulary: the tokens with which a structured output may go on."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +16,7 @@ def _texts() -> list[str]:
 
 
 def matches_regex(pattern: str) -> Grammar:
-    """Texts that match the whole pattern."""
+    """The grammar of texts that match the whole pattern."""
     compiled = regex.compile(pattern)
 
     @cache
@@ -29,7 +29,7 @@ def matches_regex(pattern: str) -> Grammar:
 
 
 def is_one_of(choices: Sequence[str]) -> Grammar:
-    """Exactly one of the texts."""
+    """The grammar of exactly these texts."""
 
     def allowed(output: list[int]) -> np.ndarray:
         text = "".join(_texts()[token] for token in output)

@@ -96,14 +96,15 @@ clashes = st.fixed_dictionaries(
     },
     optional={"min_tokens": st.integers(0, 5), "temperature": st.sampled_from([0, 1.0]), "ignore_eos": st.booleans()},
 )
-"""Rules that leave no token once they meet."""
+"""Fields whose rules leave no token when they are combined."""
 
 params = st.one_of(some_fields, some_fields, some_fields, clashes)
-"""Some fields of a request."""
+"""Fields of one request's ``SamplingParams``; the others keep their defaults."""
 
 
 def make(fields: dict[str, Any]) -> SamplingParams:
-    """Parameters with these fields, past vLLM's own checks where those refuse them: other clients have no such checks.
+    """Parameters with these fields. Where vLLM's own checks refuse them, the fields are set without the checks, as a
+    client of another kind may do.
 
     May raise what vLLM's constructors raise.
     """

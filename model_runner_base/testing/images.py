@@ -1,4 +1,4 @@
-"""Tiny models that see, with processors of their own, and pictures for them; HF transformers says what is right."""
+"""Tiny vision models, with processors of their own, and pictures for them; HF transformers is the reference."""
 
 import json
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from model_runner_base.testing.processed import (
 )
 
 TOKEN_BYTES = 4 * 2 * TEXT["num_hidden_layers"] * TEXT["num_key_value_heads"] * 16
-"""Of KV cache, in float32; head size 16."""
+"""Bytes of KV cache for one token, in float32; head size 16."""
 
 
 @dataclass(frozen=True)
 class SeeingModel:
-    """A checkpoint on disk and its reference; ``placeholder`` is what stands for an image in a prompt's text."""
+    """A checkpoint on disk and its reference; ``placeholder`` is the text in place of an image in a prompt."""
 
     path: Path
     placeholder: str
@@ -41,14 +41,14 @@ class SeeingModel:
         return continued(self.path, count, text=[text], images=list(images) or None, **settings)
 
     def greedy_of_video(self, text: str, frames: np.ndarray, count: int) -> tuple[list[int], list[int]]:
-        """The same for a video, [frames, height, width, 3] of two frames a second, of which all are looked at."""
+        """The same for a video [frames, height, width, 3] of two frames a second, none of which is skipped."""
         video = torch.from_numpy(frames).permute(0, 3, 1, 2)
         told = {"do_sample_frames": False, "video_metadata": [video_facts(frames)]} if self.tells_times else {}
         return continued(self.path, count, text=[text], videos=[video], **told)
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What an engine is asked for where it refuses the model's videos."""
+        """Engine options that rule out videos, for models whose videos the engine refuses; otherwise none."""
         architectures = json.loads((self.path / "config.json").read_text()).get("architectures") or ()
         return {"limit_mm_per_prompt": {"video": 0}} if {*architectures} & {*WITHOUT_VIDEO} else {}
 
@@ -58,12 +58,12 @@ class SeeingModel:
         return "Qwen3VL" in (self.path / "config.json").read_text()
 
     def log_probabilities(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int]) -> torch.Tensor:
-        """[len(tokens), V] of the place of each of ``tokens``, given all before it."""
+        """Log-probabilities [len(tokens), V] at the place of each of ``tokens``, given all tokens before it."""
         logits: torch.Tensor = self.run(text, images, tokens).logits[0]
         return logits[-len(tokens) - 1 : -1].log_softmax(-1)
 
     def run(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int], **options: Any) -> Any:
-        """What the reference puts out for a prompt and ``tokens`` behind it; ``options`` say what of it."""
+        """Output of the reference for a prompt followed by ``tokens``; ``options`` are more arguments of the model."""
         model, processor = reference(self.path)
         inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
         ids = torch.tensor([tokens])
@@ -77,13 +77,13 @@ class SeeingModel:
 
 
 def video_facts(frames: np.ndarray) -> dict[str, Any]:
-    """Of a video of two frames a second."""
+    """Metadata of a video of two frames a second."""
     indices = list(range(len(frames)))
     return {"total_num_frames": len(frames), "fps": 2.0, "duration": len(frames) / 2, "frames_indices": indices}
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
-    """Blots of random colours: small pictures of noise alone look all the same to a tower."""
+    """A picture of blots in random colours: small pictures of mere noise look all the same to a tower."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (3, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
@@ -114,7 +114,7 @@ _PIXELS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixe
 
 
 def _qwen_vl(classes: tuple[Any, Any, Any], vision: dict[str, Any], **text: Any) -> Family:
-    """``classes`` of config, processor and video processor."""
+    """A model of the Qwen-VL kind; ``classes`` are those of config, processor and video processor."""
     config_class, processor_class, video_class = classes
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer = special_tokenizer(*names)
@@ -223,7 +223,7 @@ def _internvl() -> Family:
 
 
 def _gemma3() -> Family:
-    """Images of 16 tokens, which see each other, in layers with a window of 24."""
+    """Gemma 3, with images of 16 tokens, which see each other, and layers with a window of 24."""
     names = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
     # vLLM's processor asks for these by name.
     newlines = ["\n" * count for count in range(1, 5)]

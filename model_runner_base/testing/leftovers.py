@@ -1,4 +1,4 @@
-"""What finished requests may have left behind in an engine."""
+"""Checks that finished requests leave nothing in an engine."""
 
 import gc
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from model_runner_base.testing.engine import core_of, runner_of
 
 
 def count_infos() -> int:
-    """Of requests, in the whole process."""
+    """Number of requests' ``RequestInfo`` objects in the whole process."""
     gc.collect()
     return sum(isinstance(thing, RequestInfo) for thing in gc.get_objects())
 
 
 def names_kept(thing: Any, name: str, path: str, seen: set[int]) -> Iterator[str]:
-    """Where in the runner's objects a dict or set still holds a request with ``name`` in its id."""
+    """Yields the places in the runner's objects at which a dict or set holds a request with ``name`` in its id."""
     if id(thing) in seen or isinstance(thing, str | bytes | type):
         return
     seen.add(id(thing))
@@ -35,11 +35,11 @@ def names_kept(thing: Any, name: str, path: str, seen: set[int]) -> Iterator[str
 
 
 def check_nothing_left(llm: LLM, name: str, num_infos: int, known: int = 0) -> None:
-    """No block, row or entry of the requests with ``name`` in their ids.
+    """Asserts that no block, row or entry is left of the requests with ``name`` in their ids.
 
     Args:
-        num_infos: what ``count_infos`` said before they came.
-        known: requests of other names whose end the runner has not been told yet.
+        num_infos: ``count_infos()`` before they came.
+        known: number of requests of other names whose end the runner has not been told yet.
     """
     runner, core = runner_of(llm), core_of(llm)
     assert not core.scheduler.requests

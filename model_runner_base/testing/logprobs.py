@@ -1,4 +1,4 @@
-"""The log-probabilities that a user gets, held against the reference's."""
+"""Compares the log-probabilities that a user gets with the reference's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from model_runner_base.testing.reference import Request, check_tokens, logits_af
 from model_runner_base.testing.tokenizer import make_tokenizer
 
 TOLERANCE = 2e-4
-"""Of a log-probability or a logit in float32."""
+"""Largest error of a log-probability or a logit in float32."""
 
 RULES: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -26,11 +26,12 @@ RULES: list[dict[str, Any]] = [
     {"temperature": 1.5, "seed": 2, "top_k": 4},
     {"temperature": 1.5, "seed": 3, "top_p": 0.5, "min_p": 0.05, "frequency_penalty": 0.5},
 ]
-"""Parameters that change what a token is taken from."""
+"""Parameters that change the logits that a token is taken from."""
 
 
 def expected_values(model: TinyModel, request: Request, tokens: Sequence[int], mode: str) -> np.ndarray:
-    """What ``logprobs_mode`` promises for each output token, [len(tokens), V] float64. A grammar comes before all."""
+    """Values [len(tokens), V] float64 that ``logprobs_mode`` promises for each output token. A grammar applies first,
+    in all modes."""
     raw = logits_after(model, [*request.prompt, *tokens])[len(request.prompt) - 1 : -1].astype(np.float64)
     if request.grammar is not None:
         raw = np.array([np.where(request.grammar(list(tokens[:i])), row, -np.inf) for i, row in enumerate(raw)])
@@ -47,17 +48,17 @@ def check_all(llm: LLM, model: TinyModel, requests: list[Request], mode: str = "
         for completion in output.outputs:
             check_tokens(model, request, completion.token_ids)
             if request.params.logprobs is None:
-                assert completion.logprobs is None, f"{request}: logprobs that nobody asked for"
+                assert completion.logprobs is None, f"{request}: logprobs that were not asked for"
             else:
                 check_logprobs(model, request, completion, mode)
         if request.params.prompt_logprobs is None:
-            assert output.prompt_logprobs is None, f"{request}: prompt logprobs that nobody asked for"
+            assert output.prompt_logprobs is None, f"{request}: prompt logprobs that were not asked for"
         else:
             check_prompt_logprobs(model, request, output)
 
 
 def check_logprobs(model: TinyModel, request: Request, completion: CompletionOutput, mode: str) -> None:
-    """Values, order, ranks and texts of a completion's logprobs, and their sum."""
+    """Checks values, order, ranks and texts of a completion's logprobs, and their sum."""
     tokens = list(completion.token_ids)
     want = expected_values(model, request, tokens, mode)
     entries = completion.logprobs
@@ -74,7 +75,7 @@ def check_logprobs(model: TinyModel, request: Request, completion: CompletionOut
 
 
 def check_prompt_logprobs(model: TinyModel, request: Request, output: RequestOutput) -> None:
-    """One entry a prompt token, none for the first."""
+    """Checks that there is one entry for each prompt token, but none for the first."""
     entries = output.prompt_logprobs
     prompt = list(request.prompt)
     assert entries is not None and len(entries) == len(prompt), f"{request}: {entries and len(entries)} prompt logprobs"
@@ -89,7 +90,7 @@ def check_prompt_logprobs(model: TinyModel, request: Request, output: RequestOut
 
 
 def check_entry(entry: dict[int, Logprob], want: np.ndarray, token: int, count: int, place: str) -> None:
-    """The token first, then the ``count`` most likely in order (-1: all), the token not twice."""
+    """Checks that an entry has the token first, then the ``count`` most likely in order (-1: all), no token twice."""
     count = VOCAB_SIZE if count == -1 else count
     ids = list(entry)
     got = np.array([entry[i].logprob for i in ids])

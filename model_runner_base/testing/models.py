@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one an architecture, and greedy decoding of them by HF transformers."""
+"""Tiny models with random weights, one for each architecture, and their greedy decoding by HF transformers."""
 
 import json
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
         if model.config.tie_word_embeddings:
             # A residual that is mostly the last token's embedding would make that token its own successor.
             torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.05)
-        # Names of today: vLLM reads those, not the ones a family's older checkpoints have.
+        # Saves under the current tensor names: vLLM reads those, not the ones of a family's older checkpoints.
         model._checkpoint_conversion_mapping = {}
         model.save_pretrained(path)
         if name in VLLM_NAMES:

@@ -8,7 +8,7 @@ import vllm.platforms
 def choose_platform(qualified_name: str) -> None:
     """Makes the class the platform of this process, before anything has asked for one.
 
-    The class may live in one module with its worker, whose imports ask for the platform: it must then come above them.
+    The class may be in one module with its worker, whose imports ask for the platform: it must then come above them.
 
     Raises:
         RuntimeError: vLLM was already asked for the platform, or the class comes too late in its module.

@@ -46,13 +46,13 @@ def _options(text: str) -> dict[str, Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Before anything of the user's is imported: a conftest.py may import vLLM."""
+    """Sets up environment and platform before anything of the user's is imported: a conftest.py may import vLLM."""
     options = early_config.known_args_namespace
     if options.worker is None:
         return
     # One process, so that checks can look into the engine.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Operators on tiny tensors: torch's threads cost more than they save, fifty times so on a busy machine.
+    # Tensors are tiny: torch's threads cost more than they save, fifty times as much on a busy machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.platform is not None:

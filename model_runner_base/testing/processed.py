@@ -1,4 +1,4 @@
-"""Tiny checkpoints of models that see or hear, each with a processor of its own; HF transformers says what is right."""
+"""Tiny checkpoints of vision and audio models, each with a processor of its own; HF transformers is the reference."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,10 +17,11 @@ from model_runner_base.testing.tokenizer import make_tokenizer
 hf: Any = transformers
 
 _ZEROS = {"idefics3": ("vision_model.embeddings.position_embedding.weight",)}
-"""By family, names of what is zero: transformers 4.57.6 gives a patch the position of the one before it, in float32."""
+"""Names of tensors that are zero, by family: in float32, transformers 4.57.6 gives a patch the position of the one
+before it."""
 
 Family = tuple[Any, Any, str]
-"""A config, a processor, and what stands for an item in a prompt's text."""
+"""A config, a processor, and the placeholder: the text in place of an item in a prompt."""
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -40,7 +41,8 @@ TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def special_tokenizer(*special: str, **named: str) -> Any:
-    """The kit's own, of a class that the processors take; by each of these names it tells a special token."""
+    """The kit's tokenizer as a class that the processors take, with more special tokens; those in ``named`` become
+    attributes of it, as the processors read them."""
     plain = make_tokenizer()
     tokenizer = hf.Qwen2TokenizerFast(
         tokenizer_object=plain.backend_tokenizer,
@@ -63,8 +65,8 @@ def reference(path: Path) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def continued(path: Path, count: int, **prompt: Any) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt, which is what the processor of a checkpoint is called with, and the reference's next
-    ``count``."""
+    """The tokens of a prompt, and the reference's next ``count``; ``prompt`` are the arguments of the checkpoint's
+    processor."""
     model, processor = reference(path)
     inputs = processor(**prompt, return_tensors="pt").to(torch.float32)  # Llama 4's makes pixels of bfloat16.
     out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
@@ -73,7 +75,7 @@ def continued(path: Path, count: int, **prompt: Any) -> tuple[list[int], list[in
 
 
 def make_processed_model(name: str, directory: Path, family: Callable[[], Family]) -> tuple[Path, str]:
-    """Writes a tiny checkpoint with its processor, unless it is there; returns where, and its placeholder."""
+    """Writes a tiny checkpoint with its processor, unless it is there; returns its path and its placeholder."""
     config, processor, placeholder = family()
     path = directory / name
     if not path.exists():
@@ -91,8 +93,10 @@ def make_processed_model(name: str, directory: Path, family: Callable[[], Family
 
 
 def _name_as_published(path: Path) -> None:
-    """Newer releases of transformers leave a level out of the names of CLIP's and SigLIP's tensors, which published
-    checkpoints have, and vLLM asks for."""
+    """Renames the tensors of CLIP's and SigLIP's towers as in published checkpoints, which vLLM expects.
+
+    Newer releases of transformers leave a level out of the names.
+    """
     tensors = load_file(path)
     if any("vision_tower.post_layernorm." in name for name in tensors):
         published = {

@@ -42,7 +42,7 @@ class Favour(_ByRow):
 
 
 class KeepTop(_ByRow):
-    """Leaves the few most likely tokens."""
+    """Excludes all but the few most likely tokens."""
 
     name = "keep_top"
 
@@ -57,7 +57,7 @@ class KeepTop(_ByRow):
 
 
 class Flatten(_ByRow):
-    """Scales what is left of the logits."""
+    """Multiplies the logits by a factor."""
 
     name = "flatten"
 
@@ -71,7 +71,7 @@ class Flatten(_ByRow):
 
 
 class NeverAgain(AdapterLogitsProcessor):
-    """Forbids tokens of the prompt and of the last few output tokens, by a function a request."""
+    """Forbids the tokens of the prompt and the last few output tokens, with a function for each request."""
 
     name = "never_again"
 
@@ -113,4 +113,4 @@ def never_again(count: int) -> Callable[[np.ndarray, list[int], list[int]], np.n
 
 
 PROCESSORS: list[str | type[LogitsProcessor]] = [Favour, KeepTop, Flatten, f"{__name__}:NeverAgain"]
-"""For the engine option ``logits_processors``: classes, and a name that vLLM is to import."""
+"""Value of the engine option ``logits_processors``: classes, and a name that vLLM is to import."""

@@ -1,4 +1,4 @@
-"""HF transformers in float32, and a request's tokens held against it and the rules of ``rules.py``."""
+"""HF transformers in float32; compares a request's tokens with it under the rules of ``rules.py``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from model_runner_base.testing.models import TinyModel, reference_model
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
 
 TOLERANCE = 1e-3
-"""How far logits may differ from the reference's in float32; the tiny models' are of the order of 10."""
+"""Largest difference of logits from the reference's in float32; the tiny models' are of the order of 10."""
 
 Grammar = Callable[[list[int]], np.ndarray]
-"""The output tokens so far to a mask [V] of those that may follow."""
+"""Function from the output tokens so far to a mask [V] of those that may follow."""
 
 
 @lru_cache(maxsize=256)  # Each may be a megabyte.
@@ -39,7 +39,7 @@ def _tokenizer() -> Any:
 
 
 def _bad_word_ids(word: str) -> list[list[int]]:
-    """The token sequences of a bad word: as it is, and after a blank where that makes another first token of it."""
+    """The token sequences of a bad word: as it is; and after a blank, if it then begins with another token."""
     plain, spaced = (_tokenizer().encode(blank + word.lstrip(), add_special_tokens=False) for blank in ("", " "))
     return [plain, spaced] if spaced[0] != plain[0] and len(spaced) == len(plain) else [plain]
 
@@ -51,17 +51,18 @@ def _is_forced(mask: np.ndarray) -> bool:
 
 @dataclass
 class Request:
-    """A prompt of token ids, how it is to be sampled, and what else has a say in it."""
+    """A prompt of token ids, its sampling parameters, and its grammar and logits processors, if any."""
 
     prompt: Sequence[int]
     params: SamplingParams
     grammar: Grammar | None = None
     any_where_forced: bool = False
-    """A backend may leave one of the tokens that begin a forced text: llguidance leaves the tokenizer's own."""
+    """Whether any allowed token is right where all begin with one character, so that the text there is forced: of
+    those, llguidance allows only the tokenizer's own."""
     processors: Sequence[rules.Processor] = ()
     """Custom logits processors that may change the maximum."""
     late_processors: Sequence[Callable[[np.ndarray], np.ndarray]] = ()
-    """Those that leave the maximum alone: they act on drawn tokens only, after the temperature."""
+    """Custom logits processors that leave the maximum alone: they act on drawn tokens only, after the temperature."""
 
     def __str__(self) -> str:
         return f"prompt_token_ids={list(self.prompt)}, {describe(self.params)}"
@@ -82,7 +83,7 @@ class Request:
         return bool(values[token] >= values.max() - TOLERANCE)
 
     def kept(self, values: np.ndarray, slack: float = 0.0) -> np.ndarray:
-        """Processed logits [V] to those that a token is drawn from; the same ones for a greedy request."""
+        """Logits [V] that a token is drawn from, made from processed ones; the same ones for a greedy request."""
         if rules.is_greedy(self.params):
             return values
         return rules.kept(values, self.params, slack, self.late_processors)
@@ -108,10 +109,10 @@ def describe(params: SamplingParams) -> str:
 
 
 def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> int:
-    """Every token is the maximum of the reference's logits under the rules, or may be drawn from them.
+    """Asserts that every token is the maximum of the reference's logits under the rules, or may be drawn from them.
 
     Returns:
-        At how many tokens the rules changed which token is the maximum: 0 says that the check has shown little.
+        The number of tokens at which the rules changed the maximum: 0 says that the check has shown little.
 
     Raises:
         AssertionError: naming the request, the place, and both tokens.

@@ -10,11 +10,11 @@ import numpy as np
 from vllm import SamplingParams
 
 GREEDY_TEMPERATURE = 1e-5
-"""Below it a request is greedy."""
+"""Temperature below which a request is greedy."""
 
 Array = np.ndarray
 Processor = Callable[[Array, list[int], list[int]], Array]
-"""Logits [V], prompt and output tokens to logits [V]."""
+"""Function from logits [V], prompt and output tokens to logits [V]."""
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -33,7 +33,7 @@ def processed(
     """Logits [V] float64 after every rule that may change the maximum; forbidden tokens are -inf.
 
     Args:
-        stop_ids: what ends the request besides ``params.stop_token_ids``: the end-of-sequence token.
+        stop_ids: tokens that end the request in addition to ``params.stop_token_ids``: the end-of-sequence token.
         bad_words: the token sequences of ``params.bad_words``.
     """
     logits = np.array(logits, np.float64)
@@ -67,10 +67,10 @@ def _penalized(logits: Array, params: SamplingParams, prompt: Sequence[int], out
 def kept(
     logits: Array, params: SamplingParams, slack: float = 0.0, processors: Sequence[Callable[[Array], Array]] = ()
 ) -> Array:
-    """Logits [V] after temperature, min-p, top-k and top-p: what is not kept is -inf.
+    """Logits [V] after temperature, min-p, top-k and top-p; those of excluded tokens are -inf.
 
-    ``slack`` widens each threshold a little: float32 may put a token on its other side. ``processors`` are the custom
-    ones that leave the maximum alone.
+    ``slack`` widens each threshold a little, since rounding in float32 may put a token on its other side.
+    ``processors`` are the custom ones that leave the maximum alone.
     """
     scaled = logits / params.temperature
     probabilities = softmax(scaled)

@@ -1,4 +1,4 @@
-"""A ``SchedulerOutput`` made by hand, for the checks that schedule themselves what vLLM's scheduler would seldom."""
+"""A ``SchedulerOutput`` made by hand, for checks that schedule themselves in ways that vLLM's scheduler seldom does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ def frees_unseen_blocks(spec: object) -> bool:
 
 @dataclass
 class Continued:
-    """A request that was scheduled before, as vLLM tells of it."""
+    """A request that was scheduled before, in the terms of vLLM's ``CachedRequestData``."""
 
     req_id: str
     is_resumed: bool
     all_token_ids: list[int] | None
-    """Where the last step did not have it; None where it did."""
+    """Token ids of the request, if it was not in the last step; None if it was."""
     new_block_ids: tuple[list[int], ...] | None
     num_computed: int
     num_output_tokens: int
@@ -28,7 +28,7 @@ class Continued:
 
 @dataclass
 class HandMadeStep:
-    """Collects a step."""
+    """Collects the requests of a step."""
 
     new: list[NewRequestData] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
@@ -57,7 +57,7 @@ class HandMadeStep:
     def scheduler_output(
         self, num_tokens: Mapping[str, int], finished: set[str], preempted: set[str], num_groups: int
     ) -> SchedulerOutput:
-        """As vLLM's scheduler would hand it over."""
+        """The collected step as vLLM's scheduler would hand it over."""
         cached = CachedRequestData(
             req_ids=[each.req_id for each in self.continued],
             resumed_req_ids={each.req_id for each in self.continued if each.is_resumed},

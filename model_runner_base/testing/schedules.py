@@ -1,8 +1,8 @@
-"""A scheduler for tests: does what it is told, however odd, and keeps only what vLLM's contract speaks of.
+"""A scheduler for tests: does what it is told, however odd, within vLLM's contract.
 
 It builds the engine's SchedulerOutput by hand, so that a test may draw chunks, orders, preemptions and aborts that the
-engine's own scheduler would seldom choose: a block is handed out at random, requests are skipped, set aside with or
-without a word, and come back in other blocks.
+engine's own scheduler would seldom choose. Blocks are handed out at random. Requests are skipped, preempted with or
+without the runner being told, and come back in other blocks.
 """
 
 from collections.abc import Iterable
@@ -29,17 +29,17 @@ class Request:
     shares_prefix: bool
     """Whether it takes cached blocks when it is given its blocks."""
     tokens: list[int | None] = field(default_factory=list)
-    """All tokens; None for one that was sampled by a step whose output was not read yet."""
+    """Tokens of prompt and output; None for one that was sampled by a step whose output was not read yet."""
     num_computed: int = 0
     blocks: list[list[int]] = field(default_factory=list)
-    """Blocks a KV-cache group; empty unless it runs."""
+    """Blocks by KV-cache group; empty unless the request runs."""
     is_running: bool = False
     is_set_aside: bool = False
     """Whether it lost its blocks and the runner was not told."""
     is_known_to_runner: bool = False
     was_in_last_step: bool = False
     generation: int = 0
-    """Rises whenever tokens in flight become void."""
+    """A counter that rises whenever tokens in flight become void."""
 
     @property
     def num_left(self) -> int:
@@ -52,13 +52,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Share:
-    """One request's share of a step, all that a model without memory needs to say what the step must be."""
+    """One request's share of a step: all that a model without state needs to work out what the step must contain."""
 
     request: Request
     tokens: list[int | None]
-    """All tokens at that time."""
+    """Tokens of the request at that time."""
     start: int
-    """Tokens computed before."""
+    """Number of tokens computed before."""
     count: int
     blocks: list[list[int]]
     generation: int
@@ -69,17 +69,18 @@ class Share:
 
 
 class Sees(NamedTuple):
-    """What a layer's tokens see of those before them, or what a group's blocks are kept for. Everything, if neither."""
+    """Rule of the earlier tokens that a layer's tokens see, or that a group's blocks are kept for: all, if both are
+    None."""
 
     window: int | None = None
-    """So many tokens, the one that sees among them."""
+    """Number of tokens that a token sees, itself included."""
     chunk: int | None = None
-    """Those that are in one chunk of so many with it."""
+    """Number of tokens in a chunk; a token sees those in its own chunk."""
 
 
 @cache
 def seen_keys(sees: Sees, position: int) -> list[int]:
-    """All positions that the token at ``position`` sees."""
+    """Positions that the token at ``position`` sees."""
     keys = list(range(position + 1))
     if sees.window is not None:
         keys = [key for key in keys if position - key < sees.window]
@@ -93,7 +94,7 @@ class CacheGroup:
     """A KV-cache group: its layers with what each sees, the tokens of a block, and what its blocks are kept for."""
 
     layers: dict[str, Sees]
-    """By name."""
+    """Rules of what the layers see, by layer name."""
     block_size: int
     kept_for: Sees
 
@@ -120,7 +121,7 @@ class BlockPool:
         return blocks
 
     def hold(self, block: int) -> None:
-        """One more request uses a block, which may be free while what it holds is remembered."""
+        """Counts one more request that uses a block, which may be a free one whose contents are remembered."""
         if block == NULL_BLOCK:
             return
         if not self._holders[block]:
@@ -143,7 +144,7 @@ class BlockPool:
 
 
 class HandScheduler:
-    """Requests and their blocks; ``step`` makes a SchedulerOutput of what is asked."""
+    """Requests and their blocks; ``step`` makes a SchedulerOutput of what it is asked for."""
 
     def __init__(
         self, groups: list[CacheGroup], num_blocks: int, max_num_seqs: int, max_num_tokens: int, random: Random
@@ -161,14 +162,15 @@ class HandScheduler:
         return request
 
     def finish(self, request: Request) -> None:
-        """Stops a request, by its end or an abort."""
+        """Ends a request, which has finished or is aborted."""
         self._release(request)
         del self.requests[request.name]
         self._finished.add(request.name)
         request.generation += 1
 
     def preempt(self, request: Request, silently: bool) -> None:
-        """Takes a request's blocks. Silently, as a reset of the prefix cache does, a token in flight is void too."""
+        """Takes a request's blocks. If ``silently``, as by a reset of the prefix cache, the runner is not told, and a
+        token in flight is void."""
         if not request.is_running:
             return
         self._release(request)
@@ -181,7 +183,8 @@ class HandScheduler:
             self._preempted.add(request.name)
 
     def step(self, wanted: dict[str, int]) -> tuple[SchedulerOutput, list[Share]]:
-        """Schedules up to so many tokens of each request named, in that order, as far as blocks and limits go."""
+        """Schedules up to the wanted number of tokens of each named request, in that order, as blocks and limits
+        allow."""
         shares: list[Share] = []
         told = HandMadeStep()
         budget = self.max_num_tokens
@@ -207,10 +210,10 @@ class HandScheduler:
         return output, shares
 
     def _admit(self, request: Request, shares: list[Share]) -> bool:
-        """Lets a waiting request run if it can: all its tokens known, a place free.
+        """Lets a waiting request run if all its tokens are known and there is a free row; returns whether it runs.
 
-        Where requests were set aside silently, the runner must guess who still runs. As in vLLM, those that could go
-        on and do not are never passed over by another.
+        While some requests are set aside silently, the runner must guess which still run. So, as in vLLM, no request
+        is let in then if a running one could go on and is not in this step.
         """
         running = [other for other in self.requests.values() if other.is_running]
         if None in request.tokens or len(running) == self.max_num_seqs:
@@ -229,7 +232,10 @@ class HandScheduler:
         return True
 
     def _cached_prefix(self, request: Request) -> list[list[int]]:
-        """The longest cached prefix that leaves a token to compute; groups that see part of it need only that."""
+        """Blocks by group of the longest cached prefix that leaves a token to compute.
+
+        Groups whose tokens see only a part of the prefix need only that part in the cache.
+        """
         size = self.groups[0].block_size
         for num_blocks in range((len(request.tokens) - 1) // size, 0, -1):
             found = []
@@ -245,11 +251,14 @@ class HandScheduler:
         return [[] for _ in self.groups]
 
     def _num_unseen_blocks(self, group: CacheGroup, num_computed: int) -> int:
-        """Blocks that neither the next token nor a later one sees anything of."""
+        """Number of first blocks of which neither the next token nor a later one sees anything."""
         return seen_keys(group.kept_for, num_computed)[0] // group.block_size
 
     def _grow(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Blocks for a request's first ``num_tokens`` tokens: the new ones a group, or None if there are too few."""
+        """Takes blocks for a request's first ``num_tokens`` tokens, and frees those that are no longer seen.
+
+        Returns the new ones by group, or None if there are too few.
+        """
         for group, blocks in zip(self.groups, request.blocks, strict=True):
             unseen = self._num_unseen_blocks(group, request.num_computed)
             self.pool.free(blocks[:unseen])
@@ -278,7 +287,7 @@ class HandScheduler:
     def _tell(
         self, told: HandMadeStep, request: Request, was_running: bool, new: list[list[int]], every: list[list[int]]
     ) -> None:
-        """Adds a request to a step: a newcomer with all that it is, another with what is new of it."""
+        """Adds a request to a step: one that the runner does not know with all its data, another with what is new."""
         if not request.is_known_to_runner:
             told.add_new(request.name, list(request.prompt), request.params, every, request.num_computed)
             return

@@ -1,4 +1,4 @@
-"""Tiny models that hear, with processors of their own, and sounds for them; HF transformers says what is right."""
+"""Tiny audio models, with processors of their own, and sounds for them; HF transformers is the reference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ SAMPLING_RATE = 16000
 
 @dataclass(frozen=True)
 class HearingModel:
-    """A checkpoint on disk and its reference; ``placeholder`` is what stands for a sound in a prompt's text."""
+    """A checkpoint on disk and its reference; ``placeholder`` is the text in place of a sound in a prompt."""
 
     path: Path
     placeholder: str
@@ -43,7 +43,7 @@ def _qwen2_audio() -> Family:
             "encoder_attention_heads": 4,
             "encoder_ffn_dim": 48,
             "num_mel_bins": 16,
-            "max_source_positions": 1500,  # vLLM takes no sounds of another length than 30 seconds, padded.
+            "max_source_positions": 1500,  # vLLM takes sounds that are padded to 30 seconds, no others.
         },
         text_config=TEXT | {"model_type": "qwen2"},
         audio_token_index=tokenizer.convert_tokens_to_ids(names[0]),

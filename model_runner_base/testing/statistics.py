@@ -1,10 +1,10 @@
-"""Whether counts follow a distribution."""
+"""Chi-square test of counts against a distribution."""
 
 import numpy as np
 from scipy.stats import chisquare
 
 P_VALUE = 1e-6
-"""Below it the counts do not follow. Seeds are fixed, so that a check that passes once passes always."""
+"""p-value below which counts do not follow the distribution. Seeds are fixed: a check that passes once always does."""
 
 
 def check_counts(counts: np.ndarray, probabilities: np.ndarray, what: object) -> None:
@@ -17,7 +17,7 @@ def check_counts(counts: np.ndarray, probabilities: np.ndarray, what: object) ->
     observed = np.append(counts[common], counts[~common].sum())
     expected = np.append(expected[common], expected[~common].sum())
     if expected[-1] < 5:
-        # Too rare to judge by themselves: into the rarest of the common ones.
+        # Too rare to judge by themselves: they are added to the last of the common ones.
         observed = np.append(observed[:-2], observed[-2:].sum())
         expected = np.append(expected[:-2], expected[-2:].sum())
     assert len(expected) > 1, f"{what}: {total} draws of one category show nothing"

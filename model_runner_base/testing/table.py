@@ -1,4 +1,4 @@
-"""What each promise came to: rows gathered from pytest's reports, and the table at the end."""
+"""Results by promise: rows gathered from pytest's reports, and the table at the end."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ FAILED: pytest.StashKey[bool] = pytest.StashKey()
 _TORCHS_OWN = re.compile(
     r"^Could not run '\w+::|not implemented for '|not currently implemented for the|no fallback function|[Mm]eta tensor"
 )
-"""What torch says of an operator that a device lacks: in a server it would end the engine in the middle of a step."""
+"""Messages of torch about an operator that a device lacks. Those are failures, not refusals: in a server the error
+would end the engine in the middle of a step."""
 
 
 def refusal(error: BaseException) -> str | None:
@@ -28,13 +29,13 @@ def refusal(error: BaseException) -> str | None:
     is_refusal = isinstance(error, UnsupportedConfigError | NotImplementedError) or (
         isinstance(error, ValueError) and "not supported" in text.lower()
     )
-    # A hook that was never written raises NotImplementedError without a word: that is no refusal.
+    # A hook that was never written raises NotImplementedError without a message: that is not a refusal.
     return text if is_refusal and text and not _TORCHS_OWN.search(text) else None
 
 
 @dataclass
 class Row:
-    """One promise and what its cases came to."""
+    """Results of one promise's cases."""
 
     passed: int = 0
     failures: list[str] = field(default_factory=list)
@@ -91,7 +92,7 @@ class PromiseTable:
             row.passed += 1
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A device that refuses everything has kept no promise."""
+        """Fails the run of a device that refuses everything: it has kept no promise."""
         if exitstatus == 0 and self.rows and not any(row.passed for row in self.rows.values()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

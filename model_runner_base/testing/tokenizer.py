@@ -19,7 +19,7 @@ _VISIBLE = str.maketrans({" ": "Ġ", "\n": "Ċ", "\t": "ĉ"})
 
 
 def add_tokenizer(model: TinyModel) -> TinyModel:
-    """A copy of the checkpoint, beside it, with a tokenizer of ``VOCAB_SIZE`` tokens."""
+    """A copy of the checkpoint, next to it, with a tokenizer of ``VOCAB_SIZE`` tokens."""
     path = model.path.with_name(f"{model.path.name}-with-tokenizer")
     if not path.exists():
         shutil.copytree(model.path, path)
@@ -49,6 +49,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def token_texts() -> list[str]:
-    """The text of each token id; of special ones, none."""
+    """The text of each token id; empty for special ones."""
     tokenizer = make_tokenizer()
     return ["" if i < len(_SPECIAL) else tokenizer.decode([i]) for i in range(VOCAB_SIZE)]

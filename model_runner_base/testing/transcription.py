@@ -1,4 +1,4 @@
-"""A tiny Whisper with a processor of its own; HF transformers says what is right.
+"""A tiny Whisper with a processor of its own; HF transformers is the reference.
 
 Its encoder hears 3 seconds, not 30: 150 rows of output, which end inside a KV tile.
 """
@@ -21,8 +21,8 @@ LENGTH = 50 * SECONDS
 """Rows of encoder output."""
 BLOCK_SIZE = 32
 SCARCE_BYTES = (1 + 3 * -(-LENGTH // BLOCK_SIZE) + 4) * 3 * 2 * 64 * BLOCK_SIZE * 4
-"""Of KV cache: blocks for three encoder outputs, four more and the null block. Three layers of self-attention and three
-of cross-attention share the memory."""
+"""Bytes of KV cache: blocks for three encoder outputs, four more and the null block. Three layers of self-attention and
+three of cross-attention share the memory."""
 START = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 _SPECIAL = [
     "<|startoftranscript|>",
@@ -43,7 +43,7 @@ class Transcriber:
     path: Path
 
     def prompt(self, sound: np.ndarray, text: str = START) -> Any:
-        """What vLLM is given: a sound to hear, and a text to go on with."""
+        """Input of vLLM: a sound for the encoder, and a text that the decoder continues."""
         heard = {"prompt": "", "multi_modal_data": {"audio": (sound, SAMPLING_RATE)}}
         return {"encoder_prompt": heard, "decoder_prompt": text}
 
@@ -53,7 +53,7 @@ class Transcriber:
 
     @torch.no_grad()
     def greedy(self, sound: np.ndarray, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-        """The next ``count`` tokens behind ``tokens``, and the log probability of each."""
+        """The next ``count`` tokens after ``tokens``, and the log-probability of each."""
         model, processor = reference(self.path)
         features = processor(sound, sampling_rate=SAMPLING_RATE, return_tensors="pt").input_features
         encoded = model.model.encoder(features)
@@ -66,7 +66,7 @@ class Transcriber:
         return known[len(tokens) :], logprobs
 
     def text(self, sound: np.ndarray, start: str, count: int) -> str:
-        """The text of the next tokens, ``count`` at most, as far as the model goes on."""
+        """The text of the next tokens, at most ``count``, up to the end-of-sequence token."""
         tokenizer = reference(self.path)[1].tokenizer
         tokens, _ = self.greedy(sound, self.tokens(start), count)
         end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else count

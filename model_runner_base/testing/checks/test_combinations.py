@@ -1,4 +1,4 @@
-"""Sampling parameters in any combination and any company; hypothesis draws them and shrinks what fails."""
+"""Sampling parameters in any combination, among any others; hypothesis draws them and shrinks what fails."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from model_runner_base.testing.reference import Request
 
 
 def test_combinations(text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
-    """Any combination of the parameters that the device supports, in batches of up to six requests."""
+    """Random combinations of the parameters that the device supports, in batches of up to six requests."""
     llm = text_engine()
     features = supported_features(llm)
     lengths = st.sampled_from([1, 5, 31, 32, 33, 70, 130])

@@ -29,7 +29,7 @@ LENGTHS = [1, 3, 17, 40, 64, 65, 150]
 
 
 def test_serving_while_sizes_are_made(text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
-    """Whatever stands when a request comes, its tokens are the same; in the end every size stands."""
+    """Tokens are the same whichever sizes are compiled when a request comes; in the end all sizes are."""
     llm = text_engine(is_new=True)
     behind, policy = runner_of(llm).background_compiler, runner_of(llm).graph_policy
     prompts = random_prompts(7, LENGTHS)
@@ -119,7 +119,7 @@ def test_host_does_not_wait(
 
 
 class Reads(TorchDispatchMode):
-    """Notes which operations bring something of the device's to the host, and wait for it."""
+    """Notes the operations that wait for a tensor of the device and copy it to the host."""
 
     def __init__(self, waits: list[str]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Reads(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Compiled graphs may be called within it; what they run they do not show."""
+        """True, so that compiled graphs may be called in this mode; it does not see the operations inside them."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +143,7 @@ class Reads(TorchDispatchMode):
 
 
 class Launches:
-    """Holds each step's tokens back until the next step was launched: who waits for them to launch it gets stuck."""
+    """Holds back each step's tokens until the next step is launched: a runner that waits for them first gets stuck."""
 
     def __init__(self, count: int) -> None:
         self.waits: list[str] = []
@@ -175,7 +175,7 @@ class Launches:
         return call
 
     def _hold(self, output: Any) -> None:
-        """Has the reading of a step's output wait until the next step was launched."""
+        """Makes reading a step's output wait until the next step is launched."""
         read = output.get_output
         self._num_outputs += 1
         number = self._num_outputs

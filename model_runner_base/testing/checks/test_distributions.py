@@ -55,7 +55,7 @@ def test_distribution(options: dict[str, Any], text_engine: Start, text_model: T
 
 
 def test_distribution_under_penalties(text_engine: Start, text_model: TinyModel, draws: int) -> None:
-    """The same under penalties, bias and allowed tokens."""
+    """One token drawn with each of many seeds follows a penalty, bias and allowed tokens."""
     options = {"repetition_penalty": 2.0, "logit_bias": {7: 4.0}, "allowed_token_ids": list(range(3, 100))}
     check(text_engine(), text_model, range(draws), options)
 
@@ -72,7 +72,7 @@ def test_without_seed(text_engine: Start, text_model: TinyModel, draws: int) -> 
 
 def test_positions_are_independent(text_engine: Start, text_model: TinyModel, draws: int) -> None:
     """The first two tokens of a seed are drawn independently."""
-    # From the same few tokens both times: noise used twice would show.
+    # Both tokens are drawn from the same few, so that noise that is used twice would show.
     options: dict[str, Any] = {"temperature": 2.0, "allowed_token_ids": [10, 20, 30, 40]}
     request = Request(PROMPT, sampled(2, **options))
     first = distribution(text_model, request)

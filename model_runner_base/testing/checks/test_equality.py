@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def small_cache(architecture: str, engine: Start, tiny_model: Callable[[str], TinyModel]) -> tuple[LLM, TinyModel]:
     """An engine whose cache holds half of what the four longest requests need.
 
-    A sliding window frees what lies behind it, so less must do there: the window, and the tokens of two steps.
+    With a sliding window older blocks are freed, so the cache is smaller: the window, and the tokens of two steps.
     """
     model = tiny_model(architecture)
     num_tokens = 288 if "window" in architecture else 448
@@ -75,8 +75,8 @@ def test_prefix_hits(small_cache: tuple[LLM, TinyModel]) -> None:
 def test_preemption(small_cache: tuple[LLM, TinyModel]) -> None:
     """Requests that are preempted and resumed.
 
-    Where all layers have windows, vLLM may start only so many requests as have room for theirs: then they are preempted
-    by a reset of the prefix cache.
+    If all layers have windows, vLLM may start only as many requests as have space for theirs, and preempt none. Then a
+    reset of the prefix cache preempts them.
     """
     llm, model = small_cache
     preemptions = metric(llm, "vllm:num_preemptions")
@@ -88,7 +88,7 @@ def test_preemption(small_cache: tuple[LLM, TinyModel]) -> None:
 
 
 def run_with_resets(llm: LLM, prompts: Prompts, count: int) -> list[list[int]]:
-    """The tokens of requests all of which are preempted every 30 steps."""
+    """The tokens of requests that are all preempted every 30 steps."""
     core = llm.llm_engine
     for index, prompt in enumerate(prompts):
         core.add_request(str(index), {"prompt_token_ids": list(prompt)}, greedy(count))
@@ -113,7 +113,7 @@ def test_arrivals(small_cache: tuple[LLM, TinyModel]) -> None:
 
 
 def run_with_arrivals(llm: LLM, prompts: Prompts, counts: list[int], rng: np.random.Generator) -> list[list[int]]:
-    """The tokens of each prompt's request, which arrives at a random step; strangers come and are aborted."""
+    """The tokens of each prompt's request, which arrives at a random step; further requests come and are aborted."""
     core = llm.llm_engine
     waiting = list(enumerate(zip(prompts, counts, strict=True)))
     tokens: dict[str, list[int]] = {}

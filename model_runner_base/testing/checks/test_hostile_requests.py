@@ -1,4 +1,4 @@
-"""Requests that no honest client sends, beside honest ones."""
+"""Requests that no honest client sends, among honest ones."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from model_runner_base.testing.leftovers import check_nothing_left, count_infos
 from model_runner_base.testing.models import TinyModel
 
 BATCH = 6
-"""Hostile requests at a time, at most; more than half as many on average."""
+"""Largest number of hostile requests at a time; more than half as many come on average."""
 NUM_BATCHES = 40
 HONEST = random_prompts(77, [5, 40, 9])
 COUNT = 12
 SECONDS = 20
-"""A batch that is not done by then waits for ever: it takes a fraction of a second."""
+"""Time after which a batch counts as waiting for ever; one takes a fraction of a second."""
 
 
 class Round:
-    """Honest requests, hostile ones among them, and what a client may do meanwhile."""
+    """Honest requests with hostile ones among them, and aborts and resets while they run."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._engine = llm, llm.llm_engine
@@ -37,7 +37,7 @@ class Round:
         self.sent[name] = params
 
     def send_hostile(self, name: str, prompt: Sequence[int], fields: dict[str, Any]) -> None:
-        """It is queued, or refused by whatever error before anything is."""
+        """Sends a request, and checks that it is either queued, or refused with an error and not queued."""
         num_before = self._engine.get_num_unfinished_requests()
         try:
             self.send(name, prompt, hostile.make(fields))
@@ -46,7 +46,7 @@ class Round:
             assert not num_queued, f"{fields} was refused, and is queued all the same"
 
     def run(self, aborts: dict[int, str], resets: set[int]) -> None:
-        """Steps until all requests are done; aborts and resets at steps."""
+        """Steps until all requests are done; aborts requests and resets the prefix cache at the given steps."""
         deadline = time.monotonic() + SECONDS
         step = 0
         while self._engine.has_unfinished_requests():
@@ -61,7 +61,7 @@ class Round:
             step += 1
 
     def check(self, name: str) -> None:
-        """What came of a hostile request keeps the rules that are plain to see."""
+        """Checks the tokens of a hostile request for the simple rules: ``max_tokens`` and ``allowed_token_ids``."""
         output, params = self.outputs.get(name), self.sent[name]
         if output is None or output.finish_reason in ("abort", "error"):
             return
@@ -79,7 +79,7 @@ batches = st.tuples(
 
 
 def test_hostile_requests(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconfig: pytest.Config) -> None:
-    """hostile requests end nothing, wait for nothing and leave nothing; honest ones beside them are right"""
+    """Hostile requests end nothing else, never wait for ever and leave nothing; honest ones among them are right."""
     llm = text_engine()
     num_infos, expected = count_infos(), [text_model.greedy(prompt, COUNT) for prompt in HONEST]
     soak = pytestconfig.getoption("soak")
@@ -103,7 +103,7 @@ def test_hostile_requests(text_engine: Callable[..., LLM], text_model: TinyModel
             done.send_hostile(f"hostile-{index}", tokens, fields)
         done.run({step: f"hostile-{index}" for step, index in aborts.items()}, resets)
         for index, right in enumerate(expected):
-            assert list(done.outputs[f"hostile-honest-{index}"].token_ids) == right, f"honest tokens beside {requests}"
+            assert list(done.outputs[f"hostile-honest-{index}"].token_ids) == right, f"honest tokens among {requests}"
         for name in done.sent:
             done.check(name)
         assert not llm.llm_engine.output_processor.request_states, "the front end keeps what is refused"

@@ -40,7 +40,7 @@ def test_processor_that_leaves_the_maximum(check: Callable[[list[Request]], int]
 
 
 def test_processor_comes_after_min_p(check: Callable[[list[Request]], int]) -> None:
-    """What min-p leaves is decided before an argmax-invariant processor, which may flatten it."""
+    """min_p acts before an argmax-invariant processor, which may flatten the logits that it leaves."""
     requests = [
         Request(prompt, sampled(40, seed=i, min_p=0.3, extra_args={"flatten": 0.1}), late_processors=[flatten(0.1)])
         for i, prompt in enumerate(random_prompts(64, [5, 20]))

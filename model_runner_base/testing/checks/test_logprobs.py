@@ -34,7 +34,7 @@ def test_different_counts_in_a_batch(text_engine: Start, text_model: TinyModel) 
 
 
 def test_raw_logprobs_are_before_the_rules(text_engine: Start, text_model: TinyModel) -> None:
-    """By default logprobs are those before penalties, bias and temperature."""
+    """logprobs are by default those before penalties, bias and temperature."""
     (prompt,) = random_prompts(4, [20])
     check_all(text_engine(), text_model, [Request(prompt, sampled(6, logprobs=3, **options)) for options in RULES])
 

@@ -29,7 +29,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(tiny_model: Callable[[str], TinyModel], directory: Path) -> list[TinyAdapter]:
-    """Of ranks 1 to 16: in attention, everywhere, in the MLP and the head, with another scale, of one layer's query."""
+    """Adapters of ranks 1 to 16: of attention, of all layers, of MLP and head, with another scale, of queries and
+    embeddings."""
     model = tiny_model("llama").path
     return [
         make_adapter(model, directory, 1, rank=8),
@@ -47,7 +48,7 @@ def llm(text_engine: Callable[..., LLM]) -> LLM:
 
 
 def run(llm: LLM, model: TinyModel, requests: Sequence[Request], adapters: Adapters) -> None:
-    """Runs the requests in one batch, each with its adapter, and holds each against its own merged model."""
+    """Runs the requests in one batch, each with its adapter, and compares each with its own merged model."""
     outputs = generate(
         llm,
         [request.prompt for request in requests],
@@ -72,14 +73,14 @@ def greedy_requests(seed: int, lengths: Sequence[int]) -> list[Request]:
 
 
 def test_adapters_differ(text_model: TinyModel, adapters: list[TinyAdapter]) -> None:
-    """Of the reference: what follows would see the wrong adapter."""
+    """The reference's tokens differ with each adapter, so the checks would notice a wrong one."""
     (prompt,) = random_prompts(0, [20])
     models = [text_model, *(adapter.merged for adapter in adapters)]
     assert len({tuple(model.greedy(prompt, NEW_TOKENS)) for model in models}) == len(models)
 
 
 def test_adapter_alone(llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter]) -> None:
-    """A request with each, its prompt cut into chunks; then one without, while slots are full."""
+    """A request with each adapter, its prompt cut into chunks; then one without, while the slots are full."""
     for adapter in (*adapters, None):
         run(llm, text_model, greedy_requests(1, [90]), [adapter])
 
@@ -108,7 +109,7 @@ def test_preemption(llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter]
 
 
 def test_log_probabilities(llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter]) -> None:
-    """Of outputs and of prompts, which an adapter of the head changes, too."""
+    """Log-probabilities of outputs and of prompts, which an adapter of the head changes, too."""
     prompts = random_prompts(4, [70, 8, 40])
     requests = [Request(prompt, sampled(6, temperature=0, logprobs=3, prompt_logprobs=2)) for prompt in prompts]
     for adapter in (adapters[1], adapters[2]):
@@ -128,7 +129,7 @@ def test_sampling_rules(llm: LLM, text_model: TinyModel, adapters: list[TinyAdap
 
 
 def test_cached_prefixes(llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter]) -> None:
-    """What is cached under one adapter serves that one alone."""
+    """A prefix that was cached under one adapter serves that adapter alone."""
     (prompt,) = random_prompts(6, [80])
     request = Request(prompt, greedy(NEW_TOKENS))
     for adapter in (adapters[0], adapters[1], None):
@@ -142,7 +143,7 @@ def test_cached_prefixes(llm: LLM, text_model: TinyModel, adapters: list[TinyAda
 def test_new_files_under_an_old_name(
     llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter], tmp_path: Path
 ) -> None:
-    """Prefixes are cached by name: whatever else a name is given to is refused, or they are forgotten."""
+    """New files under an adapter's name are refused, or the prefixes cached under that name are forgotten."""
     (prompt,) = random_prompts(7, [80])
     request = Request(prompt, greedy(NEW_TOKENS))
     run(llm, text_model, [request], [adapters[0]])
@@ -159,7 +160,7 @@ def test_new_files_under_an_old_name(
 
 
 def test_adding_and_removing(llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter]) -> None:
-    """By hand, between requests and beside them: the running ones keep their tokens."""
+    """Adapters are added, pinned and removed by hand, also while a request runs: it keeps its tokens."""
     engine = llm.llm_engine
     for number in engine.list_loras():
         assert engine.remove_lora(number)
@@ -183,7 +184,7 @@ def test_adding_and_removing(llm: LLM, text_model: TinyModel, adapters: list[Tin
 
 
 def test_nothing_is_compiled(llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter]) -> None:
-    """Loading into any slot, of any rank, and any mixture in a batch."""
+    """Nothing is compiled for loading an adapter of any rank into any slot, nor for any mixture in a batch."""
     policy = runner_of(llm).graph_policy
     warm, rng = policy.num_compilations(), np.random.default_rng(9)
     for seed in range(4):
@@ -228,7 +229,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("fault", BAD)
 def test_bad_adapters(fault: str, llm: LLM, text_model: TinyModel, adapters: list[TinyAdapter], tmp_path: Path) -> None:
-    """Each is refused in words; other adapters and requests go on, and the slot is free."""
+    """A bad adapter is refused with a message; other adapters and requests go on, and the slot is free."""
     options, spoil, words = BAD[fault]
     options = dict(options)
     model = text_model.path

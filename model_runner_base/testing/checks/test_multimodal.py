@@ -1,7 +1,8 @@
-"""Images in prompts: tokens are the reference's, whatever else is in the batch, and an image is encoded when it has to.
+"""Images in prompts: tokens are the reference's, whatever else is in the batch, and images are encoded when needed.
 
-One engine a model serves all checks. It takes few tokens a step, so every image is cut, where it may be; it keeps few
-encoder outputs, so they are evicted; and its KV cache holds 288 tokens, so requests are preempted.
+One engine for each model serves all checks. It takes few tokens a step, so that images are cut into chunks where that
+is allowed. It keeps few encoder outputs, so that they are evicted. Its KV cache holds 288 tokens, so that requests are
+preempted.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ COUNT = 12
 
 @pytest.fixture(scope="module", params=["llava", "qwen3-vl", "gemma3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
-    """The second rotates by height and width, has images of any size, and adds to its first layers. In the third the
-    tokens of an image see each other."""
+    """A vision model. The second one's rotary positions have height and width, its images have any size, and its tower
+    adds to the first layers. In the third the tokens of an image see each other."""
     return make_seeing_model(request.param, tmp_path_factory.mktemp("seeing"))
 
 
@@ -50,7 +51,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def prompts(model: SeeingModel) -> list[Prompt]:
-    """Text alone; a picture before, within and behind text; several of them; one that two prompts share."""
+    """Text alone; a picture before, within and after text; several pictures; one that two prompts share."""
     one, other, wide = picture(1, 32, 32), picture(2, 40, 24), picture(3, 64, 48)
     see = model.placeholder
     return [
@@ -81,7 +82,7 @@ def expected(model: SeeingModel, asked: list[Prompt], count: int = COUNT) -> lis
 
 
 def test_tokens(llm: LLM, model: SeeingModel) -> None:
-    """Of prompts with and without images in one batch; then with a cached prefix each."""
+    """Prompts with and without images in one batch; then the same with a cached prefix each."""
     asked = prompts(model)
     want = expected(model, asked)
     assert len({tuple(tokens) for _, tokens in want}) == len(want)
@@ -102,7 +103,7 @@ def test_log_probabilities(llm: LLM, model: SeeingModel) -> None:
 
 
 def test_preemption(llm: LLM, model: SeeingModel) -> None:
-    """A request that comes back has its tokens where they were, those behind an image too."""
+    """A preempted request has its tokens at the same positions when it is resumed, those after an image too."""
     asked = [prompt for prompt in prompts(model) if len(prompt[1]) < 3]
     before = metric(llm, "vllm:num_preemptions")
     outputs = ask(llm, asked, 60, logprobs=0)
@@ -110,7 +111,7 @@ def test_preemption(llm: LLM, model: SeeingModel) -> None:
     assert metric(llm, "vllm:num_preemptions") > before
     for (text, images), out in zip(asked, outputs, strict=True):
         (completion,) = out.outputs
-        # Where a token is drawn that stands for an image, the reference would look for one.
+        # Stops before an image's placeholder in the output: the reference would look for its image.
         words = list(takewhile(lambda token: token < VOCAB_SIZE, completion.token_ids))
         want = model.log_probabilities(text, images, words)
         for token, place, row in zip(words, completion.logprobs or (), want, strict=False):
@@ -145,7 +146,7 @@ def test_a_cached_prefix_that_ends_inside_an_image(llm: LLM, model: SeeingModel)
 
 
 def test_an_image_whose_last_token_comes_alone(llm: LLM, model: SeeingModel) -> None:
-    """A step may have one token of a prompt, and that be an image's: alone, and beside a request that decodes."""
+    """A step may have an image's token as the only one of its prompt: alone, and with a request that decodes."""
     asked = [("x" * count + model.placeholder, [picture(20 + count, 32, 32)]) for count in range(7, 12)]
     want = expected(model, asked)
     for prompt, answer in zip(asked, want, strict=True):
@@ -155,7 +156,7 @@ def test_an_image_whose_last_token_comes_alone(llm: LLM, model: SeeingModel) -> 
 
 
 def test_requests_that_are_aborted_leave_nothing(llm: LLM, model: SeeingModel) -> None:
-    """While they wait for an encoder, between two chunks, and while they decode."""
+    """Requests aborted while they wait for an encoder, between two chunks or while they decode leave nothing."""
     asked = prompts(model)
     want = expected(model, asked)
     for num_steps in range(1, 8):

@@ -1,4 +1,4 @@
-"""Each sampling parameter against the documented rules, at the user's level, among requests that do not set it."""
+"""Sampling parameters, each against its documented rule, as a user sees it, among requests that do not set it."""
 
 from collections.abc import Callable, Sequence
 
@@ -50,7 +50,7 @@ def test_penalty_of_a_chunked_prompt(length: int, check: Callable[..., int]) -> 
 
 @pytest.mark.parametrize(("presence", "frequency", "repetition"), [(2.0, 1.0, 0.6), (-1.0, 1.5, 1.8), (0.7, -0.4, 1.3)])
 def test_penalties_together(presence: float, frequency: float, repetition: float, check: Callable[..., int]) -> None:
-    """All three penalties at once, in vLLM's order."""
+    """The three penalties at once, in vLLM's order."""
     params = greedy(40, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition)
     assert check(params), "the penalties changed nothing"
 

@@ -1,7 +1,7 @@
 """Random schedules, step by step, against a model that keeps no state: arrivals, chunks, aborts, preemptions, moves.
 
-The schedules go to the runner itself, past the engine's scheduler, so that any that vLLM's contract allows may come.
-Each example begins and ends with a runner that holds no request, hence a failing one is shrunk to its essence.
+The schedules go to the runner itself, past the engine's scheduler, so that any schedule that vLLM's contract allows may
+come. Each example begins and ends with a runner that holds no request, so that hypothesis can shrink a failing one.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,8 @@ OPTIONS = {
     "async_scheduling": True,
 }
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 100, 240, 250, 257, 310]
-"""Around a block's end; near the end of a KV tile of 256, to pass it in decode; and past it by more than a window."""
+"""Prompt lengths: around a block's end; near the end of a KV tile of 256, which decode then passes; and past that end
+by more than a window."""
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0, "repetition_penalty": 1.3},
@@ -51,7 +52,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "min_tokens": 1, "stop_token_ids": list(range(60, 160)), "logit_bias": {30: 4.0}},
     {"temperature": 0.8, "top_k": 3},
 ]
-"""What follows from the output so far must survive whatever happens to it."""
+"""Sampling parameters whose rules mostly depend on the output so far, which must survive whatever happens to the
+request."""
 CHUNKS = [1, 0, 2, 15, 16, 17, 32]
 
 
@@ -64,7 +66,7 @@ class Arrival(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Some steps alike: whose turn comes first, and the most tokens of each request."""
+    """A number of similar steps: the most tokens of each request, the request that comes first, and how many steps."""
 
     chunks: list[int]
     turn: int
@@ -99,11 +101,11 @@ class Bench:
         self.num_blocks = config.num_blocks
         self.seen = seen
         self.kinds = [kind for kind in KINDS if _is_supported(llm, kind)]
-        # The engine tells of its last request's end in the next step, which is not its own any more.
+        # The engine would tell of its last request's end in its next step; from here on it makes none.
         self.worker.execute_model(core_of(llm).scheduler.schedule())
 
     def params(self, kind: int, count: int) -> SamplingParams:
-        """``count`` tokens of some kind, the first kind for all beyond the last."""
+        """Parameters for ``count`` tokens of a kind; the first kind if there is none of this number."""
         return _as_runner_gets(self.kinds[kind if kind < len(self.kinds) else 0], count)
 
     def scheduler(self, seed: int) -> HandScheduler:
@@ -111,7 +113,7 @@ class Bench:
 
 
 def _as_runner_gets(options: dict[str, Any], count: int) -> SamplingParams:
-    """Exactly ``count`` tokens, with what vLLM's front end fills in."""
+    """Parameters for exactly ``count`` tokens, with what vLLM's front end fills in."""
     options = options | ({"min_tokens": count} if "min_tokens" in options else {})
     params = sampled(count, seed=7, **options)
     params.update_from_generation_config({}, EOS)
@@ -122,7 +124,7 @@ def _as_runner_gets(options: dict[str, Any], count: int) -> SamplingParams:
 
 
 def _is_supported(llm: LLM, options: dict[str, Any]) -> bool:
-    """Whether the device accepts such requests; that it refuses them is said by the checks of sampling."""
+    """Whether the device accepts such requests; the checks of sampling report it if not."""
     try:
         llm.llm_engine.add_request("probe", TokensPrompt(prompt_token_ids=[5, 6, 7]), _as_runner_gets(options, 1))
     except Exception as error:
@@ -134,12 +136,15 @@ def _is_supported(llm: LLM, options: dict[str, Any]) -> bool:
 
 
 def _sees(of: object) -> Sees:
-    """By a layer of vLLM's or its cache spec."""
+    """The rule of visible keys in one of vLLM's layers, or in a cache spec."""
     return Sees(getattr(of, "sliding_window", None), getattr(of, "attention_chunk_size", None))
 
 
 def _kept_for(spec: object) -> Sees:
-    """What vLLM's scheduler keeps a group's blocks for: a spec of full attention may name a window or chunks, too."""
+    """The rule by which vLLM's scheduler keeps a group's blocks.
+
+    A spec of full attention may name a window or chunks too, but all of its blocks are kept.
+    """
     return _sees(spec) if frees_unseen_blocks(spec) else Sees()
 
 
@@ -164,7 +169,7 @@ class Run:
         return list(self.scheduler.requests.values())
 
     def step(self, wanted: dict[str, int]) -> None:
-        """Runs up to so many tokens of each request named, in that order."""
+        """Runs a step of up to the wanted number of tokens of each named request, in that order."""
         output, shares = self.scheduler.step(wanted)
         self.bench.seen.clear()
         result = self.bench.worker.execute_model(output)
@@ -182,7 +187,7 @@ class Run:
             self._read()
 
     def go(self, steps: Steps) -> None:
-        """Requests in some order, some of them skipped, each with a chunk of its own."""
+        """Runs steps of requests in some order, some of them skipped, each with a chunk size of its own."""
         for _ in range(steps.times):
             names = [request.name for request in self.requests if request.num_left]
             turn = steps.turn % max(1, len(names))
@@ -190,7 +195,7 @@ class Run:
             self.step({name: steps.chunks[index % len(steps.chunks)] for index, name in enumerate(names)})
 
     def decode(self, count: int) -> None:
-        """One token a step of every request that runs."""
+        """Runs ``count`` steps of one token of each running request."""
         for _ in range(count):
             running = [request.name for request in self.requests if request.is_running and request.num_left]
             if running:
@@ -207,7 +212,7 @@ class Run:
             self._read()
 
     def end(self) -> None:
-        """Finishes everything: the runner must hold nothing after."""
+        """Finishes everything, and checks that the runner then holds no request."""
         self.read_all()
         for request in self.requests:
             self.finish(request)
@@ -215,7 +220,7 @@ class Run:
         assert not self.bench.runner.parts.requests.num_reqs, "the runner keeps requests that have finished"
 
     def clean(self) -> None:
-        """After a failure: takes back what was launched, whatever state the runner is in."""
+        """Takes back what was launched, whatever state the runner is in after a failure."""
         self.bench.worker.sample_tokens(None)
         for request in self.requests:
             self.scheduler.finish(request)
@@ -258,7 +263,7 @@ def has_requests(machine: "Schedules") -> bool:
 
 
 class Schedules(RuleBasedStateMachine):
-    """What may happen between two steps; each rule goes on with steps, so that no example stands still."""
+    """Rules for what may happen between two steps. Rules that change requests run steps too, so that all go on."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__()
@@ -271,7 +276,8 @@ class Schedules(RuleBasedStateMachine):
 
     @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=3), steps=STEPS)
     def arrive(self, arrivals: list[Arrival], steps: Steps) -> None:
-        """Prompts of a family begin alike; a name may be one that was used before, even in this very step."""
+        """Adds requests. Prompts of a family begin alike; a name may be that of an earlier request, even of one that
+        has just ended."""
         names = [name for name in "abcdef" if name not in self.run.scheduler.requests]
         for name, arrival in zip(names, arrivals, strict=False):
             prompt = np.random.default_rng(arrival.family).integers(3, VOCAB_SIZE, arrival.length).tolist()
@@ -292,7 +298,7 @@ class Schedules(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6), silently=st.booleans(), rests=st.booleans(), steps=STEPS)
     @precondition(has_requests)
     def preempt(self, count: int, silently: bool, rests: bool, steps: Steps) -> None:
-        """The last so many requests lose their blocks; perhaps a step without tokens follows."""
+        """Takes the blocks of the last ``count`` requests; if it ``rests``, a step without tokens follows."""
         for request in self.run.requests[-count:]:
             self.run.scheduler.preempt(request, silently)
         if rests:
@@ -314,7 +320,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 def test_repeated_step_is_interrupted(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
-    """Requests that come back in other places, one token each, are not taken for those of the step before."""
+    """Requests that come back in other blocks, one token each, are not taken for those of the step before."""
     model = tiny_model("llama")
     with bench_of(engine(model.path, **OPTIONS), model) as bench:
         for silently in (True, False):
@@ -336,7 +342,7 @@ def test_repeated_step_is_interrupted(engine: Callable[..., LLM], tiny_model: Ca
 def test_random_schedules(
     name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], pytestconfig: pytest.Config
 ) -> None:
-    """Every array and token of random schedules is what a model without memory says."""
+    """Arrays and tokens of random schedules all equal those of a model without state."""
     model = tiny_model(name)
     with bench_of(engine(model.path, **OPTIONS), model) as bench:
         run_state_machine_as_test(
@@ -356,7 +362,7 @@ def test_random_schedules(
 
 
 def test_requests_set_aside_by_the_engine(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
-    """Where the engine sets requests aside without a word, a newcomer finds room, and they come back."""
+    """Requests that the engine sets aside without telling the runner make way for a new one, and come back."""
     model = tiny_model("llama")
     llm = engine(model.path, max_num_seqs=2, scheduling_policy="priority")
     prompts = {"a": (5, 6, 97), "b": (5, 6, 98), "first": (7, 8)}

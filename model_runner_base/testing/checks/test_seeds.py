@@ -59,17 +59,17 @@ def test_repeated(alone: list[list[int]], text_engine: Start) -> None:
 
 
 def test_in_a_batch(alone: list[list[int]], text_engine: Start) -> None:
-    """In a batch, whose prompts are cut elsewhere, the same tokens."""
+    """A seeded request has the same tokens in a batch, where its prompt is cut at other places."""
     check_same(tokens(text_engine(), seeded_requests()), alone, seeded_requests())
 
 
 def test_on_another_row(alone: list[list[int]], text_engine: Start) -> None:
-    """In another order, hence on other rows, the same tokens."""
+    """A seeded request has the same tokens in another order, hence on another row."""
     check_same(tokens(text_engine(), seeded_requests()[::-1])[::-1], alone, seeded_requests())
 
 
 def test_preempted(alone: list[list[int]], text_engine: Start) -> None:
-    """Among long requests that push it out, the same tokens."""
+    """A seeded request has the same tokens among long requests, for which it is preempted."""
     llm, requests = text_engine(), seeded_requests()
     before = metric(llm, "vllm:num_preemptions")
     strangers = [Request(prompt, greedy(70)) for prompt in random_prompts(71, [90, 90, 90])]

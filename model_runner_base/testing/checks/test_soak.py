@@ -1,4 +1,4 @@
-"""Many random requests through one engine: nothing is left behind, and what finished is right."""
+"""Soak: many random requests through one engine leave nothing, and those that finish are right."""
 
 import gc
 import random
@@ -39,8 +39,8 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 LEFT_OVER_BYTES = 48 << 20
-"""Memory may grow by this after the first third, however many requests follow: allocators keep what the largest batch
-so far has used, and a larger one may come at any time. Beside it, the check's own list of results grows."""
+"""Bytes by which memory may grow after the first third, however many requests follow: allocators keep what the largest
+batch so far has used, and a larger one may come at any time. The check's own list of results is allowed in addition."""
 RESULT_BYTES = 4 << 10
 
 
@@ -70,7 +70,7 @@ def params_of(options: dict[str, Any], max_tokens: int) -> SamplingParams:
 
 
 def supported(llm: LLM) -> list[dict[str, Any]]:
-    """Plain greedy requests as often as all others together, without those that the device refuses."""
+    """Options that the device accepts; plain greedy ones are repeated until they are half of the list."""
     accepted = []
     for options in OPTIONS:
         try:
@@ -127,7 +127,7 @@ def memory() -> int:
 
 
 def test_soak(text_engine: Callable[..., LLM], text_model: TinyModel, pytestconfig: pytest.Config) -> None:
-    """After many random requests no block, row, entry or memory is left behind, and what finished is right."""
+    """No block, row, entry or memory is left after many random requests, and those that finished are right."""
     llm = text_engine()
     count = max(NUM_REQUESTS, pytestconfig.getoption("soak"))
     preemptions = metric(llm, "vllm:num_preemptions")

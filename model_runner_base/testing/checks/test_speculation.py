@@ -30,11 +30,11 @@ KINDS = {
     "eagle-synchronous": ("head", False),
     "eagle": ("head", True),
 }
-"""Each with the draft that it takes, and whether steps are scheduled ahead."""
+"""Kind of draft of each case, and whether scheduling is asynchronous."""
 PROMPTS = random_prompts(80, [1, 2, 5, 16, 33, 64, 90, 130])
 PATTERN = r"(ab|cd)[0-9]{3}(-[a-z]{2,5})?"
 FEW = "jqvxz"
-"""Where so few characters are allowed, prompt lookup is often right, and every rule matters at once."""
+"""Characters so few that, where only they are allowed, prompt lookup is often right and every rule matters at once."""
 
 
 # The scope sorts the checks by drafter: those of one share an engine.
@@ -59,7 +59,7 @@ def few(**rules: Any) -> dict[str, Any]:
 
 
 def drawn_requests() -> list[Request]:
-    """All that a drawn token depends on, and a request that has no seed beside them."""
+    """Requests that together set everything that a drawn token depends on."""
     options: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.3},
@@ -81,7 +81,7 @@ def drawn_requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def undrafted() -> dict[str, list[list[int]]]:
-    """Filled by the first check that asks: what the requests yield without drafts."""
+    """Tokens of the requests without drafts; the first check that needs them fills it."""
     return {}
 
 
@@ -104,7 +104,7 @@ def test_drawn_tokens(undrafted: dict[str, list[list[int]]], drafting: Start, te
 
 
 def test_greedy_tokens(drafting: Start, text_model: TinyModel) -> None:
-    """Greedy tokens are the reference's: prompts of all lengths, cut into chunks beside verification, then cached."""
+    """Greedy tokens are the reference's: prompts of all lengths, in chunks while others verify drafts, then cached."""
     llm = drafting()
     for _ in range(2):
         got = tokens_of(generate(llm, PROMPTS, greedy(20)))
@@ -112,7 +112,7 @@ def test_greedy_tokens(drafting: Start, text_model: TinyModel) -> None:
 
 
 def test_acceptance(drafting: Start, kind: str, text_model: TinyModel) -> None:
-    """Every draft of the same model is accepted, at any temperature; none of one that is always wrong."""
+    """Drafts of the model itself are all accepted, at any temperature; those of one that is always wrong are not."""
     llm = drafting()
     for temperature in (0.0, 1.0):
         before = accepted(llm), metric(llm, "vllm:spec_decode_num_drafts")
@@ -123,7 +123,7 @@ def test_acceptance(drafting: Start, kind: str, text_model: TinyModel) -> None:
             # The prompt's token, one step without drafts, and ten with all of them.
             assert num_accepted / num_steps > NUM_DRAFTS - 0.5, f"{num_accepted} in {num_steps} steps"
         if KINDS[kind][0] == "parallel":
-            # The first draft, which no mask stands before; steps behind the end and the first one have none.
+            # A step's first draft is right: no mask comes before it. The first step and those past the end have none.
             assert num_accepted >= num_steps - 3, f"{num_accepted} in {num_steps} steps"
         if KINDS[kind][0] == "wrong":
             assert num_accepted <= 1, f"{num_accepted} in {num_steps} steps"
@@ -132,7 +132,7 @@ def test_acceptance(drafting: Start, kind: str, text_model: TinyModel) -> None:
 
 
 def test_rules(drafting: Start, text_model: TinyModel) -> None:
-    """Penalties, bad words, allowed tokens, stops, logprobs, and grammars beside them: as the reference has it."""
+    """Penalties, bad words, allowed tokens, stops, logprobs and grammars are with drafts as the reference has them."""
     options: list[dict[str, Any]] = [
         {"presence_penalty": 2.0, "frequency_penalty": 1.0},
         {"repetition_penalty": 1.8},
@@ -158,7 +158,7 @@ def test_rules(drafting: Start, text_model: TinyModel) -> None:
 
 
 def test_preemption(drafting: Start, text_model: TinyModel) -> None:
-    """Requests that are preempted with drafts on their way, and resumed."""
+    """Requests that are preempted while drafts for them are in flight, and resumed."""
     llm = drafting()
     before = metric(llm, "vllm:num_preemptions")
     prompts = random_prompts(81, [60, 70, 80, 90])
@@ -176,7 +176,7 @@ def test_arrivals_and_aborts(drafting: Start, text_model: TinyModel) -> None:
 
 
 def test_windows(engine: Start, tiny_model: Callable[[str], TinyModel]) -> None:
-    """A sliding window, whose blocks are given back behind it; synchronous, as vLLM cannot do it otherwise."""
+    """A sliding window, whose older blocks are given back; scheduled synchronously, the only way that vLLM has."""
     model = tiny_model("mistral-window")
     config = speculation("noisy", model)
     num_bytes = sum(cache_bytes(path, 300) for path in (model.path, config["model"]))

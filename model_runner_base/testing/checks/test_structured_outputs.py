@@ -101,7 +101,7 @@ def test_logprobs_under_a_grammar(backend: str, structured_engine: Start, text_m
 
 
 def test_different_grammars_in_a_batch(backend: str, structured_engine: Start, text_model: TinyModel) -> None:
-    """Each request of a batch has its own grammar, or none, and penalties besides."""
+    """Requests of one batch have different grammars, or none, and penalties in addition."""
     requests = [
         structured(backend, kind, 5 + 30 * i, repetition_penalty=1.3)
         for i, kind in enumerate(["choice", "grammar", "regex"])

@@ -1,4 +1,4 @@
-"""An encoder beside the decoder: each token sees all of its request's sound, whatever is in the batch.
+"""Encoder-decoder models: each token sees all of its request's sound, whatever is in the batch.
 
 One engine serves all checks. Its KV cache holds three encoder outputs and little more, so requests are preempted.
 """
@@ -41,7 +41,7 @@ def llm(engine: Callable[..., LLM], model: Transcriber) -> LLM:
 
 
 def check(llm: LLM, model: Transcriber, asked: Sequence[Prompt], counts: Sequence[int]) -> None:
-    """Asks for so many tokens of each."""
+    """Generates ``counts`` tokens, one number for each prompt, and compares them with the reference's."""
     params = [greedy(count, logprobs=0) for count in counts]
     compare(llm.generate([model.prompt(*each) for each in asked], params, use_tqdm=False), model, asked, counts)
 
@@ -49,7 +49,7 @@ def check(llm: LLM, model: Transcriber, asked: Sequence[Prompt], counts: Sequenc
 def compare(
     outputs: Sequence[RequestOutput], model: Transcriber, asked: Sequence[Prompt], counts: Sequence[int]
 ) -> None:
-    """Tokens and their log probabilities with the reference's."""
+    """Compares tokens and their log-probabilities with the reference's."""
     for (heard, text), output, count in zip(asked, outputs, counts, strict=True):
         assert output.prompt_token_ids == model.tokens(text)
         (completion,) = output.outputs
@@ -69,14 +69,14 @@ def test_answers(llm: LLM, model: Transcriber) -> None:
 
 
 def test_preempted_requests(llm: LLM, model: Transcriber) -> None:
-    """Their blocks were given to others: a sound is encoded again."""
+    """A preempted request, whose blocks went to others, has its sound encoded again."""
     before = metric(llm, "vllm:num_preemptions")
     check(llm, model, PROMPTS[:4], [50, 60, 40, 55])
     assert metric(llm, "vllm:num_preemptions") > before
 
 
 def test_a_prompt_longer_than_a_tile(llm: LLM, model: Transcriber) -> None:
-    """Of 64 queries: its tiles lie beside those of other prompts."""
+    """A prompt longer than a tile of 64 queries is right, in one step with the tiles of another prompt."""
     told = (sound(6, 1.0), f"<|startoftranscript|><|prev|>{'told before ' * 9}{START}")
     assert len(model.tokens(told[1])) > 64
     check(llm, model, [told, PROMPTS[1]], [9, 9])
