@@ -50,7 +50,7 @@ class OpenXlaPolicy(NeuronBuckets):
         return any(counts[kind] > 1 for kind in [size.kind for size in sizes] or counts)
 
     def make_ahead(self, runs: Sequence[Callable[[], None]]) -> Iterator[None]:
-        """Traces all runs while they are compiled, then runs them. Raises RuntimeError if torch_xla dropped a graph."""
+        """Traces all runs, which compile meanwhile, then runs them; RuntimeError if torch_xla dropped a graph."""
         with self._compiler.ahead() as compilations:
             last_of_runs: deque[int] = deque()
             for run in runs:

@@ -125,7 +125,7 @@ def refuse_loading(model: nn.Module) -> None:
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
     raise CheckpointError(
-        "the model's weights lie as the device wants them: hand a checkpoint's to reload_weights(weights_iterator=...)"
+        "the model's weights are laid out for the device: load a checkpoint's by reload_weights(weights_iterator=...)"
     )
 
 
