@@ -67,7 +67,7 @@ mp)
     start 1 "$serve $several --node-rank 1 --headless"
     ;;
 ray)
-    unset RAY_ADDRESS # Of another cluster.
+    unset RAY_ADDRESS # It may name another cluster.
     # A cluster's hosts share a token: on real ones, copy what `ray get-auth-token --generate` writes on the first.
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
     RAY_AUTH_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')
