@@ -263,7 +263,7 @@ def has_requests(machine: "Schedules") -> bool:
 
 
 class Schedules(RuleBasedStateMachine):
-    """Rules for what may happen between two steps. Rules that change requests run steps too, so that all go on."""
+    """Rules for what may happen between two steps. Each rule ends with steps, so that every example goes on."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__()
