@@ -1,7 +1,7 @@
-"""Which architectures of vLLM's registry run: the tables of docs/architectures.md.
+"""Tables of docs/architectures.md: which architectures of vLLM's registry run.
 
 Each tiny configuration decodes a few prompts greedily, in chunks and mixed batches, and is compared with HF
-transformers in float32. What has no configuration gets its reason.
+transformers in float32. An architecture without a configuration is listed with the reason.
 
     python -m benchmarks.architectures [--openxla] [--output FILE] [NAME ...]
 """
@@ -65,7 +65,7 @@ REASONS = {
     "Fairseq2LlamaForCausalLM": "LlamaForCausalLM from fairseq2's checkpoints, which nothing here writes",
     "HCXVisionForCausalLM": "multimodal models are not supported yet",
 }
-"""What is known beyond "no class of its own in transformers"."""
+"""Reasons, for architectures where there is more to say than "no class of its own in transformers"."""
 
 
 def verdict(model: TinyModel, options: dict[str, Any]) -> tuple[str, str]:
@@ -96,7 +96,7 @@ def built_rows(names: list[str], with_openxla: bool) -> Iterator[list[str]]:
 
 
 def missing_rows() -> Iterator[list[str]]:
-    """The registry's entries that no tiny configuration stands for, by reason."""
+    """Entries of the registry that no tiny configuration covers, by reason."""
     native = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     built = {transformers_class(name) for name in CONFIGS | REFUSED}
     by_reason: dict[str, list[str]] = {}

@@ -1,6 +1,6 @@
-"""Attention under openxla against the tokens that exist: eight decode rows of mixed and of uniform length.
+"""Time of attention under openxla against the tokens that exist: eight decode rows of mixed and of uniform length.
 
-The plan's pairs, not rows x longest context, are what a step pays for. Each line is one layer's attention, compiled for
+A step pays for the plan's pairs, not for rows x longest context. Each line is one layer's attention, compiled for
 exactly the pairs that the plan needs; `dense_ms` is what the same rows would cost if every one were as long as the
 longest.
 
@@ -47,7 +47,7 @@ CASES = {
 
 
 class Layer:
-    """One attention layer with its cache on the device, of ``rows`` requests' room, and what plans steps for it."""
+    """One attention layer with its cache on the device, for ``rows`` requests, and the parts that plan its steps."""
 
     def __init__(self, rows: int, max_length: int, block_size: int) -> None:
         stored, lines = min(block_size, DECODE.keys), rows if block_size == max_length else 0
@@ -101,7 +101,7 @@ class Layer:
         step = self._packer.at(size)
         self._components.fill(batch, size, step.views)
         step.send()
-        for name in reversed(names):  # Who comes next gets the same rows.
+        for name in reversed(names):  # The requests of the next batch get the same rows.
             self._requests.forget(name)
         widths = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
         inputs = [torch.randn(len(lengths), width).to(step.on_device.device) for width in widths]

@@ -1,7 +1,7 @@
 """Steps of chosen lengths without a scheduler or a prefill before them, on workers that warm nothing up.
 
-``HostWorker`` runs them on the fake device, so that what a step costs is the host's. ``LazyWorker`` compiles a size of
-the platform's when a step first needs it; ``ExactWorker`` every step at just the size it has.
+``HostWorker`` runs them on the fake device, so that what a step costs is the host's. ``LazyWorker`` compiles one of
+the platform's sizes when a step first needs it; ``ExactWorker`` compiles every step at exactly its own size.
 """
 
 import gc
@@ -35,7 +35,7 @@ BLOCK_SIZE = 32
 
 
 class ReplayPolicy(BucketPolicy):
-    """Every wrapped function is a graph on the fake device. No padding, unless ``set_sizes`` is called."""
+    """Graph policy whose wrapped functions are graphs on the fake device. Pads only once ``set_sizes`` is called."""
 
     def __init__(self) -> None:
         self.fake_device = FakeDevice()
@@ -61,7 +61,7 @@ class HostRunner(ModelRunnerBase):
 
 class BareWorker(ModelRunnerWorker):
     def determine_available_memory(self) -> int:
-        """Enough: the number of blocks is given."""
+        """More than enough memory, since the number of blocks is given."""
         return 1 << 40
 
 
@@ -104,7 +104,7 @@ class ExactWorker(LazyWorker):
 def worker(
     worker_cls: type[ModelRunnerWorker], cache_tokens: int, config: dict[str, Any], **options: Any
 ) -> Iterator[ModelRunnerWorker]:
-    """A worker with random weights: the bundled model's config with changes, and a cache of so many tokens."""
+    """A worker with random weights: the bundled model's config with changes, and a cache of ``cache_tokens`` tokens."""
     llm = LLM(
         str(BUNDLED_MODEL),
         load_format="dummy",
@@ -129,9 +129,9 @@ class Batch:
     def __init__(
         self, worker: ModelRunnerWorker, lengths: Sequence[int], headroom: int = 0, num_prompts: int = 0
     ) -> None:
-        """They decode, but for the last ``num_prompts``, of which nothing is computed yet.
+        """Requests that decode, but for the last ``num_prompts``, of which nothing is computed yet.
 
-        ``headroom``: tokens that they may grow by.
+        ``headroom``: tokens that each request may grow by.
         """
         self.worker = worker
         self.lengths = np.array(lengths)
@@ -143,7 +143,7 @@ class Batch:
         self._blocks = [ids.tolist() for ids in np.split(blocks, np.cumsum(num_blocks)[:-1])]
 
     def first(self) -> SchedulerOutput:
-        """The step that brings them in: of those that decode all but the last token lies in the cache already."""
+        """The step that admits the requests. Those that decode have all tokens but the last in the cache already."""
         params = SamplingParams(temperature=0, max_tokens=1 << 20)
         step, num_tokens = HandMadeStep(), {}
         for index, (req_id, length) in enumerate(zip(self.req_ids, self.lengths.tolist(), strict=True)):
@@ -153,7 +153,7 @@ class Batch:
         return step.scheduler_output(num_tokens, set(), set(), num_groups=1)
 
     def next(self) -> SchedulerOutput:
-        """One token further; who needs a block gets it."""
+        """The step that decodes one more token of each request; a request that enters a new block gets that block."""
         self.lengths += 1
         step = HandMadeStep()
         for req_id, computed, blocks in zip(self.req_ids, (self.lengths - 1).tolist(), self._blocks, strict=True):
@@ -182,7 +182,7 @@ def model_graph(batch: Batch) -> Graph:
 
 
 def waited(graph: Graph) -> Graph:
-    """It and the wait until it is done, on openxla."""
+    """The graph, with a wait until it is done, on openxla."""
     import torch_xla.core.xla_model as xm
 
     def run_to_end() -> None:
@@ -195,7 +195,7 @@ def waited(graph: Graph) -> Graph:
 def host_time(worker: ModelRunnerWorker, lengths: Sequence[int], num_steps: int = 30) -> float:
     """Median microseconds of this thread in a step of steady decode, from the scheduler's output to the tokens.
 
-    ``lengths`` must leave room for the steps within their KV tiles.
+    All steps must stay within the KV tiles that ``lengths`` begin in.
     """
     batch = Batch(worker, lengths, num_steps + 1)
     device = worker.model_runner.graph_policy.fake_device  # type: ignore[attr-defined]

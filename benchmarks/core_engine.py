@@ -17,7 +17,7 @@ NUM_BLOCKS = MAX_NUM_SEQS * MAX_MODEL_LEN // SPEC.block_size // 2 + 1
 
 
 class CoreWorker:
-    """What an executor calls, passed on to a runner."""
+    """Methods that an executor calls on a worker, passed on to a runner."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -39,7 +39,7 @@ class CoreWorker:
 
 
 class CoreExecutor(UniProcExecutor):
-    """Outputs are there at once: nobody waits for them in a thread."""
+    """Executor whose outputs are ready at once, so no thread waits for them."""
 
     make_runner: Any
 
@@ -58,7 +58,7 @@ class Core:
         self.runner = self.core.model_executor.driver_worker.runner
 
     def start(self, count: int) -> None:
-        """So many requests decode, their contexts from 50 to 1500 tokens; steps replay what the device answers."""
+        """Makes ``count`` requests decode, contexts from 50 to 1500 tokens; then the device replays its results."""
         for number in range(count):
             length = 50 + number * 997 % 1451
             prompt = [(number * 7 + index * index) % VOCAB_SIZE for index in range(length)]

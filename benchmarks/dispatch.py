@@ -36,7 +36,7 @@ from model_runner_base.testing.engine import runner_of
 
 LAYERS = 32
 TOKENS = 512
-"""Of the mixed step."""
+"""Tokens of the mixed step."""
 
 
 class Launcher:
@@ -48,7 +48,7 @@ class Launcher:
         self.step = runner.parts.graph.pad(size)
 
     def arguments(self) -> list[Any]:
-        """What the graph is run with: the buffer is sent anew."""
+        """Arguments that the graph is run with; the buffer is sent anew."""
         self.step.send()
         return arguments(self.runner, self.step)
 
@@ -88,7 +88,7 @@ class Launcher:
         return launch
 
     def through_torch_compile(self) -> Callable[[], Any]:
-        """What a user would write, on caches of its own, since nothing is donated."""
+        """A plain call of torch.compile, as a user would write it, on caches of its own, since nothing is donated."""
         forward, parts = self.runner.parts.graph.forward, self.runner.parts
         kept = forward.state.copy()
         forward.state[:] = [self.runner.device_ops.zeros(cache.shape, cache.dtype) for cache in kept]

@@ -1,8 +1,8 @@
 """A target of any size, and a drafter that is right as often as wanted.
 
-Behind each token the target's likeliest is the next one of the vocabulary, whatever came before: the layers have random
+After each token the target's likeliest is the next one of the vocabulary, whatever came before: the layers have random
 weights, scaled down so far that they cost what they cost and change nothing. The drafter has the same table of
-embeddings, but for the tokens that it gets wrong: of every 100 in a row so many, at random places.
+embeddings, except at the tokens that it gets wrong: a fixed share of every 100 in a row, at random places.
 """
 
 import json
@@ -15,13 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 IN_A_ROW = 100
 QUIET = 0.05
-"""What the layers add is scaled by it."""
+"""Factor of the weights through which the layers add to the hidden states."""
 
 Weights = dict[str, torch.Tensor]
 
 
 def save_target(path: Path, **config: Any) -> None:
-    """A checkpoint; ``config`` is LlamaConfig's."""
+    """Saves a checkpoint; ``config`` is LlamaConfig's."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**config, tie_word_embeddings=False))
     with torch.no_grad():
@@ -34,7 +34,7 @@ def save_target(path: Path, **config: Any) -> None:
 
 
 def save_drafter(target: Path, path: Path, method: str, acceptance: float) -> dict[str, Any]:
-    """A drafter of one layer beside a target, ``draft_model`` or ``eagle``; returns its ``speculative_config``."""
+    """Saves a drafter of one layer for a target, ``draft_model`` or ``eagle``; returns its ``speculative_config``."""
     config = json.loads((target / "config.json").read_text())
     weights = load_file(target / "model.safetensors")
     layer = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
@@ -46,7 +46,7 @@ def save_drafter(target: Path, path: Path, method: str, acceptance: float) -> di
         size = config["hidden_size"]
         own = {name.removeprefix("model."): weight for name, weight in layer.items()}
         del own["layers.0.input_layernorm.weight"]
-        # Of the token's embedding and the hidden state, the embedding.
+        # fc gets the token's embedding and the hidden state, and hands on the embedding.
         own |= {"fc.weight": torch.eye(size, 2 * size), "embed_tokens.weight": embeddings}
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
@@ -55,7 +55,7 @@ def save_drafter(target: Path, path: Path, method: str, acceptance: float) -> di
 
 
 def _wrong_at(embeddings: torch.Tensor, share: float) -> torch.Tensor:
-    """Rows of another token in place of a share of all."""
+    """Embeddings in which a share of the rows is replaced by those of other tokens."""
     generator = torch.Generator().manual_seed(0)
     embeddings, others = embeddings.clone(), embeddings.roll(IN_A_ROW, dims=0)
     for start in range(0, len(embeddings), IN_A_ROW):

@@ -20,7 +20,7 @@ VOCAB_SIZE = 512
 
 
 def _clock_ns() -> int:
-    """What reading the clock once costs: it is a system call."""
+    """Cost of reading the clock once, which is a system call."""
     count = 10_000
     start = time.thread_time_ns()
     for _ in range(count):
@@ -40,7 +40,7 @@ class FakeDevice:
         self._results: dict[tuple[Any, ...], Any] = {}
 
     def replay(self) -> None:
-        """Results are remembered from now on."""
+        """Remembers results from now on, and repeats them."""
         self.is_live = False
         self._results.clear()
 
@@ -109,16 +109,16 @@ class FakePolicy(BucketPolicy):
         self.set_sizes(sizes)
 
     def sizes_for(self, num_decodes: int, num_chunk_tokens: int) -> list[StepSize]:
-        """All at which steps of so many decodes beside so many tokens of chunks may run, whatever their contexts."""
+        """Sizes at which steps of these numbers of decodes and chunk tokens may run, whatever their contexts."""
         kind = StepKind.MIXED if num_chunk_tokens else StepKind.DECODE
         fit = []
         for size in self.sizes:
             dims = self._limits.named(size)
-            room = dims["decode_rows"], dims["chunk_tokens"]
-            if size.kind == kind and room[0] >= num_decodes and room[1] >= num_chunk_tokens:
-                fit.append((room, size))
-        least = min(room for room, _ in fit)
-        return [size for room, size in fit if room == least]
+            capacity = dims["decode_rows"], dims["chunk_tokens"]
+            if size.kind == kind and capacity[0] >= num_decodes and capacity[1] >= num_chunk_tokens:
+                fit.append((capacity, size))
+        least = min(capacity for capacity, _ in fit)
+        return [size for capacity, size in fit if capacity == least]
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         return self._device.wrap(function)
@@ -141,6 +141,6 @@ class FakeDeviceRunner(ModelRunnerBase):
         """Sizes are captured when they are first met, outside the time that counts."""
 
     def make_buffers(self, num_decodes: int, num_chunk_tokens: int) -> None:
-        """The packed buffers of such steps, as an engine's warm-up leaves them."""
+        """Makes the packed buffers of such steps, as an engine's warm-up does."""
         for size in self.graph_policy.sizes_for(num_decodes, num_chunk_tokens):
             self.parts.graph.pad(size)

@@ -1,4 +1,4 @@
-"""What one request's feature costs a decode step of 16 requests, against none: unused features should cost nothing.
+"""Cost of one request's feature in a decode step of 16 requests, against none: unused features should cost nothing.
 
 python -m benchmarks.features
 """

@@ -1,4 +1,4 @@
-"""What benchmarks.gpu compares: the cases of its sections, and how a case is judged."""
+"""Cases that benchmarks.gpu compares, by section, and how a case is judged."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -13,11 +13,11 @@ from benchmarks.models import random_llama, saved_llama
 Row = dict[str, Any]
 OK, FAILED, NOT_HERE = "ok", "FAILED", "not available here"
 START_S, JOB_S = 150.0, 60.0
-"""Limits."""
+"""Time limits of starting a side and of one job."""
 MIXED_PROMPT = 512
 """Tokens of the prompt that joins every mixed step."""
 HOST_BOUND = 0.7
-"""Share of a step of vLLM's runner from which on the host is said to bind."""
+"""Host time's share of a step of vLLM's runner above which the step counts as bound by the host."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class Plan:
     models: Sequence[Model]
     batches: Sequence[int]
     num_steps: int
-    """Of the smallest batch; the largest has a quarter."""
+    """Steps timed in the smallest batches; large batches have fewer, down to a quarter."""
     repeats: int
     sized_by: dict[str, Any]
     """How the memory section lets the engine size its cache."""
     patience: float = 1.0
-    """Times the limits: a machine that rehearses may be slow and busy."""
+    """Factor of the time limits: a machine that rehearses may be slow and busy."""
     can_sleep: bool = False
-    """Whether vLLM's allocator for sleep mode is there."""
+    """Whether vLLM's allocator for sleep mode exists."""
     notes: list[str] = field(default_factory=list)
-    """What fell back."""
+    """Messages about settings that fell back to others."""
 
     def workers(self) -> dict[str, str]:
         return {"vllm": self.stock, "ours": self.ours}
@@ -139,7 +139,7 @@ REHEARSAL = Plan(
 
 
 def graph_options(graphs: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Engine options. What needs vLLM's compilation gets it; everything else runs uncompiled on both sides."""
+    """Engine options. Only piecewise graphs need vLLM's compilation; everything else runs uncompiled on both sides."""
     if graphs == "NONE":
         return {"enforce_eager": True}
     mode = 3 if "PIECEWISE" in graphs else 0
@@ -147,7 +147,7 @@ def graph_options(graphs: str, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 class Pair:
-    """Both sides of a case, started side by side."""
+    """Processes of both sides of a case, started together."""
 
     def __init__(self, plan: Plan, options: dict[str, Any], case: str) -> None:
         self._stack = ExitStack()
@@ -167,7 +167,7 @@ class Pair:
                 plan.notes.append(f"{case}: {name} was asked for graphs {asked} and has {about['cudagraph_mode']}")
 
     def ask(self, job: str, **arguments: Any) -> dict[str, Any]:
-        """One after the other: only one of them works at a time."""
+        """Asks one side after the other, so that only one of them works at a time."""
         return {name: side.ask(job, self._limit_s, **arguments) for name, side in self.sides.items()}
 
     def __enter__(self) -> "Pair":
@@ -182,7 +182,7 @@ class Pair:
 
 def check_tokens(plan: Plan, case: TokenCase) -> Iterator[Row]:
     with ExitStack() as stack:
-        # The seed is the process's.
+        # The random seed is the process's: only one thread may use it at a time.
         with _SAVING:
             model = stack.enter_context(saved_llama(**CHECKPOINT))
         options = SMALL_ENGINE | graph_options(case.graphs, (1, 2, 4, 8, 16, 32, 64, 96))
@@ -279,7 +279,7 @@ def measure(plan: Plan, pair: Pair, batch: int, is_mixed: bool) -> Row:
 
 
 def compare_memory(plan: Plan) -> Iterator[Row]:
-    """Each side alone on the device, the cache sized by itself."""
+    """Compares memory: each side is alone on the device and sizes its cache itself."""
     model = plan.models[min(1, len(plan.models) - 1)]
     about = {}
     with random_llama(model.num_layers, model.hidden_size, model.num_heads, model.vocab_size) as path:
@@ -315,6 +315,6 @@ def check_sleep(plan: Plan, level: int) -> Iterator[Row]:
 
 
 def failed(case: str, error: BaseException) -> Row:
-    """The whole error goes to the JSON; a table has room for its last line."""
+    """Row of a failed case. Its ``error`` goes to the JSON; the table shows ``detail``, the error's last line."""
     text = str(error).strip() or repr(error)
     return {"case": case, "status": FAILED, "detail": text.splitlines()[-1][-160:], "error": text[-2000:]}

@@ -1,4 +1,4 @@
-"""What vLLM asks of its CUDA extension where the extension is missing: just enough for both sides of benchmarks.gpu.
+"""Stand-ins for vLLM's CUDA extension where it is missing: just enough for both sides of benchmarks.gpu.
 
 A vLLM built with VLLM_TARGET_DEVICE=empty has no ``vllm._C``, without which its CUDA platform cannot even be imported.
 ``stand_in`` puts an empty module there and defines the operators that are named or called on the way of a plain Llama
@@ -24,7 +24,7 @@ COMPILATION = {
         "fuse_gemm_comms": False,
     },
 }
-"""Engine options and compilation_config without which vLLM calls what is not there."""
+"""Engine options and compilation_config without which vLLM calls operators that are missing."""
 
 NAMED = """
     silu_and_mul silu_and_mul_quant rms_norm fused_add_rms_norm rotary_embedding rms_norm_static_fp8_quant
@@ -38,7 +38,7 @@ ASKED = """
     cutlass_scaled_mm_supports_fp8 cutlass_scaled_mm_supports_block_fp8 cutlass_sparse_scaled_mm_supported
     cutlass_group_gemm_supported cutlass_scaled_mm_supports_fp4
 """.split()
-"""What the extension can do for a compute capability: nothing."""
+"""Questions about what the extension can do for a compute capability. The answer is always no."""
 
 _libraries: list[torch.library.Library] = []
 
@@ -60,7 +60,7 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Grammars(ModuleType):
-    """xgrammar's wheel is larger than all others together, and vLLM's engine only names its classes."""
+    """Stand-in for xgrammar, whose wheel is larger than all others together; vLLM's engine only names its classes."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -98,7 +98,7 @@ def stand_in() -> bool:
 
 
 def register_model() -> None:
-    """Llama, under its name: vLLM would look at it in a process of its own, in which nothing stands in."""
+    """Registers Llama under its name: vLLM would inspect it in a process of its own, which has no stand-ins."""
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.model_executor.models.registry import ModelRegistry
 

@@ -32,11 +32,11 @@ print(json.dumps({
 
 
 class SideError(RuntimeError):
-    """What a side says of a job that failed."""
+    """Error that a side reports of a job that failed."""
 
 
 class SideEnded(SideError):
-    """It took too long and was ended, or ended by itself: the end of its log."""
+    """End of a side's process, after a time limit or by itself. The message is the end of its log."""
 
 
 def environment() -> dict[str, str]:
@@ -45,7 +45,7 @@ def environment() -> dict[str, str]:
 
 
 def probe_host() -> dict[str, Any]:
-    """In a process of its own: the first question to CUDA would take device memory for as long as this one lives."""
+    """Description of the host, from a process of its own: one that asks CUDA holds device memory until it ends."""
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     if done.returncode:
@@ -85,7 +85,7 @@ class Side:
         return self.answer(limit_s)
 
     def answer(self, limit_s: float) -> Any:
-        """Of the oldest job; the first is that of starting."""
+        """Answer to the oldest open job; the first job is that of starting."""
         assert self._process.stdout is not None
         until = time.monotonic() + limit_s
         # A line comes whole: the side writes it at once.
@@ -106,7 +106,7 @@ class Side:
         return SideEnded(self._message(f"{self._end_of_log()}\nthe process ended with status {status}"))
 
     def _message(self, text: str) -> str:
-        """With the side's name, where a table shows it."""
+        """Text that ends with the side's name, so that a table shows the name."""
         return f"{text.rstrip()} [{self._name}]"
 
     def _end_of_log(self) -> str:

@@ -40,7 +40,7 @@ def synchronize() -> None:
 
 
 def used_bytes() -> int:
-    """Of the device, by everyone."""
+    """Bytes of the device that are used, by any process."""
     if not CUDA:
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -49,7 +49,7 @@ def used_bytes() -> int:
 
 @dataclass
 class Step:
-    """What was scheduled, when, and the CPU time of the threads that handled it."""
+    """Tokens of a step, its start, and the CPU time of the threads that handled it."""
 
     num_tokens: int
     started: float
@@ -57,7 +57,7 @@ class Step:
 
 
 class Meter:
-    """Stands between executor and worker. Costs a clock reading a step unless host time is asked for.
+    """Sits between executor and worker. Costs a clock reading a step unless host time is asked for.
 
     Host time is thread CPU time in execute_model, sample_tokens and get_output. A thread that waits for CUDA burns CPU
     time too, so the device is made idle before each of them, outside the time: nothing is left to wait for.
@@ -252,7 +252,7 @@ class Engine:
 
 
 def main() -> None:
-    # What vLLM prints goes to the error stream; only answers go to whoever asks.
+    # vLLM's own output goes to the error stream, so that standard output has the answers alone.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path.insert(0, str(Path(__file__).parents[1]))

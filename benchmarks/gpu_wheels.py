@@ -7,7 +7,7 @@ Run where there is network. FOLDER (``.whl``, which git ignores) is then carried
     python3 -m pip install --no-index --no-deps --target .site FOLDER/*.whl
     PYTHONPATH=.site python3 -m benchmarks.gpu
 
-The host is taken to have torch, Triton, transformers, NumPy and what these bring, beside the widespread packages of an
+The host is taken to have torch, Triton, transformers, NumPy and what these bring, and the widespread packages of an
 image for machine learning (aiohttp, attrs, cloudpickle, einops, jinja2, numba, pillow, prometheus-client, protobuf,
 psutil, py-cpuinfo, pyyaml, regex, requests, scipy, sentencepiece, six, tiktoken, tqdm, typer). PACKAGES is what is left
 of the modules that an engine in one process was seen to import. Its transformers may be newer than vLLM takes, so the
@@ -41,7 +41,7 @@ PACKAGES = """
 """.split()
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 38, 36, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
-"""pip compares these as they are: a newer one does not stand for the older ones."""
+"""Platform tags that pip accepts. It compares them as they are: a newer tag does not include the older ones."""
 
 
 def pinned() -> dict[str, str]:

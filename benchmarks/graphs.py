@@ -19,7 +19,7 @@ class Graph(NamedTuple):
 
 
 def arguments(runner: Any, step: PackedStep) -> list[Any]:
-    """What the graph of a step is run with, behind its size."""
+    """Arguments that the graph of a step takes after its size."""
     parts = runner.parts
     return [step.on_device, step.entries_on_device, *parts.rows.tensors, *parts.components.tensors]
 

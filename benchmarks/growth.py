@@ -40,17 +40,17 @@ LAYERS = (1, 2, 4, 8, 16)
 CACHE_TOKENS = (1 << 15, 1 << 17, 1 << 19)
 NUM_SIZES = (10, 100, 1000)
 SHARES = np.array([1, 1, 2, 2, 4, 8, 16, 30]) / 64
-"""Of a mixed batch's tokens, by row."""
+"""Share of each row in a mixed batch's tokens."""
 PREFILLS = ((512, 4, 8, 8), (512, 4, 8, 40), (512, 64, 64, 64), (128, 4, 4, 4), (128, 4, 4, 40))
 """Tokens, requests, tiles and pairs of chunks in steps without decodes, for the weights."""
 FEW_ROWS = "batch 4"
-"""The graph that is timed when few graphs are there, and again when all are."""
+"""The graph that is timed when few graphs are compiled, and again when all are."""
 MODEL = {"max_position_embeddings": max(CONTEXTS)}
 LIMITS = {"max_model_len": max(CONTEXTS), "max_num_seqs": max(BATCHES), "max_num_batched_tokens": 2048}
 
 
 def uniform(context: int, rows: int = ROWS) -> list[int]:
-    """As many KV tiles each as ``context`` tokens have, with room to grow; rows reach a new block in turn."""
+    """Lengths of as many KV tiles as ``context`` tokens have, with space to grow. Rows reach a new block in turn."""
     return [context - SHORT // 2 + row % 32 for row in range(rows)]
 
 
@@ -103,7 +103,7 @@ def host_curves() -> list[Curve]:
 
 
 def device_curves(repeats: int) -> tuple[list[Curve], padding.Weights]:
-    """Of one engine, and what tokens, rows and pairs cost in it."""
+    """Curves of one engine, and the costs of tokens, rows and pairs in it."""
     # The largest batch first: tracing takes sizes of 1 for constants.
     lengths = {("batch", rows): uniform(SHORT, rows) for rows in reversed(BATCHES)}
     lengths |= {("context", tokens): uniform(tokens) for tokens in CONTEXTS}
@@ -162,7 +162,7 @@ def window_curve(repeats: int) -> Curve:
 
 
 def ratios(curves: list[Curve]) -> dict[int, float]:
-    """By mean context."""
+    """Time with mixed lengths over time with uniform ones, by mean context."""
     uniform_times, mixed_times = (
         next(curve.points for curve in curves if (curve.grows, curve.side) == (name, "device"))
         for name in ("context", "context, mixed lengths")

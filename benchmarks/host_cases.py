@@ -10,24 +10,24 @@ FEATURES: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "logprobs": 5,
 }
-"""Of every request in a case with features, each with a seed of its own."""
+"""Options of every request in a case with features; each request also has a seed of its own."""
 
 PROMPT_LENGTH = 512
-"""Of the prompts that arrive in every step of a mixed case."""
+"""Tokens of the prompts that arrive in every step of a mixed case."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What every timed step has."""
+    """Kind of the steps that are timed, and the targets."""
 
     num_decodes: int
     target: float
-    """Of the runner's ratio."""
+    """Target of the runner's ratio."""
     is_async: bool = False
     has_features: bool = False
     num_prefills: int = 0
     sum_target: float | None = None
-    """Of the ratio of scheduler and runner together."""
+    """Target of the ratio of scheduler and runner together."""
 
     @property
     def num_tokens(self) -> int:

@@ -21,14 +21,14 @@ from model_runner_base.step.trace import RequestTrace
 
 WARM_UP_STEPS = 20
 SETTLING_STEPS = 8
-"""Of each turn, not counted: they find in the processor's caches what the other runner left there."""
+"""Steps at the start of each turn that do not count: the processor's caches hold what the other runner left there."""
 OUTLIER = 10
 _SWEPT = np.zeros(64 << 20, np.uint8)
-"""More than a core's caches hold."""
+"""Array that is larger than a core's caches."""
 
 
 class Lane:
-    """One runner behind a scheduler of its own."""
+    """One runner with a scheduler of its own."""
 
     def __init__(self, sides: Sides, side: Side, name: str, num_blocks: int, max_num_tokens: int) -> None:
         self.side = side
@@ -45,7 +45,7 @@ class Lane:
         self._max_in_flight = 2 if sides.is_async else 1
         self._watching = ExitStack()
         self._watched: list[Any] | None = None
-        """What live steps handed over, while they are watched."""
+        """Traces of the live steps, while they are watched."""
         side.device.is_live = True
 
     def add(self, length: int, max_tokens: int, has_features: bool = False) -> None:
@@ -90,11 +90,11 @@ class Lane:
         return Results(scheduler_output, output, handed)
 
     def watch(self) -> None:
-        """From now on it is known what live steps hand over."""
+        """Records from now on what live steps hand over."""
         self._watched = self._watching.enter_context(self.side.watch(self.side.runner))
 
     def replay(self) -> None:
-        """From now on nothing is looked at or computed anew."""
+        """Stops recording; from now on the device replays its results."""
         self._stop_watching()
         self.side.device.replay()
 
@@ -111,11 +111,11 @@ class Lane:
 
 
 Handed = Mapping[str, RequestTrace] | None
-"""By request; None where nobody watched."""
+"""Traces by request; None if the step was not watched."""
 
 
 class Results(NamedTuple):
-    """Of a step of one lane."""
+    """Results of a step of one lane."""
 
     scheduler_output: SchedulerOutput
     output: ModelRunnerOutput
@@ -123,10 +123,10 @@ class Results(NamedTuple):
 
 
 class Race:
-    """Both runners through the same steps. What they do live, stepped together, is compared."""
+    """Two lanes, one a runner, that take the same steps. Live steps of both are compared."""
 
     _count = 0
-    """Of this process: no request id comes twice."""
+    """Number of races in this process, so that no request id comes twice."""
 
     def __init__(self, sides: Sides, num_blocks: int | None = None, max_num_tokens: int = MAX_NUM_TOKENS) -> None:
         name, Race._count = str(Race._count), Race._count + 1
@@ -178,7 +178,7 @@ def compare(stock: Results, ours: Results) -> None:
 
 
 def _told(request: RequestTrace) -> Iterator[tuple[str, Any]]:
-    """What can be compared: of the first layer, and no row, which stock has none of."""
+    """Values that can be compared, with their names: those of the first layer, and no row, as stock has none."""
     yield "token ids", request.token_ids
     yield "positions", request.positions
     yield "sampled token and its position", (request.sampled.token, request.sampled.position)

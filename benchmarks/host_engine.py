@@ -1,4 +1,4 @@
-"""An engine core in small: both runners, each behind a scheduler: vLLM's own, or ours.
+"""An engine core in small: both runners, each with a scheduler, which is vLLM's own or ours.
 
 Nothing here loads a checkpoint: the model's layers are names with a KV-cache spec, of Llama-3-8B's number.
 """
@@ -41,11 +41,11 @@ MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 16
 LAYERS = [f"model.layers.{index}.self_attn.attn" for index in range(32)]
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-"""Small: no layer runs."""
+"""Spec with the smallest shapes, since no layer runs."""
 
 
 class Layer(AttentionLayerBase):
-    """What the runners ask of an attention layer."""
+    """Attention layer with no more than the runners ask of one."""
 
     def __init__(self, backend: type[AttentionBackend]) -> None:
         self._backend = backend
@@ -59,7 +59,7 @@ class Layer(AttentionLayerBase):
 
 
 def init_process() -> None:
-    """What a worker does once: one rank, one thread for tensor code so that thread time is all of it."""
+    """Sets the process up as a worker does: one rank, one thread for tensor code so that thread time is all of it."""
     torch.set_num_threads(1)
     init_none_hash(sha256)
     enable_envs_cache()
@@ -101,10 +101,10 @@ class Side:
     ) -> None:
         self.runner = runner
         self.scheduler_cls = scheduler_cls
-        """What schedules for the runner."""
+        """Maker of the runner's scheduler."""
         self.device: FakeDevice = runner.fake_device
         self.watch = watch
-        """As ``watch_steps``."""
+        """Recorder of live steps, as ``watch_steps``."""
         self.step_ns = 0
         """Host time since it was last set to 0."""
         self._unread: deque[ModelRunnerOutput | AsyncModelRunnerOutput] = deque()
@@ -128,7 +128,7 @@ class Side:
 
 
 class Sides:
-    """Both runners, set up for one way of scheduling."""
+    """Sides of both runners, set up for one way of scheduling."""
 
     def __init__(self, is_async: bool) -> None:
         self.is_async = is_async

@@ -1,4 +1,4 @@
-"""What LoRA adapters cost a step: with ``enable_lora`` and 0, 1 and 4 of them in a batch, against LoRA off.
+"""Cost of LoRA adapters in a step: with ``enable_lora`` and 0, 1 and 4 of them in a batch, against LoRA off.
 
     python -m benchmarks.lora [--cases decode-1 decode-8 decode-32 prefill-256] [--rank 16] [--slots 4]
 
@@ -76,7 +76,7 @@ def measure(name: str, off: Side, on: Side, adapters: list[str], repeats: int) -
 
 
 def start_up(side: Side) -> dict[str, float]:
-    """Seconds to ready, and megabytes of the model's weights and of the slots beside them."""
+    """Seconds until the engine is ready, and megabytes of the model's weights and of the adapter slots."""
     return {
         "start_s": side.start_s,
         "weights_mb": side.memory["weights"] / 1e6,

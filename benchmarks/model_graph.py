@@ -1,4 +1,4 @@
-"""The model's graph alone on PJRT CPU: decodes beside a chunk of a prompt, a prompt alone, decodes alone.
+"""The model's graph alone on PJRT CPU: decodes with a chunk of a prompt, a prompt alone, decodes alone.
 
 The Llama of benchmarks.throughput, each step at whichever of the platform's own sizes it is given, or with ``--exact``
 at just the size it has; milliseconds from the launch to the end, the steps taking turns.
@@ -14,7 +14,7 @@ from benchmarks.report import make_parser, show, take_turns
 from benchmarks.throughput import ENGINE, MODEL
 
 CONTEXTS = list(range(169, 232))
-"""Of 63 decodes: 200 tokens in the mean, anywhere in their KV tiles."""
+"""Contexts of 63 decodes: 200 tokens in the mean, anywhere in their KV tiles."""
 STEPS = {
     "63 decodes, a chunk of 192": ([*CONTEXTS, 192], 1),
     "a prompt of 256": ([256], 1),

@@ -1,4 +1,4 @@
-"""What an image costs: its encoder as graphs on the device against eagerly on the host; and text requests beside it.
+"""Cost of an image: its encoder as graphs on the device against eagerly on the host; and text requests meanwhile.
 
     python -m benchmarks.multimodal [--layers 4] [--images 1 4] [--repeats 5]
 
@@ -118,7 +118,7 @@ class Server:
             setattr(self.runner.model, name, tower)
 
     def encode(self, side: str, items: list[Any]) -> None:
-        """From pixels on the host to rows in the pool."""
+        """Runs the encoder alone, from pixels on the host to rows in the pool."""
         self.choose(side)
         encoder = self.runner.encoder
         step: Any = SimpleNamespace(encoder_inputs={"a": range(len(items))}, orphans=())

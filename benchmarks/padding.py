@@ -30,7 +30,7 @@ DEFAULT = (64, 512)
 
 @dataclass(frozen=True)
 class Weights:
-    """What a step costs by its parts, in units of one token's linear layers."""
+    """Costs of a step's parts, in units of one token's linear layers."""
 
     row: float
     decode_pair: float

@@ -1,4 +1,4 @@
-"""How every benchmark prints."""
+"""Options and output that the benchmarks share."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """For a benchmark with options of its own."""
+    """Parser for a benchmark with options of its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one JSON object on a line")
     return parser

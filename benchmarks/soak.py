@@ -9,7 +9,7 @@ those of an engine without drafts, with a larger cache and other batches; those 
 the end no request, row, block or output may be left behind. The requests are shared out among the cases.
 
 A graph of 1 + k tokens may round another way than one of a single token. Where tokens differ, `distance` says how far
-apart the two are in what the larger is taken of: below 1e-4 it counts as a tie, above as wrong.
+apart the two are in the quantity that sampling maximizes: below 1e-4 it counts as a tie, above as wrong.
 
 A tiny random Llama and, for `eagle`, the bundled model, in float32. `--worker` is the example device by default;
 `neuron_runner.worker.NeuronWorker` is openxla.
@@ -42,7 +42,7 @@ DRAFTERS = {
     "medusa": "further-heads",
     "eagle": None,
 }
-"""Those of the kit on a tiny model, by what they are; and the bundled model's own head."""
+"""Drafters by name, with their kind in the kit, on a tiny model; None is the bundled model with its own head."""
 ALWAYS_SYNC = ("ngram", "medusa")
 DEFAULT = ("ngram", "always-right", "often-right", "eagle")
 WORKER, PLATFORM = "examples.plain_device.PlainWorker", "examples.plain_device.PlainPlatform"
@@ -111,7 +111,7 @@ class _Bench:
         self._engines = Engines(worker, enforce_eager, **(OPTIONS | options))
 
     def _target(self, drafter: str) -> tuple[Any, dict[str, Any]]:
-        """What a drafter drafts for, and the ``speculative_config``."""
+        """Target of a drafter, and the ``speculative_config``."""
         from benchmarks.models import BUNDLED_MODEL
         from model_runner_base.testing.drafts import NUM_DRAFTS, speculation
         from model_runner_base.testing.models import TinyModel
@@ -123,7 +123,7 @@ class _Bench:
         return TinyModel(BUNDLED_MODEL), {"model": head, "num_speculative_tokens": NUM_DRAFTS}
 
     def without_drafts(self, drafter: str, numbers: range) -> dict[int, Any]:
-        """What each request yields on the drafter's target."""
+        """Results of the requests on the drafter's target, without drafts."""
         from benchmarks.soak_engine import Soak, Traffic
         from benchmarks.soak_requests import request_of
 

@@ -31,7 +31,7 @@ class Answer:
     tokens: list[int]
     text: str
     logprobs: list[float] | None
-    """Of the tokens."""
+    """Log probabilities of the tokens."""
     reason: tuple[Any, Any]
 
     @classmethod
@@ -80,7 +80,7 @@ class Soak:
         self.steps = self.tokens = self.aborts = 0
 
     def run(self, numbers: Iterable[int]) -> dict[int, Result]:
-        """What each of the requests yielded."""
+        """Runs the requests to their ends, and returns their results."""
         waiting, results = list(numbers)[::-1], {}
         traffic, rng = self._traffic, self._random
         pausing = False
@@ -137,12 +137,12 @@ class Soak:
         assert left <= 0, f"{left} outputs of steps are held"
 
     def counts(self) -> dict[str, float]:
-        """Those of the engine's counters since the beginning."""
+        """Growth of the engine's counters since the beginning."""
         return {name: metric(self._llm, counter) - self._before[name] for name, counter in COUNTERS.items()}
 
 
 def _count_outputs() -> int:
-    """Of steps, read or not, in the whole process."""
+    """Number of outputs of steps, read or not, in the whole process."""
     gc.collect()
     return sum(isinstance(thing, AsyncModelRunnerOutput) for thing in gc.get_objects())
 

@@ -20,7 +20,7 @@ from model_runner_base.testing.tokenizer import make_tokenizer
 MAX_LENGTH = 128
 MAX_TOKENS = 24
 FEW = make_tokenizer().convert_tokens_to_ids(list("jqvxz"))
-"""Where so few tokens are allowed, prompt lookup is often right."""
+"""Tokens so few that prompt lookup is often right where only they are allowed."""
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 KINDS: list[dict[str, Any]] = [
@@ -72,9 +72,9 @@ def child_of(request: Request, index: int) -> Request:
 
 
 def distance(model: TinyModel, request: Request, before: Sequence[int], one: int, other: int) -> float:
-    """By how much two tokens differ in what the larger is taken of, behind the output tokens ``before``.
+    """Difference of two tokens in the quantity that sampling maximizes, after the output tokens ``before``.
 
-    By the reference model: processed logits, with the noise of the place where tokens are drawn. A token that the
+    It is the reference model's: processed logits, with the noise of the place where tokens are drawn. A token that the
     rules exclude is infinitely far, but for one near a threshold of top-k or top-p. Grammars are left out; bad words
     are as the kit's tokenizer has them.
     """

@@ -8,8 +8,8 @@ known share of the places (benchmarks/draft_pair.py). Prompts of 16 tokens, 96 g
 short prefill included.
 
 Each batch has one engine without drafts and, one after the other, an engine for each number of drafts, all in processes
-of their own, with all cores each while the other is idle; runs with and without take turns. Every size stands before
-the first. `draft_model` drafts with a launch a pass, `eagle` with one for all.
+of their own, with all cores each while the other is idle; runs with and without take turns. All sizes are compiled
+before the first. `draft_model` drafts with a launch a pass, `eagle` with one for all.
 """
 
 import json
@@ -86,7 +86,7 @@ def by_batch(rows: list[dict[str, Any]], drafts: list[int]) -> list[dict[str, An
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Where it pays."""
+    """Batches and numbers of drafts with which speculation pays."""
     lines = []
     for batch in dict.fromkeys(row["batch"] for row in rows):
         of_batch = [row for row in rows if row["batch"] == batch]

@@ -1,6 +1,6 @@
 """vLLM 0.16's own GPUModelRunner on torch's CPU, as vLLM's CPUModelRunner has it, with everything that the host does.
 
-What stands in for CUDA costs less than CUDA would: streams and events do nothing, copies to the device are copies in
+The stand-ins for CUDA cost less than CUDA would: streams and events do nothing, copies to the device are copies in
 host memory (buffers stay apart, as on a device with a memory of its own). CUDA graphs and torch.compile are off, so
 their dispatch is not in the figures either. Attention metadata is made by vLLM's Triton backend's builder.
 """
@@ -54,7 +54,7 @@ class _Generator(torch.Generator):
 
 
 def stand_in_for_cuda() -> None:
-    """For the rest of the process; our runner uses none of it."""
+    """Replaces CUDA's streams and events, and torch's generators, for the rest of the process; ours uses none."""
     stream = _Stream()
     torch.Generator = _Generator  # type: ignore[misc]
     torch.Event = torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
@@ -102,7 +102,7 @@ class StockRunner(GPUModelRunner):
     def initialize_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int]
     ) -> dict[str, torch.Tensor]:
-        """None: no layer runs."""
+        """No tensors, since no layer runs."""
         return {}
 
 
@@ -150,7 +150,7 @@ class WatchedModel(FakeModel):
 
 
 class StockTrace(NamedTuple):
-    """What a step of vLLM's runner hands over, as its first layer finds it; it has no rows."""
+    """Trace of a step of vLLM's runner, as its first layer finds it; it has no rows."""
 
     requests: dict[str, RequestTrace]
 

@@ -68,7 +68,7 @@ class Side:
         self.start_s = time.perf_counter() - started
 
     def run(self, **workload: Any) -> dict[str, float]:
-        """What the engine has counted of drafts since it started, if it counts."""
+        """Runs a workload; returns the engine's counts of drafts since it started, if it keeps any."""
         assert self._process.stdin is not None
         print(json.dumps(workload), file=self._process.stdin)
         return json.loads(self._read())

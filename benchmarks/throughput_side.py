@@ -46,7 +46,7 @@ def memory(llm: LLM) -> dict[str, int]:
 
 
 def counts(llm: LLM) -> dict[str, float]:
-    """What the engine has counted of drafts so far; nothing where it keeps no statistics."""
+    """Counts of drafts since the engine started; empty if it keeps no statistics."""
     if not llm.llm_engine.log_stats:
         return {}
     drafts = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:spec_decode_num")]
@@ -54,7 +54,7 @@ def counts(llm: LLM) -> dict[str, float]:
 
 
 def main() -> None:
-    # What vLLM prints goes to the error stream; only answers go to whoever asks.
+    # vLLM's own output goes to the error stream, so that standard output has the answers alone.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     llm = LLM(**json.loads(sys.argv[1]))

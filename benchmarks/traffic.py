@@ -52,7 +52,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Mix:
-    """What requests look like."""
+    """Mixture of requests: how long their prompts and outputs are."""
 
     name: str
     prompt: Lengths
@@ -69,7 +69,7 @@ def step_limits(max_num_reqs: int, max_num_tokens: int, max_model_len: int) -> S
 
 
 def make_scheduler(limits: StepLimits) -> Scheduler:
-    """vLLM's scheduler with room in its cache for every request at its longest."""
+    """vLLM's scheduler, with a cache large enough for every request at its longest."""
     config = EngineArgs(
         str(BUNDLED_MODEL),
         skip_tokenizer_init=True,
@@ -115,7 +115,7 @@ def serve(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int =
 
 @dataclass
 class Trace:
-    """What the steps of a trace need, before padding."""
+    """Sizes that the steps of a trace need, before padding."""
 
     needs: Counter[StepSize]
     attended: int = 0

@@ -1,4 +1,4 @@
-"""Our runner with or without drafts, behind a scheduler of vLLM's, for ``verify_step``."""
+"""Our runner with or without drafts, under a scheduler of vLLM's, for ``verify_step``."""
 
 from collections import deque
 from typing import Any
@@ -63,7 +63,7 @@ class VerifySide:
         self._num_requests = 0
 
     def start(self, count: int) -> None:
-        """So many requests decode; what runs on the device is remembered from then on."""
+        """Brings ``count`` requests to decode; from then on the device replays its results."""
         self._side.device.is_live = True
         for number in range(count):
             prompt = [(number * 7 + index) % VOCAB_SIZE for index in range(PROMPT)]

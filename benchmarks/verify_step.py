@@ -2,7 +2,7 @@
 
     python -m benchmarks.verify_step [--json] [--steps N]
 
-Our runner behind vLLM's own scheduler, on the device that takes no time (fake_device.py), with an EAGLE head that is
+Our runner under vLLM's own scheduler, on the device that takes no time (fake_device.py), with an EAGLE head that is
 always right: every step verifies 3 drafts of each request, moves it on by 4 tokens, and drafts 3 more. Time is the
 thread's in ``execute_model``, ``sample_tokens`` and (under asynchronous scheduling) ``get_output``; the scheduler is
 not timed. Both take turns of 64 steps.

