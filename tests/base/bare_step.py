@@ -58,7 +58,7 @@ class BareStep:
         return step
 
     def run(self, batch: InputBatch, step: PackedStep) -> ModelCall:
-        """What the step's graph works out before it calls the model; the buffer stays on the device."""
+        """Computes what the step's graph does before it calls the model; the buffer stays on the device."""
         self.components.prepare(batch, step, self.rows)
         entries = step.entries_on_device
         step.on_device = step.on_device.index_put((entries[0],), entries[1])
@@ -77,7 +77,7 @@ class BareStep:
 
 
 def scheduled(num_tokens: dict[str, int]) -> Schedule:
-    """A step of requests that the runner knows, nobody new, no new blocks."""
+    """A step of requests that the runner knows, without new requests or new blocks."""
     continued: list[str] = list(num_tokens)
     return Schedule((), (), [], continued, [None] * len(continued), num_tokens, sum(num_tokens.values()))
 

@@ -1,4 +1,4 @@
-"""A tiny HunYuan-VL, and what transformers makes of it, with vLLM's order of sections, in ``hunyuan.json``.
+"""A tiny HunYuan-VL. The results of transformers, with vLLM's order of sections, are in ``hunyuan.json``.
 
 The release of transformers that vLLM 0.16 takes has no such model: ``.venv-newest/bin/python tests/base/hunyuan.py``
 writes the file anew, by 5.20.2. Frequencies are high, so that tokens depend on each of the four positions.
@@ -18,7 +18,7 @@ IMAGE, BEGIN, END = 120120, 120118, 120119
 VOCAB_SIZE, HIDDEN, HEADS, KV_HEADS, HEAD, MLP = 120130, 64, 4, 2, 16, 96
 PATCH, TOWER, TOWER_MLP = 4, 32, 48
 TOKEN_BYTES = 4 * 2 * 2 * KV_HEADS * HEAD
-"""Of KV cache: float32, keys and values of two layers."""
+"""Bytes of KV cache a token: float32, keys and values of two layers."""
 RECORDED = Path(__file__).with_suffix(".json")
 PROMPTS: list[tuple[list[int], list[tuple[int, int]]]] = [
     ([5, 17, BEGIN, IMAGE, END, 42, 9], [(32, 24)]),
@@ -81,7 +81,7 @@ SIZES: dict[str, Any] = {
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Of each tensor, by the names of published checkpoints."""
+    """Shape of each tensor, by the names of published checkpoints."""
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -163,7 +163,7 @@ def make_hunyuan(directory: Path) -> Path:
 
 
 def pictures(index: int) -> list[Image.Image]:
-    """Those of a prompt: blots of colour, of sizes that need no scaling."""
+    """Images of a prompt: blots of colour, of sizes that need no scaling."""
     made = []
     for place, (width, height) in enumerate(PROMPTS[index][1]):
         rng = np.random.default_rng([index, place])
@@ -173,8 +173,8 @@ def pictures(index: int) -> list[Image.Image]:
 
 
 def split_as_vllm(self: Any, freqs: torch.Tensor) -> torch.Tensor:
-    """Both halves of a head have all sections in turn, so that what is rotated together has one position; transformers
-    has the first two sections in one half and the last two in the other."""
+    """Splits a head as vLLM does: both halves have all sections in turn, so that what is rotated together has one
+    position. transformers has the first two sections in one half and the last two in the other."""
     parts = [each[axis] for axis, each in enumerate(freqs.split(self.mrope_section, dim=-1))]
     return torch.cat((*parts, *parts), dim=-1)
 

@@ -40,7 +40,7 @@ init_none_hash(sha256)
 
 @dataclass(frozen=True)
 class Setting:
-    """What the engine is started with."""
+    """Options that the engine is started with."""
 
     is_async: bool = True
     caching: bool = True
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass
 class Habits:
-    """What the clients do, as chances a step."""
+    """Behaviour of the clients, as chances a step."""
 
     arrivals: float = 0.3
     aborts: float = 0.02
@@ -106,7 +106,7 @@ class Grammar:
 
 
 class GrammarManager:
-    """Of vLLM's StructuredOutputManager what a scheduler asks; a bitmask is what it would be made from."""
+    """The part of vLLM's StructuredOutputManager that a scheduler asks. A bitmask is the data it would be made from."""
 
     def should_advance(self, request: Request) -> bool:
         return request.use_structured_output
@@ -186,7 +186,7 @@ class BothFailed(Exception):
 
 
 class Pair:
-    """Both schedulers, stepped as an engine steps one of them."""
+    """Two schedulers, vLLM's and ours, stepped as an engine steps one of them."""
 
     def __init__(self, setting: Setting, habits: Habits, seed: int, ours: type[Scheduler] | None = None) -> None:
         self.setting, self.habits = setting, habits
@@ -270,7 +270,7 @@ class Pair:
         assert results[0] == results[1]
 
     def interfere(self) -> None:
-        """What reaches an engine also while a step runs."""
+        """Sends what can reach an engine also while a step runs."""
         draw, habits = self.random, self.habits
         if draw.random() < habits.aborts:
             self.abort()
@@ -322,7 +322,7 @@ class Pair:
         return self
 
     def _each(self, call: Callable[[Any, int], Any]) -> list[Any]:
-        """What both schedulers answer. Sessions that grow too long, say, break vLLM's own."""
+        """Answers of the two schedulers. If vLLM's own breaks, as on sessions that grow too long, ours must too."""
         results: list[Any] = []
         errors: list[str | None] = []
         for index, scheduler in enumerate(self.both):
@@ -337,7 +337,7 @@ class Pair:
         return results
 
     def _tokens(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """What a runner samples: nothing for a part of a prompt."""
+        """Tokens that a runner samples; none for a part of a prompt."""
         tokens = {}
         for req_id in output.num_scheduled_tokens:
             request = self.stock.requests[req_id]

@@ -1,4 +1,4 @@
-"""What two schedulers must agree in: what they ask of a runner, tell a front end, and keep of requests and blocks."""
+"""State in which two schedulers agree: what they ask of a runner, tell a front end, and keep of requests and blocks."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, fields
@@ -18,7 +18,7 @@ def same(stock: Any, ours: Any, what: str) -> None:
 
 
 def told(output: SchedulerOutput) -> dict[str, Any]:
-    """Of a step, what the runner is told."""
+    """Fields of a step, as the runner is told them."""
     return {
         each.name: [asdict_plain(new) for new in value] if each.name == "scheduled_new_reqs" else plain(value)
         for each in fields(output)
@@ -35,7 +35,7 @@ def asdict_plain(new: Any) -> dict[str, Any]:
 
 
 def asked(outputs: Any) -> Any:
-    """Of an EngineCoreOutputs; of times, which differ, only that there are any."""
+    """Fields of an EngineCoreOutputs. Times differ, so events are given without them."""
     listed = []
     for output in outputs.outputs:
         values = {name: getattr(output, name) for name in output.__struct_fields__}

@@ -1,4 +1,4 @@
-"""Every architecture of the tiny configurations: greedy tokens equal HF transformers in float32."""
+"""Architectures of the tiny configurations: greedy tokens equal those of HF transformers in float32."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ Tiny = Callable[[str], TinyModel]
 
 
 def check(model: TinyModel, prompts: list[tuple[int, ...]], tokens: list[list[int]]) -> None:
-    """Each token is the reference's choice after those before it, hence all are its greedy continuation."""
+    """Checks that each token is the reference's choice after those before it; hence all are its greedy continuation."""
     assert len({token for row in tokens for token in row}) > 10, "the tokens are not diverse"
     for prompt, got in zip(prompts, tokens, strict=True):
         want = logits_after(model, (*prompt, *got[:-1])).argmax(axis=-1)[len(prompt) - 1 :]
@@ -52,7 +52,7 @@ def test_compiled_equals_transformers(name: str, tiny_model: Tiny) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_the_first_request(name: str, tiny_model: Tiny) -> None:
-    """By the config where that tells, else by the first layer that cannot be served."""
+    """A model that cannot be served is refused by its config, or else by the first layer that is not supported."""
     model = tiny_model(name)
     reason = r"not supported yet|(?s:.*)MLA"
     with pytest.raises((ValueError, NotImplementedError), match=reason), engine(model.path, enforce_eager=True):
@@ -61,7 +61,8 @@ def test_refused_before_the_first_request(name: str, tiny_model: Tiny) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "cohere2", "gpt-oss", "llama4"])
 def test_layers_that_see_part_have_block_tables_of_their_own(name: str, tiny_model: Tiny) -> None:
-    """And give back what lies behind it: 190 tokens fit where full attention alone would take every block."""
+    """Layers that see a part of the context give back the blocks before it: 190 tokens fit where full attention alone
+    would take every block."""
     model = tiny_model(name)
     prompt, count = random_prompts(1, [150])[0], 40
     with engine(model.path, max_model_len=256, enforce_eager=True, block_size=16, async_scheduling=False) as llm:
@@ -86,7 +87,7 @@ def test_layers_that_see_part_have_block_tables_of_their_own(name: str, tiny_mod
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4"])
 def test_layers_that_see_part_share_a_block_table_with_others(name: str, tiny_model: Tiny) -> None:
-    """Where the scheduler is told to keep all blocks of all layers."""
+    """A shared block table serves when the scheduler is told to keep all blocks of all layers."""
     model = tiny_model(name)
     with engine(model.path, max_model_len=256, enforce_eager=True, disable_hybrid_kv_cache_manager=True) as llm:
         (group,) = core_of(llm).scheduler.kv_cache_config.kv_cache_groups

@@ -48,10 +48,10 @@ class Case(NamedTuple):
     is_on_device: np.ndarray
     """[R] bool: requests in decode whose position the device alone knows."""
     spans: Mapping[int, tuple[int, int]] = MappingProxyType({})
-    """By row, of some requests with a chunk: the first and last of positions that see each other."""
+    """First and last of the positions that see each other, by row, for some requests with a chunk."""
 
     def keys_of(self, row: int, position: int) -> np.ndarray:
-        """What a token sees."""
+        """Positions of the keys that a token sees."""
         first, last = first_key(self.key_range, position), position
         begin, end = self.spans.get(row, (0, -1))
         if begin <= position <= end:
@@ -104,7 +104,7 @@ def batch_of(query_len: np.ndarray, num_computed: np.ndarray, rows: np.ndarray) 
 def cases(draw: st.DrawFn) -> Case:
     """A random step: block and tile sizes, key range, cached and new tokens of each request, scattered blocks.
 
-    Pure decode, rows of decode beside chunks of prompts, or chunks alone.
+    The step has decode rows, chunks of prompts, or both.
     """
     block_size = draw(st.sampled_from([1, 4, 16]))
     kv_tile, chunk_kv_tile = (block_size * draw(st.sampled_from(counts)) for counts in ([1, 2, 4], [1, 3, 8]))
@@ -334,7 +334,8 @@ def dense_attention(
 def test_paged_attention_equals_dense(
     case: Case, heads: tuple[int, int], cap: float | None, has_slopes: bool, sink: float | None, padding: int
 ) -> None:
-    """With padding tokens, tiles and pairs, NaN in unused cache entries, and blocks scattered over the cache."""
+    """Paged attention equals dense attention with padding tokens, tiles and pairs, NaN in unused cache entries, and
+    blocks scattered over the cache."""
     if has_slopes:
         case = case._replace(spans={})  # No model has both.
     batch, key_range, table = case.batch, case.key_range, case.table
@@ -397,7 +398,7 @@ def test_paged_attention_equals_dense(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_new", [1, 5], ids=["decode", "chunk"])
 def test_scores_are_not_rounded_to_the_models_dtype(num_heads: int, dtype: torch.dtype, num_new: int) -> None:
-    """As in the kernels of vLLM's other devices. Queries so long that float16 has no number for the product."""
+    """Scores are as precise as in kernels of vLLM's other devices; here float16 has no number for the products."""
     head_size, length = 128, 256
     num_kv_heads = num_heads // 2
     batch = batch_of(np.array([num_new]), np.array([length - num_new]), np.array([0]))

@@ -42,7 +42,7 @@ def expected(model: HearingModel, asked: list[Prompt]) -> list[tuple[list[int], 
 
 
 def test_tokens(llm: LLM, model: HearingModel) -> None:
-    """Of prompts with and without sounds in one batch; then with a cached prefix each."""
+    """Prompts with and without sounds give the reference's tokens in one batch, and again with a cached prefix each."""
     hear = model.placeholder
     asked: list[Prompt] = [
         ("no sound here", []),

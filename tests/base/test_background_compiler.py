@@ -75,7 +75,7 @@ class Compiling(BucketPolicy):
 
 
 class Runner:
-    """What a runner is while its sizes are made; a part takes ``seconds`` to be traced."""
+    """Stand-in for a runner whose sizes are being made; a part takes ``seconds`` to be traced."""
 
     def __init__(self, policy: Compiling, guard: StepGuard, seconds: float) -> None:
         self.graph_policy, self.guard, self.seconds = policy, guard, seconds
@@ -96,7 +96,7 @@ class Runner:
 
 
 def parts_of(runner: Runner, size: StepSize) -> Iterator[tuple[object, Callable[[], None]]]:
-    """Its model, and what sizes with as many rows share."""
+    """Parts of a size: its model, and what sizes with as many rows share."""
     tokens, rows = size.dims
     yield size, lambda: runner.trace(f"model {tokens}")
     yield ("rows", rows), lambda: runner.trace(f"rows {rows}")
@@ -170,7 +170,7 @@ def test_nothing_is_traced_between_the_halves_of_a_step() -> None:
 
 
 def test_an_engine_that_is_dropped_makes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that comes after it does not wait for what it left."""
+    """An engine that is dropped makes no more sizes, and the next engine does not wait for those that were left."""
     served = Served()
     policy, background_compiler = served.policy, served.behind
     policy.num_at_a_time = 1
@@ -179,7 +179,7 @@ def test_an_engine_that_is_dropped_makes_no_more(monkeypatch: pytest.MonkeyPatch
     runner = weakref.ref(served.runner)
     del served
     gc.collect()
-    assert runner() is None, "the engine is kept alive for sizes that nobody will use"
+    assert runner() is None, "the engine is kept alive for sizes that are of no use"
     for what in list(policy.begun):
         policy.end(what)
     BackgroundCompiler(StepGuard(0))
@@ -230,7 +230,7 @@ SIZES = st.lists(
 @given(SIZES, st.data())
 @settings(deadline=None)
 def test_the_first_sizes_hold_every_step(sizes: list[StepSize], data: st.DataObject) -> None:
-    """Whatever stands beside them, a step runs at the cheapest of what stands; once all do, as if they always had."""
+    """A step runs at the cheapest size that is compiled. Once all are, the choice is as if they always had been."""
     everything, policy = bucket_policy(sizes), bucket_policy(sizes)
     first = policy.largest_sizes(policy.sizes)
     policy.offer_only(first)
@@ -252,12 +252,12 @@ def test_the_first_sizes_hold_every_step(sizes: list[StepSize], data: st.DataObj
 
 
 def test_what_steps_ask_for_is_made_first() -> None:
-    """Without steps, what makes most of them cheaper by most; then what those that came would run at."""
+    """The size that saves most over all sizes is made first; once steps came, the size that they would run at."""
     sizes = [decode(tokens, 1) for tokens in (64, 32, 16, 8, 4, 2)]
     policy = bucket_policy([*sizes, StepSize(StepKind.MIXED, (65, 1)), StepSize(StepKind.MIXED, (64, 1))])
     policy.offer_only([decode(64, 1), StepSize(StepKind.MIXED, (65, 1))])
     left = [size for size in policy.sizes if size not in policy.offered]
-    # Of 16: three cheaper sizes and itself, each four times; of 8: three, eight times.
+    # 16 makes itself and three smaller ones four times cheaper; 8 makes three sizes eight times cheaper.
     assert policy.most_wanted(left) in (decode(16, 1), decode(8, 1))
     for _ in range(5):
         policy.dispatch(decode(27, 1))

@@ -125,7 +125,7 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         assert requests.num_computed[batch.rows].tolist() == [computed[req_id] for req_id in batch.req_ids]
         assert not any(value for value, is_spare in zip(views["token_ids"], is_padding, strict=True) if is_spare)
         for token, is_spare in enumerate(is_padding):
-            # Padding of chunks stands where some token of theirs does: any position that the model has will do.
+            # Padding of chunks has the position of one of their tokens: any position that the model has will do.
             assert not is_spare or (fed[token] == 0 and 0 <= positions[token] < MAX_LENGTH)
         assert sum(is_padding) == size.num_tokens - num_tokens
         assert views["logits_indices"][num_reqs:] == [0] * (size.num_logits - num_reqs)
@@ -141,7 +141,7 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
 @given(st.data())
 @settings(deadline=None)
 def test_device_rows_record_and_answer(data: st.DataObject) -> None:
-    """Against a dictionary; what goes to the padding row is nobody's."""
+    """Rows on the device answer as a dictionary does; records for the padding row reach no request."""
     tensors = [torch.zeros((7, 1), dtype=torch.int32), torch.zeros(7, dtype=torch.int32)]
     model = {row: (0, 0) for row in range(6)}
     for _ in range(data.draw(st.integers(1, 4))):
@@ -158,7 +158,7 @@ def test_device_rows_record_and_answer(data: st.DataObject) -> None:
 
 
 def test_numbers_out_of_range_are_refused() -> None:
-    """As NumPy does: an id that an int32 cannot hold is an error and not another id."""
+    """A number out of range raises, as in NumPy: an id that an int32 cannot hold must not become another id."""
     requests = RequestStates(1, 4)
     for token_ids in ([1, 1 << 31], [1, 2, 3, 4, 5]):
         with pytest.raises(struct.error):
@@ -177,7 +177,8 @@ def test_who_holds_a_row_takes_nobody_elses() -> None:
 
 
 def test_a_request_that_misses_a_step_keeps_its_row() -> None:
-    """Of those that are in no step, the one that was in none for longer goes: the other comes back with nothing."""
+    """A new request takes the row of the one that was in no step for longest. The other keeps its row, since nothing is
+    sent anew when it comes back."""
     requests = RequestStates(2, MAX_LENGTH)
     for req_id in ("runs", "waits"):
         requests.admit(req_id, RequestInfo(SamplingParams(), 0, [1]), [1], 0)

@@ -1,4 +1,4 @@
-"""What runs beside images: adapters, which the text's layers have for an image's tokens too, and drafts."""
+"""Adapters and drafts in requests with images. The text's layers have adapters for an image's tokens too."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -53,7 +53,8 @@ def test_tokens_with_adapters_are_those_of_merged_weights(family: str, draft: st
 
 
 def test_what_adapters_may_be_for(tmp_path: Path) -> None:
-    """The table of embeddings and the head beside an image; not the tower, whose outputs requests share."""
+    """Adapters of the table of embeddings and of the head work with an image. One of the tower is refused, since
+    requests share the tower's outputs."""
     model = make_seeing_model("llava", tmp_path)
     table, head, tower = (
         make_adapter(model.path, tmp_path, n, 4, [target], part=part)
@@ -90,8 +91,8 @@ def deep_model(directory: Path) -> SeeingModel:
     ],
 )
 def test_drafts_beside_images(family: str, kind: str, counted: str, tmp_path: Path) -> None:
-    """A decode row has several tokens, which models of M-RoPE rotate by other positions than the cache's, and which lie
-    behind tokens that see each other in others."""
+    """A decode row has several tokens, which models of M-RoPE rotate by other positions than the cache's. In other
+    models the row comes after tokens that see each other."""
     model = make_seeing_model(family, tmp_path)
     asked = prompts(model)
     want = expected(model, asked, 24)
@@ -110,7 +111,8 @@ def test_drafts_beside_images(family: str, kind: str, counted: str, tmp_path: Pa
 def test_heads_draft_what_they_draft_in_plain_torch(
     family: str, kind: str, head_class: type[Eagle], tmp_path: Path
 ) -> None:
-    """From the reference's states of all tokens, an image's too. Prompts are cut by chunks, then cached."""
+    """Drafts are those of the head in plain torch, given the reference's states of all tokens, an image's too.
+    Prompts are cut by chunks, then cached."""
     model = deep_model(tmp_path) if family == "deep" else make_seeing_model(family, tmp_path)
     config = speculation(kind, TinyModel(model.path))
     seeing, _ = reference(model.path)

@@ -47,7 +47,7 @@ FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "con
 
 @contextmanager
 def kinds_of_steps(llm: LLM) -> Iterator[set[StepKind]]:
-    """Those of the sizes that are packed inside the block."""
+    """Kinds of the sizes that are packed inside the block."""
     policy = runner_of(llm).graph_policy
     choose = policy.choose
     kinds: set[StepKind] = set()
@@ -150,7 +150,7 @@ def test_length_between_tiles_and_synchronous_scheduling(
 def test_lines_equal_dense_attention_while_they_are_repeated(
     contexts: list[int], idle: int, key_range: KeyRange, heads: tuple[int, int], steps: int, seed: int
 ) -> None:
-    """With idle lines, padding tokens, and NaN in all that the requests have not written."""
+    """Contiguous decode equals dense attention with idle lines, padding tokens, and NaN in all that is not written."""
     rng = np.random.default_rng(seed)
     (num_heads, num_kv_heads), head_size, tile, parts = heads, 4, 16, 9
     count, num_lines = len(contexts), len(contexts) + idle
@@ -206,7 +206,7 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
             before = bare.requests.num_computed.copy()
             repeated = bare.repeat.follow(everyone)
             if repeated is None:
-                assert max(contexts) + step > parts * tile, "there was room"
+                assert max(contexts) + step > parts * tile, "the line was not full"
                 assert (bare.requests.num_computed == before).all(), "the step would be counted twice"
                 return
             assert max(contexts) + step <= parts * tile and repeated == (batch, packed)
@@ -251,7 +251,7 @@ def test_tiles_are_parts_of_a_block_or_whole_blocks(block_size: int) -> None:
 
 @given(st.integers(1, 64))
 def test_tiles_of_kernels_are_what_they_multiply_at_a_time(count: int) -> None:
-    """As neuron_runner/nki asks for them: whole 128s in blocks of whole 128s."""
+    """A KV tile is whole 128s in blocks of whole 128s, as neuron_runner/nki asks."""
     tile = kv_tile_for(128 * count, 512)
     assert tile % 128 == 0 and (128 * count % tile == 0 or tile % (128 * count) == 0)
 

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says to its own first model runner, and what to its second: the same tokens come of both.
+"""Contracts of vLLM's scheduler with its first model runner, and with its second: the same tokens come of both.
 
 To the second (``VLLM_USE_V2_MODEL_RUNNER``) a request that resumes is a new one, with all its tokens.
 Drafts are verified under both.
@@ -36,7 +36,7 @@ def params_of(index: int, count: int) -> SamplingParams:
 
 
 def run(llm: LLM, prompts: list[tuple[int, ...]], rng: np.random.Generator) -> list[list[int]]:
-    """The tokens of requests that arrive at random steps, beside one that is aborted."""
+    """Tokens of requests that arrive at random steps, while another request runs and is aborted."""
     core = llm.llm_engine
     waiting = list(enumerate(zip(prompts, COUNTS, strict=True)))
     tokens: dict[str, list[int]] = {}

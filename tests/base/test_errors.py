@@ -1,4 +1,4 @@
-"""Every limit is one clear line, raised before work is lost, and other requests go on unharmed."""
+"""Limits raise one clear line each before work is lost, and other requests go on unharmed."""
 
 import json
 import os
@@ -102,7 +102,8 @@ def test_misshapen_weight_is_refused(broken: Path) -> None:
 def test_what_a_quantised_checkpoint_has_of_its_own_is_no_fault(
     tensors: dict[str, torch.Tensor], message: str, broken: Path
 ) -> None:
-    """Then what its loader says stands, though transformers' unquantised model has other tensors."""
+    """Tensors that only a quantised checkpoint has are not named as faults, though transformers' unquantised model
+    has others. Then the loader's message is kept."""
     weights = load_file(broken / "model.safetensors")
     layer = "model.layers.0.mlp.down_proj"
     del weights[f"{layer}.weight"]
@@ -118,7 +119,7 @@ def test_what_a_quantised_checkpoint_has_of_its_own_is_no_fault(
 
 
 def test_an_assertion_without_words_is_named(broken: Path) -> None:
-    """Where no tensor can be named either, as in a checkpoint that is not of safetensors."""
+    """The assertion is named when no tensor can be, as in a checkpoint that is not of safetensors."""
     torch.save(load_file(broken / "model.safetensors"), broken / "pytorch_model.bin")
     (broken / "model.safetensors").unlink()
     config = json.loads((broken / "config.json").read_text())

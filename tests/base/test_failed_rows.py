@@ -29,7 +29,7 @@ def output_of(
 
 
 def test_a_request_that_failed_is_in_the_next_steps_rows() -> None:
-    """That step was scheduled before anything was known of the error."""
+    """A request that failed is in the rows of a step that was scheduled before its error was known."""
     scheduler = make(AsyncRowScheduler, Setting(log_stats=False))
     for name in "abcd":
         scheduler.add_request(request(name))

@@ -97,7 +97,7 @@ def test_every_choice_gets_a_row_of_its_own_expert(case: tuple[int, np.ndarray],
 
 
 def test_no_weights_of_unchosen_experts_reach_the_result() -> None:
-    """What an unchosen expert makes of a token may be no number."""
+    """An unchosen expert may make NaN of a token, which must not reach the result."""
     gate_up, down = torch.ones(4, HIDDEN, 2 * INNER), torch.ones(4, INNER, HIDDEN)
     gate_up[3] = torch.nan
     ids = torch.tensor([[0, 1]] * 70)

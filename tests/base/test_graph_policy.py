@@ -1,4 +1,4 @@
-"""Every step that the scheduler's limits allow fits a captured size, so that nothing is ever compiled later."""
+"""Steps that the scheduler's limits allow all fit a captured size, so that nothing is ever compiled later."""
 
 from dataclasses import replace
 from math import lcm
@@ -72,7 +72,7 @@ def limits_and_steps(draw: st.DrawFn) -> tuple[StepLimits, Steps]:
 
 
 def needs_of(limits: StepLimits, steps: Steps, block_size: int, key_range: KeyRange) -> list[StepSize]:
-    """What the caches ask for."""
+    """Sizes that the caches ask for."""
     query_len, computed = np.array(sorted(steps, key=lambda step: step[0] > 1)).T
     keys, chunk_keys = limits.decode.keys, limits.chunk.keys
     table = BlockTable(len(steps), limits.max_model_len, block_size, lcm(keys, chunk_keys) // block_size)
@@ -202,12 +202,12 @@ def test_lists_that_the_user_gives_are_the_sizes() -> None:
     decode = {size for size in policy.sizes if size.kind == StepKind.DECODE}
     assert decode == {limits.decode_size(n, n * tiles) for n in (3, 8) for tiles in (1, 2, 4)}
     mixed = [limits.named(size) for size in policy.sizes if size.kind == StepKind.MIXED]
-    # Tokens of chunks; beside them as many decode rows as there may be requests.
+    # Tokens of chunks; with them as many decode rows as there may be requests.
     assert {(dims["chunk_tokens"], dims["decode_rows"], dims["tokens"]) for dims in mixed} == {
         (24, 8, 32),
         (64, 8, 72),
     }
-    # Where those are many, a chunk beside few of them pays for few, and one alone for the row of padding.
+    # If requests may be many, a chunk with few decode rows pays for few, and a chunk alone for the row of padding.
     many = limits_of(256, 64, 1000, 16, 64)
     policy = OpenXlaPolicy(NeuronConfig(num_batched_tokens_buckets=[100, 256]))
     policy.configure(many)
@@ -258,7 +258,8 @@ def test_placed_sizes_keep_the_padding_that_was_asked_for(limits: StepLimits) ->
 @pytest.mark.parametrize("buckets", [None, [64, 256, 512]])
 @pytest.mark.parametrize("prompts", [[20], [64], [200], [256], [512], [256, 256]])
 def test_prompts_alone_pay_for_no_decode_rows(buckets: list[int] | None, prompts: list[int]) -> None:
-    """Of a user who is alone, and of all when many come at once; more than twice their tokens is paid for by none."""
+    """Prompts without decodes, of one user or of many at once, pay for no decode row, and for at most twice their
+    tokens where the sizes are the platform's own."""
     limits = limits_of(512, 64, 2048, 64, 64)
     policy = OpenXlaPolicy(NeuronConfig(num_batched_tokens_buckets=buckets))
     policy.configure(limits)
@@ -304,7 +305,7 @@ def test_geometric(args: tuple[int, ...], expected: list[int]) -> None:
 
 @given(st.integers(1, 64), st.sampled_from([64, 128, 256]))
 def test_tiles_of_chunks_are_whole_blocks(block_size: int, target: int) -> None:
-    """As large as they may be, and never none."""
+    """A KV tile is as large as the target allows, and never empty."""
     keys = whole_blocks(block_size, target)
     assert keys % block_size == 0 and keys >= block_size and (keys <= target < keys + block_size or keys == block_size)
     assert kv_tile_for(block_size) <= max(64, block_size)

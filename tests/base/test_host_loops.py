@@ -80,7 +80,7 @@ def test_a_file_that_is_only_newer(path: Path) -> None:
 
 
 def test_lies_in_vllms_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And numba's own setting, for other code, is as it was."""
+    """Compiled loops are kept in vLLM's directory. numba's own setting, for other code, stays as it was."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(path.parent / "vllm"))
     path.write_text(LOOP.format(factor=2))

@@ -1,6 +1,6 @@
-"""Hostile sessions, adapters and embeddings beside honest ones, with aborts and resets at any step.
+"""Hostile sessions, adapters and embeddings among honest ones, with aborts and resets at any step.
 
-The kit's row and ``test_hostile_server.py`` send what one request may say; here is what comes with a request.
+The kit's row and ``test_hostile_server.py`` send what one request may say; these tests send what comes with a request.
 """
 
 import time
@@ -205,7 +205,8 @@ def play(llm: LLM, drawn: dict[str, Any], good: TinyAdapter, other: TinyAdapter)
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["blocks", "reset"])
 def test_sessions_that_wait_for_input_hold_up_none(llm: LLM, model: TinyModel, is_reset: bool) -> None:
-    """They have as many rows as there are, and all blocks; when they go on they compute again what they gave up."""
+    """A request is served while waiting sessions hold all rows and blocks. When the sessions go on, they compute
+    again what they gave up."""
     prompts, client = random_prompts(96, [90, 91, 92, 3, 4]), Client(llm)
     for index, prompt in enumerate(prompts):
         client.send(f"session {index}", prompt)

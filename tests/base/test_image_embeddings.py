@@ -1,4 +1,4 @@
-"""Images given as what the model's tower makes of them (``enable_mm_embeds``); the reference's tower does it."""
+"""Images given as the outputs of the model's tower (``enable_mm_embeds``), which the reference's tower computes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context
 
 
 def embeddings(model: SeeingModel, images: Sequence[Image.Image]) -> Any:
-    """What vLLM takes in place of the images of a prompt."""
+    """Data that vLLM takes in place of the images of a prompt."""
     seeing, processor = reference(model.path)
     inputs = processor.image_processor(list(images), return_tensors="pt")
     with torch.no_grad():
@@ -31,7 +31,7 @@ def embeddings(model: SeeingModel, images: Sequence[Image.Image]) -> Any:
 @pytest.mark.parametrize("has_tower", [True, False], ids=["beside images", "alone"])
 @pytest.mark.parametrize(("family", "is_eager"), [("llava", True), ("llava", False), ("qwen2-vl", True)])
 def test_tokens_are_those_of_the_images(family: str, is_eager: bool, has_tower: bool, tmp_path: Path) -> None:
-    """Where no image is allowed the model has no tower, and the pool has room for embeddings all the same."""
+    """The pool holds embeddings also where no image is allowed, in which case the model has no tower."""
     model = make_seeing_model(family, tmp_path)
     asked = prompts(model)
     want = expected(model, asked)

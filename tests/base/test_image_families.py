@@ -1,4 +1,4 @@
-"""Every family of models that see, against HF transformers; the kit's row has what schedules do to three of them."""
+"""Families of models that see, against HF transformers; the kit runs three of them under many schedules."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from model_runner_base.testing.images import FAMILIES, SeeingModel, make_seeing_
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True}
 UNTRIED = () if HAS_OPENXLA else ("gemma3", "qwen3-vl-moe", "cohere2-vision")
-"""What is refused on the newest vLLM: docs/vllm_versions.md says why."""
+"""Families that are refused on the newest vLLM; docs/vllm_versions.md says why."""
 SHOWN_VIDEOS = ["qwen2-vl", "llava-onevision"]
 if HAS_OPENXLA:
     SHOWN_VIDEOS += ["qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"]
@@ -43,7 +43,7 @@ def test_tokens_are_the_references(family: str, make_model: Any) -> None:
 
 @pytest.mark.parametrize("family", TEXT_AROUND)
 def test_an_image_at_every_place_of_a_chunk(family: str, make_model: Any) -> None:
-    """In these prompts tokens of text belong to an image: a step may have nothing of it but those."""
+    """A step may have nothing of an image but tokens of text, which belong to the image in these prompts."""
     model: SeeingModel = make_model(family)
     asked = [("x" * count + f"{model.placeholder} b", [picture(count, 32, 32)]) for count in range(9, 18)]
     want = expected(model, asked)
@@ -124,7 +124,7 @@ def test_without_towers(make_model: Any) -> None:
 
 
 def test_token_ids_beside_images(make_model: Any) -> None:
-    """A prompt of token ids, one of which stands for each image."""
+    """A prompt of token ids, one for each image, gives the tokens of the same prompt as text."""
     model: SeeingModel = make_model("llava")
     (text, images) = prompts(model)[2]
     ((_, want),) = expected(model, [(text, images)])

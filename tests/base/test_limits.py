@@ -1,4 +1,4 @@
-"""What README says is refused, setting by setting; some of them as a user meets them are in test_errors.py."""
+"""Settings that README says are refused, one by one; test_errors.py has some of them as a user meets them."""
 
 from copy import deepcopy
 from functools import reduce

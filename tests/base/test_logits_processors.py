@@ -44,7 +44,7 @@ def test_a_batch_update_makes_the_new_batch_of_the_old(before: list[int], after:
     assert documented_order(before, update) == dict(enumerate(after))
     entries = dict(enumerate(before))
     process_dict_updates(entries, update, lambda _, prompt, __: prompt[0])
-    # vLLM's helper leaves a request that moved away behind where nobody looks any more.
+    # vLLM's helper leaves the old entry of a request that moved, at an index that is not read any more.
     assert [entries[index] for index in range(len(after))] == after
 
 

@@ -56,7 +56,7 @@ def two_adapters(model: TinyModel, directory: Path, first: int = 1) -> list[Tiny
 
 
 def check(llm: LLM, model: TinyModel, adapters: Sequence[TinyAdapter]) -> None:
-    """Both adapters beside none in one batch; then none, while both have their slots."""
+    """Checks two adapters and none in one batch; then none, while both adapters have their slots."""
     one, other = adapters
     run(llm, model, greedy_requests(1, LENGTHS), [one, None, other, one])
     run(llm, model, greedy_requests(2, LENGTHS), [None, other, one, None])
@@ -118,7 +118,7 @@ class Made(TorchDispatchMode):
 
 
 def test_memory_of_a_step(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """What is counted for adapters holds what the largest layer's products make, and not twice that."""
+    """Memory that is counted for adapters holds what the largest layer's products make, and not twice that."""
     num_tokens, num_logits = 64, 4
     with engine(tiny_model("llama").path, **LORA, **EAGER) as llm:
         adapters = runner_of(llm).adapters
@@ -181,7 +181,7 @@ TARGETS = {"lora_target_modules": ["experts", "q_proj", "k_proj", "v_proj", "o_p
     "lora_target_modules" not in EngineArgs.__dataclass_fields__, reason="this vLLM has no such setting"
 )
 def test_experts_that_are_asked_for(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """They have no adapters all the same, and the layers beside them do."""
+    """Experts have no adapters even if they are asked for, and the other layers do."""
     model = tiny_model("qwen3-moe")
     adapters = [make_adapter(model.path, tmp_path, number, rank=4) for number in (1, 2)]
     with engine(model.path, **LORA, **EAGER, **TARGETS) as llm:
@@ -192,7 +192,7 @@ def test_experts_that_are_asked_for(tiny_model: Callable[[str], TinyModel], tmp_
 
 @pytest.mark.parametrize("kind", ["noisy", "head"])
 def test_speculation(kind: str, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """What drafts guesses without adapters; the tokens are those of the adapters all the same."""
+    """A draft guesses without adapters; the tokens are those of the adapters all the same."""
     model = tiny_model("llama")
     with engine(model.path, **LORA, **EAGER, speculative_config=speculation(kind, model)) as llm:
         check(llm, model, two_adapters(model, tmp_path))

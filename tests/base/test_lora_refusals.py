@@ -64,7 +64,7 @@ WORDS = (
 def test_refused_before_it_is_queued(
     words: str, llm: LLM, model: TinyModel, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
-    """Beside a good one in the same call, which leaves nothing behind either."""
+    """An adapter is refused also along with a good one in the same call. Neither leaves anything queued."""
     check_unharmed(llm, model, adapter)
     other = make_adapter(model.path, tmp_path, 2, rank=16 if "rank" in words else 4)
     bad = requests(adapter, other)[words]

@@ -106,7 +106,8 @@ def test_workers_share_the_hosts_memory_and_no_devices(
 
 
 def test_device_without_a_report_needs_to_be_told() -> None:
-    """Before anything is loaded; what it is told is then taken as it is."""
+    """A device without a report is refused before anything is loaded, unless a size is set, which is then taken as
+    it is."""
     ops = SimpleNamespace(memory_info=lambda: MemoryInfo(free=0, total=0))
     worker = SimpleNamespace(
         model_runner=runner_that_needs(700, ops),
@@ -198,7 +199,8 @@ def spec(num_kv_heads: int, head_size: int, window: int | None = None) -> KVCach
 
 @pytest.mark.parametrize("gathers_cache", [True, False])
 def test_step_memory_counts_the_pairs_of_rows_and_of_chunks(gathers_cache: bool) -> None:
-    """Of the layer that takes most, at the size that takes most; a pair of a chunk is larger than one of a row."""
+    """Step memory is that of the layer that takes most, at the size that takes most. A pair of a chunk is larger
+    than one of a row."""
     decode, mixed = LIMITS.decode_size(8, 40), LIMITS.mixed_size(4, 20, 100, 3, 12)
     specs = {"narrow": spec(2, 8), "wide": spec(3, 16), "window": spec(2, 8, 64)}
     tokens = {decode: 8, mixed: 4 + 100}
@@ -218,7 +220,7 @@ def test_step_memory_counts_the_pairs_of_rows_and_of_chunks(gathers_cache: bool)
 
 
 def test_step_memory_counts_a_pass_that_drafts_in_parallel() -> None:
-    """It takes more tokens of a row than verification does."""
+    """A pass that drafts in parallel takes more tokens of a row than verification does."""
     specs, size = {"layer": spec(2, 8)}, LIMITS.decode_size(8, 40)
     wider = replace(LIMITS, pass_tokens=DECODE.query + 3)
     row, passed = attention(DECODE, 1, 2, 8), attention(DECODE._replace(query=DECODE.query + 3), 1, 2, 8)
@@ -250,7 +252,7 @@ def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:
 
 
 def test_step_memory_of_backends_with_kernels_of_their_own() -> None:
-    """Their steps have no pairs to count: the rest is."""
+    """Steps of such backends have no pairs to count; the rest is counted."""
     limits = StepLimits(512, 8, 1024, DECODE, CHUNK)
     size = limits.size(StepKind.MIXED, tokens=50, requests=5, logits=5)
     wanted = 4 * (50 * (6 * HIDDEN + 2 * INNER) + 10 * 5 * VOCABULARY)

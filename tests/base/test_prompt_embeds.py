@@ -48,7 +48,7 @@ def run(llm: LLM, prompts: list[dict[str, Any]], count: int = NEW_TOKENS, **opti
 
 
 def alternating(prompts: list[tuple[int, ...]], embeds: list[torch.Tensor], first: int) -> list[dict[str, Any]]:
-    """Every second prompt by its embeddings."""
+    """Prompts of which every second one is given by its embeddings."""
     return [
         {"prompt_embeds": embeds[i]} if i % 2 == first else {"prompt_token_ids": list(prompt)}
         for i, prompt in enumerate(prompts)
@@ -93,7 +93,8 @@ def test_embeddings_of_no_token(dtype: torch.dtype, tiny_model: Callable[[str], 
 
 @torch.no_grad()
 def test_penalties_count_no_token_of_a_prompt_that_has_none(tiny_model: Callable[[str], TinyModel]) -> None:
-    """As in HF transformers. The rival comes right behind token 0, which a penalty would put behind it."""
+    """Penalties do not count a prompt of embeddings, as in HF transformers. The rival's logit is the next below that
+    of token 0, and a penalty would put token 0 below it."""
     model = tiny_model("llama")
     prompt = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
     logits = reference(model)(inputs_embeds=prompt[None]).logits[0, -1]
@@ -124,7 +125,8 @@ class CountingOps(DeviceOps):
 def test_pool_on_the_device_gives_each_token_its_embedding(
     prompts: list[tuple[int, bool]], chunks: list[int], padding: int, has_plans: bool, dtype: torch.dtype
 ) -> None:
-    """In chunks, decode rows first or not, then in decode; a step without embeddings uploads none."""
+    """A token gets its embedding in chunks, decode rows first or not, and then in decode. A step without embeddings
+    uploads none."""
     hidden, count = 3, len(prompts)
     ops = CountingOps(torch.device("cpu"))
     num_written = []

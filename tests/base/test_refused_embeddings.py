@@ -1,4 +1,5 @@
-"""Images given as embeddings that do not fit are refused before they are queued, each time; who asks next is served."""
+"""Images given as embeddings that do not fit are refused before they are queued, each time; later requests are
+served."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def embeddings(model: SeeingModel) -> Any:
-    """What vLLM takes in place of the two images."""
+    """Data that vLLM takes in place of the two images."""
     seeing, processor = reference(model.path)
     inputs = processor.image_processor(IMAGES, return_tensors="pt")
     grid = {name: inputs[name] for name in ("image_grid_thw",) if name in inputs}
@@ -136,7 +137,7 @@ def test_grids(fault: str, served: Served, good: Any) -> None:
 
 
 def test_those_before_a_refused_one_are_not_queued(served: Served, good: Any) -> None:
-    """Of one call, whose honest requests are given up, too."""
+    """Honest requests that come before a refused one in the same call are given up, too."""
     has_grid = isinstance(good, dict)
     rows = changed(NAN)(good["image_embeds"] if has_grid else good)
     bad = good | {"image_embeds": rows} if has_grid else rows
@@ -162,7 +163,8 @@ def test_more_items_than_allowed(served: Served, good: Any) -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1), (3, 7)], ids=str)
 def test_odd_images(size: tuple[int, int], served: Served) -> None:
-    """Served as the reference has it, or refused where its processor does; nothing stays behind."""
+    """Odd images are served as the reference has them, or refused where its processor refuses them; nothing is left
+    over."""
     model, asked = served.model, [(f"{served.model.placeholder}?", [picture(50, *size)])]
     try:
         want = expected(model, asked)
@@ -227,7 +229,7 @@ class Cache:
 
 
 def test_a_refused_requests_items_are_forgotten() -> None:
-    """Those of other threads stay."""
+    """A refused request's items leave the cache. Those of other threads, and earlier ones, stay."""
     cache, other = Cache(), Cache()
     note = refused_items._noting(Cache.get_and_update_item)
 

@@ -118,7 +118,7 @@ def test_what_does_not_fit_leaves_the_weights(tiny_model: Callable[[str], TinyMo
 
 
 def test_running_requests_go_on_with_new_weights(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """As in vLLM: what is in the cache stays, the next tokens come from the new weights."""
+    """A running request keeps what is in the cache, as in vLLM; its next tokens come from the new weights."""
     old = tiny_model("llama")
     with small_engine(old, enforce_eager=True) as llm:
         core, tokens = llm.llm_engine, []

@@ -77,9 +77,9 @@ class Decoding:
     """
 
     def __init__(
-        self, key_ranges: list[KeyRange], block_size: int, blocks_per_tile: int, lengths: list[int], room: int
+        self, key_ranges: list[KeyRange], block_size: int, blocks_per_tile: int, lengths: list[int], spare_pairs: int
     ) -> None:
-        self.room = room
+        self.spare_pairs = spare_pairs
         tile = block_size * blocks_per_tile
         dims = (*COMMON_DIMS, *plan_dims(Tiling(1, tile), Tiling(64, tile)))
         self.limits = StepLimits(100, len(lengths) + 1, MAX_LENGTH, Tiling(1, tile), Tiling(64, tile), dims)
@@ -106,7 +106,7 @@ class Decoding:
         rng = np.random.default_rng(0)
         order = rng.permutation(len(key_ranges) * len(lengths) * (MAX_LENGTH // block_size + 1)) + 1
         self.blocks: list[dict[str, list[int]]] = []
-        """All that each request will have, a table; it is given them as it gets there."""
+        """Blocks that each request will have in the end, for each table; a request is given them as it gets there."""
         for ids, table in zip(np.array_split(order, len(key_ranges)), tables, strict=True):
             shares = np.array_split(ids, len(lengths))
             self.blocks.append({name: share.tolist() for name, share in zip(self.names, shares, strict=True)})
@@ -150,12 +150,12 @@ class Decoding:
         return batch, packed, call
 
     def _build(self, bare: BareStep, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
-        """At the size of the step before, if that holds it."""
+        """Builds and sends a step, at the size of the step before if that holds it."""
         batch = BatchBuilder(bare.requests, bare.layout.order).build(schedule)
         needs = bare.layout.needs(batch)
         if self.size is None or not self.size.holds(needs[0]):
             assert bare is self.bare
-            self.size = padded(self.limits, needs, padding=1, pairs=self.room)
+            self.size = padded(self.limits, needs, padding=1, pairs=self.spare_pairs)
         return batch, bare.send(batch, self.size)
 
     def _check(self, batch: InputBatch, call: ModelCall) -> None:
@@ -194,7 +194,7 @@ class Decoding:
             assert not metadata.slot_blocks[rest].any(), "padding is written outside the null block"
 
     def _compare(self, batch: InputBatch, call: ModelCall, again: InputBatch, built: ModelCall) -> None:
-        """With what is built from scratch."""
+        """Compares a step with the same one built from scratch."""
         assert again.req_ids == batch.req_ids and again.rows.tolist() == batch.rows.tolist()
         assert torch.equal(call.token_ids, built.token_ids) and torch.equal(call.positions, built.positions)
         assert torch.equal(call.sample_slots, built.sample_slots)
@@ -215,7 +215,7 @@ class Decoding:
     key_ranges=st.lists(st.sampled_from(KEY_RANGES), min_size=1, max_size=2),
     lengths=st.lists(st.one_of(st.integers(0, 250), st.sampled_from([5, 31, 63])), min_size=1, max_size=8),
     steps=st.integers(1, 60),
-    room=st.integers(1, 40),
+    spare_pairs=st.integers(1, 40),
     interruptions=st.sets(st.integers(1, 60), max_size=2),
 )
 @settings(max_examples=examples(50), deadline=None)
@@ -225,11 +225,11 @@ def test_repeated_step_means_what_one_from_scratch_means(
     key_ranges: list[KeyRange],
     lengths: list[int],
     steps: int,
-    room: int,
+    spare_pairs: int,
     interruptions: set[int],
 ) -> None:
-    """Also behind a step in another order, or of fewer requests."""
-    decoding = Decoding(key_ranges, block_size, blocks_per_tile, lengths, room)
+    """A repeated step means what one from scratch means, also after a step in another order or of fewer requests."""
+    decoding = Decoding(key_ranges, block_size, blocks_per_tile, lengths, spare_pairs)
     tile = block_size * blocks_per_tile
     names, last = decoding.names, None
     was_built = False
@@ -254,7 +254,7 @@ def test_repeated_step_means_what_one_from_scratch_means(
             assert packed.is_whole and not batch.is_repeat
             if step and not is_other:
                 num_pairs = decoding.limits.named(size)["decode_pairs"]  # type: ignore[arg-type]
-                assert max(map(sum, kept)) >= num_pairs, "there was room"
+                assert max(map(sum, kept)) >= num_pairs, "pairs were left"
             kept = seen
         else:
             assert not is_other and packed is last and batch.is_repeat
@@ -276,7 +276,8 @@ def test_a_repeat_sends_what_changed_and_nothing_else() -> None:
 
 
 def test_more_entries_than_there_is_room_for_send_all_of_the_buffer() -> None:
-    """And nothing of theirs is sent again by the steps that follow."""
+    """A step with more changed entries than the list holds sends the whole buffer. None of them is sent again by the
+    steps that follow."""
     decoding = Decoding([CAUSAL], 2, 2, [3] * 7 + [4, 5, 6], 300)
     whole = []
     for _ in range(40):
@@ -290,7 +291,7 @@ def test_more_entries_than_there_is_room_for_send_all_of_the_buffer() -> None:
 @given(st.lists(st.lists(st.tuples(st.integers(0, 19), st.integers(1, 99)), max_size=12), min_size=1, max_size=12))
 @settings(deadline=None)
 def test_entries_name_no_place_that_has_not_changed(steps: list[list[tuple[int, int]]]) -> None:
-    """Places are distinct within a step; there is room for six."""
+    """Places are distinct within a step; six entries fit."""
     entries = Entries(21, capacity=6)
     for changes in steps:
         entries.clear()
@@ -310,7 +311,7 @@ def test_entries_name_no_place_that_has_not_changed(steps: list[list[tuple[int, 
 
 def test_only_the_same_step_is_followed() -> None:
     def moved_on() -> Decoding:
-        """After two steps of "a" and "b", of which the second repeats the first."""
+        """Two requests after two steps, of which the second repeats the first."""
         decoding = Decoding([CAUSAL], 4, 2, [2, 9], 40)
         first, *_ = decoding.step()
         again, *_ = decoding.step()

@@ -1,4 +1,4 @@
-"""A request that cannot be served ends alone, with words; those beside it get their tokens."""
+"""A request that cannot be served ends alone, with words; the others get their tokens."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def run(llm: LLM) -> dict[str, Any]:
 
 
 def check_beside(llm: LLM, model: TinyModel, params: SamplingParams, prompt: tuple[int, ...] = (5, 6)) -> Any:
-    """Runs a request beside honest ones; returns what came of it."""
+    """Runs a request together with honest ones; returns what came of it."""
     for index, honest in enumerate(PROMPTS):
         add(llm, f"honest-{index}", honest, greedy(20))
     add(llm, "bad", prompt, params)
@@ -124,14 +124,15 @@ def test_the_longest_length_goes_before_min_tokens(llm: LLM, model: TinyModel, m
 def test_what_the_front_end_lets_through_ends_in_the_engine(
     llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may not know what a cache holds: windows, or a length that was fitted in another process."""
+    """A front end may not know what a cache holds, because of windows, or of a length that was fitted in another
+    process. The engine then ends the request."""
     monkeypatch.setattr("model_runner_base.vllm_compat.patches.request_errors.check_fits", lambda *_: None)
     output = check_beside(llm, model, greedy(20), random_prompts(71, [200])[0])
     assert output.finish_reason == "error" and "do not fit the 129 tokens" in output.stop_reason
 
 
 def test_a_scheduler_that_reads_no_errors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for ever."""
+    """A scheduler that reads no errors is named, since its request would wait for ever."""
     monkeypatch.setattr(FailedOutput, "unread_by", "acme.Scheduler")
     with pytest.raises(RuntimeError, match=r"acme\.Scheduler cannot end single requests.*'request-1'"):
         FailedOutput([], {}, errors={"request-1": None})
@@ -161,8 +162,8 @@ def test_eos_ends_a_finished_grammar_before_min_tokens_do(llm: LLM, model: TinyM
 
 
 def test_data_that_a_step_fails_on(llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever raises while a request takes its row costs that request alone; under asynchronous scheduling steps are
-    in flight that name it."""
+    """An error of any kind while a request takes its row ends that request alone; under asynchronous scheduling,
+    steps in flight name it."""
     fail_admission(llm, monkeypatch)
     for grammar in (None, StructuredOutputsParams(choice=["7"])):
         params = greedy(9, seed=SEED)

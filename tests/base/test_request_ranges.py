@@ -1,4 +1,4 @@
-"""Every field of a request is held to a range before it is queued."""
+"""Ranges that each field of a request is held to before the request is queued."""
 
 import math
 from typing import Any
@@ -105,7 +105,7 @@ def test_beyond_a_range(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", [name for name in SAMPLING if name in SamplingParams.__struct_fields__])
 @pytest.mark.parametrize("value", [*HUGE, math.nan, math.inf, "\ud800", object(), [2**64], {2**64: 1}], ids=type)
 def test_no_value_of_any_field_fails_otherwise(name: str, value: Any) -> None:
-    """Whatever a field holds, it passes or is refused with a ValueError."""
+    """A value of any field passes, or is refused with a ValueError."""
     try:
         check_params(params_with(**{name: value}), VOCAB_SIZE)
     except ValueError as error:

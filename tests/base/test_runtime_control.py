@@ -1,4 +1,4 @@
-"""What a user may ask of a running engine: reset the prefix cache, call worker and model; a fitted model length."""
+"""Calls to a running engine: reset of the prefix cache, calls of worker and model; and a fitted model length."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4]}
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_prefix_cache_is_reset_under_running_requests(is_async: bool, tiny_model: Callable[[str], TinyModel]) -> None:
-    """All running requests are set aside at once and start over, again and again; nobody's tokens change."""
+    """Running requests are all set aside at once and start over, again and again; the tokens stay the same."""
     model = tiny_model("llama")
     prompts = random_prompts(60, [5, 30, 50, 9, 60, 12, 33, 41])
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
@@ -98,7 +98,8 @@ def test_calls_to_worker_and_model(tiny_model: Callable[[str], TinyModel]) -> No
 
 
 def test_profile_is_written(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """As ``profiler_config`` asks for it, with what ran in between; without it the call says what to set."""
+    """A profile is written as ``profiler_config`` asks, with what ran in between. Without that setting the call says
+    what to set."""
     model = tiny_model("llama")
     prompts = random_prompts(64, [5, 9])
     config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}

@@ -70,7 +70,7 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_draws_follow_the_distribution(params: SamplingParams, vary: str) -> None:
-    """Over seeds at one position, and over positions of one seed."""
+    """Draws follow the distribution over seeds at one position, and over positions of one seed."""
     logits = np.random.default_rng(1).normal(size=VOCAB) * 2
     count = 20000
     seeds = list(range(count)) if vary == "seed" else [123] * count
@@ -99,7 +99,7 @@ def test_draws_stay_in_the_kept_set(seed: int, position: int, top_k: int, top_p:
 
 
 def test_noise_is_finite_and_never_lets_an_excluded_token_through() -> None:
-    """Over a real vocabulary's worth of draws; float32 must not round a uniform value up to 1."""
+    """Noise is finite over a real vocabulary's worth of draws; float32 must not round a uniform value up to 1."""
     every_edge = torch.tensor([-1, 0, 1, -(1 << 31), (1 << 31) - 1, 255, 511, -512], dtype=torch.int32)
     assert torch.isfinite(_gumbel(every_edge)).all()
     seed = torch.full((1,), 7, dtype=torch.int32)

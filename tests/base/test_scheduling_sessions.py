@@ -50,7 +50,8 @@ def test_what_a_step_in_flight_yields_for_an_ended_turn_is_nobodys(cls: type[Sch
 @pytest.mark.parametrize("cls", [AsyncTurns, EagerAsyncRows])
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_a_turn_that_ends_while_preempted_goes_on(cls: type[Scheduler], is_queued: bool) -> None:
-    """Four blocks: the first request takes a third of them for the token behind the second's last."""
+    """A session whose turn ends while it is preempted goes on. There are four blocks; the first request takes a
+    third one for the token after its second block, which preempts the session."""
     scheduler = make(cls, Setting(num_blocks=5, caching=False))
     scheduler.add_request(Asked("first", [1] * (2 * BLOCK_SIZE - 1), {**PARAMS, "max_tokens": 4}).make())
     say(scheduler, "b", [2] * (2 * BLOCK_SIZE - 1))

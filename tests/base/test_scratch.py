@@ -130,7 +130,7 @@ class Step:
         self.bare = BareStep(kinds, self.limits, NUM_ROWS, MAX_LENGTH)
         self.bare.requests.num_known[:] = MAX_LENGTH
         self.num_heads, self.num_kv_heads = heads
-        # What nobody wrote may be anything, not even a number; but for the null block.
+        # Entries that were not written may be anything, even NaN; but for the null block.
         num_blocks = {"scratch": num_scratch_blocks(block_size, max_num_tokens, max_num_reqs), "paged": len(blocks) + 1}
         shapes = {name: (count, block_size, 2 * heads[1], HEAD_SIZE) for name, count in num_blocks.items()}
         caches = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
@@ -158,7 +158,8 @@ class Step:
         return call
 
     def check_trace(self, call: ModelCall, batch: InputBatch) -> None:
-        """Each layer is told every key of its range once, in the slots where the request's own tokens lie."""
+        """Checks that each layer is told every key of its range once, in the slots where the request's own tokens
+        lie."""
         layers = self.bare.trace(call, batch)
         is_padding = np.ones(call.size.num_tokens, bool)
         for name, (slots, seen) in layers.items():
@@ -219,7 +220,8 @@ RAGGED = {
 @pytest.mark.parametrize("heads", [(4, 4), (6, 1), (18, 9)], ids=str)
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED)
 def test_equals_dense_attention_to_both_sides(lengths: list[int], heads: tuple[int, int], padding: int) -> None:
-    """Beside a causal layer with a cache of its own. Nine KV heads are too many for one product over all."""
+    """Attention equals dense attention to both sides, next to a causal layer with a cache of its own. Nine KV heads
+    are too many for one product over all."""
     step, batch = Step(heads=heads), batch_of(lengths, first_row=3)
     call = step.run(batch, size_of(step, batch, padding=padding))
     assert call.size.kind == (StepKind.DECODE if max(lengths) == 1 else StepKind.MIXED)
@@ -250,7 +252,7 @@ def test_steps_one_after_another(
 ) -> None:
     """Random lengths, tiles and windows; each step finds in buffer, table and cache what the last one left.
 
-    The scratch cache has room for the largest of them and no more.
+    The scratch cache holds the largest of them and no more.
     """
     batches = [batch_of(lengths, first_row) for first_row, lengths in enumerate(steps)]
     step = Step(
@@ -276,7 +278,7 @@ def test_steps_one_after_another(
 
 
 def test_nothing_but_padding_leaves_the_cache_alone() -> None:
-    """As every size runs before the first request; the output is finite."""
+    """A step of padding alone, as every size runs before the first request, writes nothing; its output is finite."""
     step = Step()
     for batch in (batch_of([1]), batch_of([40])):
         size = size_of(step, batch, padding=5)
@@ -302,7 +304,7 @@ def test_pairs_are_those_in_the_key_range() -> None:
 
 @pytest.mark.parametrize("change", ["continues", "is cut"])
 def test_request_in_parts_is_refused(change: str) -> None:
-    """Before anything of the step is packed."""
+    """A request in parts is refused before anything of the step is packed."""
     step, batch = Step(), batch_of([1, 20, 30])
     if change == "continues":
         batch.num_computed[1], batch.seq_lens[1] = 16, 36
@@ -338,7 +340,7 @@ def test_distances_to_both_sides_are_refused() -> None:
 
 @pytest.fixture
 def config(tiny_model: Any) -> VllmConfig:
-    """Of a model that pools whole prompts; layers add themselves."""
+    """Config of a model that pools whole prompts; layers add themselves."""
     config = EngineArgs(
         str(tiny_model("llama").path),
         dtype="float32",
@@ -369,7 +371,7 @@ def make_layers(config: VllmConfig, **windows: int | None) -> dict[str, Any]:
 
 
 def layout_of(config: VllmConfig, num_blocks: int) -> CacheLayout:
-    """As the scheduler has it: it knows of the layers that keep a cache."""
+    """Cache layout as the scheduler has it: it knows of the layers that keep a cache."""
     kept = layer_caches(collect_specs(config))
     groups = [GroupLayout(kept, config.cache_config.block_size)] if kept else []
     return CacheLayout(num_blocks, groups, [TensorLayout(num_blocks, [name]) for name in kept])

@@ -39,9 +39,9 @@ class Client:
     def __init__(self, llm: LLM) -> None:
         self.core = core_of(llm)
         self.suffix = f"-{uuid.uuid4()}"
-        """Of ids, as AsyncLLM makes them: an id is used once."""
+        """Last part of ids, unique as AsyncLLM makes it, since an id is used once."""
         self.turns: dict[str, list[list[int]]] = {}
-        """By request: the tokens of each turn; the last is the one that comes now."""
+        """Tokens of each turn, by request; the last turn is the one that comes now."""
         self.ends: dict[str, list[tuple[FinishReason, Any]]] = {}
 
     def send(self, name: str, tokens: tuple[int, ...], is_session: bool = True, **params: Any) -> None:
@@ -67,7 +67,7 @@ class Client:
         self.core.add_request(*self.core.preprocess_add_request(request))
 
     def run(self, num_ends: dict[str, int]) -> None:
-        """Until so many turns of each request have ended."""
+        """Runs steps until ``num_ends`` turns of each request have ended."""
         deadline = time.monotonic() + 20
         while any(len(self.ends.get(name, ())) < count for name, count in num_ends.items()):
             assert time.monotonic() < deadline, "a turn waits for ever"
@@ -153,7 +153,8 @@ def test_each_turn_has_its_own_grammar(llm: LLM, model: TinyModel, is_queued: bo
 def test_a_grammar_that_takes_long_holds_up_its_turn_alone(
     llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step behind the last turn's end may still ask for a bitmask, which another request needs."""
+    """A slow grammar holds up its own turn alone. The step after the last turn's end may still ask for a bitmask,
+    which another request needs."""
     create, decode = StructuredOutputManager._create_grammar, llm.get_tokenizer().decode
 
     def slow(self: Any, request: Any) -> Any:
@@ -188,7 +189,7 @@ def test_a_stop_reason_ends_with_its_turn(llm: LLM, model: TinyModel) -> None:
 
 
 def test_a_grammar_that_does_not_compile(llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM's front end lets through ends its own request."""
+    """A grammar that vLLM's front end lets through but that does not compile ends its own request."""
 
     def fails(*_: Any) -> None:
         raise RuntimeError("too many states")

@@ -36,7 +36,7 @@ from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_
 
 NUM_ROWS, PADDING = 6, 6
 Request = tuple[int, list[tuple[int, int]], int]
-"""Row, and for each draft: the draft, and what was sampled in its place; what was sampled behind them."""
+"""Row; for each draft, the draft and what was sampled in its place; what was sampled after them."""
 
 
 @st.composite
@@ -216,7 +216,8 @@ def test_a_marked_head_is_eagle_without_a_word(tmp_path: Path) -> None:
 
 
 def test_windows_are_refused_under_asynchronous_scheduling(tiny_model: Any) -> None:
-    """vLLM's scheduler would give up blocks behind the window that wrong drafts still need."""
+    """Windows are refused, since vLLM's asynchronous scheduler gives up blocks before a window that wrong drafts
+    still need."""
     model = tiny_model("mistral-window")
     options = DEFAULTS | {"enforce_eager": True, "speculative_config": speculation("same", model)}
     with pytest.raises(UnsupportedConfigError, match="set async_scheduling=False"):
@@ -224,7 +225,7 @@ def test_windows_are_refused_under_asynchronous_scheduling(tiny_model: Any) -> N
 
 
 def test_a_draft_that_is_quantised_is_refused(tiny_model: Any) -> None:
-    """Before its weights are read."""
+    """A draft that is quantised is refused before its weights are read."""
     model = tiny_model("llama")
     config = speculation("same", model)
     path = Path(config["model"])
@@ -239,7 +240,7 @@ def test_a_draft_that_is_quantised_is_refused(tiny_model: Any) -> None:
 
 
 def multi_token_prediction(model: TinyModel, path: Path) -> None:
-    """A MiMo checkpoint: the model, and a layer of its own beside it that drafts."""
+    """A MiMo checkpoint: the model, and a further layer that drafts."""
     weights, config = load_file(model.path / "model.safetensors"), json.loads((model.path / "config.json").read_text())
     layer, size = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
     prefix, half = "model.mtp_layers.0.", 0.5 * torch.eye(config["hidden_size"])
@@ -276,8 +277,8 @@ def test_multi_token_prediction(is_eager: bool, tiny_model: Any, tmp_path: Path,
 
 @pytest.mark.parametrize("kind", ["sequential", "parallel", "speculators"])
 def test_states_of_three_layers(kind: str, tmp_path: Path) -> None:
-    """EAGLE-3, whose target has to have so many: its drafts one after another, or all in one pass with masks behind
-    the tokens; or its checkpoint given as the model, as the library `speculators` writes it."""
+    """EAGLE-3 reads three layers of its target. It drafts tokens one after another, or all in one pass with masks
+    after the tokens; or its checkpoint is given as the model, as the library `speculators` writes it."""
     model = TinyModel(tmp_path / "kjv")
     copytree(BUNDLED_MODEL, model.path)
     config = speculation("head-over-layers", model)

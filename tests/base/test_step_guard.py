@@ -1,4 +1,4 @@
-"""What a step runs in: no gradients, and an end for a rank whose error nobody would hear of."""
+"""Guard that a step runs in: it turns gradients off, and ends a rank whose error would not be heard of."""
 
 import os
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from neuron_runner.model_runner import NeuronModelRunner
 
 
 class Ended(BaseException):
-    """In the place of the process's end."""
+    """Error that is raised in place of the process's end."""
 
 
 @guarded

@@ -33,7 +33,7 @@ class Session:
     chunks: list[tuple[int, ...]]
     sent: int = 0
     prompt: tuple[int, ...] = ()
-    """What vLLM makes of the session, by its rule."""
+    """Prompt that vLLM makes of the session so far, by its rule."""
     outputs: list[list[int]] = field(default_factory=lambda: [[]])
     """The last are those that come now."""
 
@@ -187,7 +187,7 @@ def test_sessions_among_other_requests(
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_preempted_sessions(is_async: bool, tiny_model: Callable[[str], TinyModel]) -> None:
-    """Few blocks: a session is preempted in the middle of a chunk and resumes with all of its tokens."""
+    """A session is preempted in the middle of a chunk, as blocks are few, and resumes with all of its tokens."""
     model = tiny_model("llama")
     options = {"async_scheduling": is_async, "block_size": 16, "num_gpu_blocks_override": 14}
     with engine(model.path, max_model_len=160, max_num_seqs=3, enforce_eager=True, **options) as llm:
@@ -208,7 +208,7 @@ def test_preempted_sessions(is_async: bool, tiny_model: Callable[[str], TinyMode
 
 
 def test_penalties_count_the_prompt_so_far(tiny_model: Callable[[str], TinyModel]) -> None:
-    """With each chunk: its tokens, and the outputs that became part of the prompt."""
+    """Penalties count the tokens of each chunk, and the outputs that became part of the prompt."""
     model = tiny_model("llama")
     chunks = random_prompts(52, [9, 140, 12])
     with engine(model.path, max_model_len=256, enforce_eager=True) as llm:

@@ -15,7 +15,8 @@ PACKAGE = "arctic-inference==0.1.1"
 
 
 def test_suffix_decoding(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was output before is drafted again, so later requests take few steps; without the package vLLM names it."""
+    """Output that was seen before is drafted again, so later requests take few steps. Without the package vLLM names
+    it."""
     model, config = tiny_model("llama"), {"method": "suffix", "num_speculative_tokens": 4}
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), PACKAGE]
     if subprocess.run(install, capture_output=True, check=False).returncode:
@@ -32,5 +33,5 @@ def test_suffix_decoding(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.Mo
         # The second time all has been seen: two thirds of it at least are right drafts.
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") - before > 60
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
-        # Of the requests that finished last no step has told yet.
+        # The requests that finished last are still kept, since no step has told of their end.
         assert len(runner.parts.drafter._cache.active_requests) == len(prompts), "finished requests are left behind"

@@ -54,7 +54,7 @@ def target() -> Target:
     texts = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt).input_ids
-        # A request's last step may verify drafts behind its end.
+        # A request's last step may verify drafts after its end.
         tokens = torch.tensor(ids + TinyModel(BUNDLED_MODEL).greedy(tuple(ids), NUM_TOKENS + NUM_DRAFTS))
         states = torch.cat(model(tokens[None], output_hidden_states=True).hidden_states)
         texts.append(Text(len(ids), tokens, states))
@@ -70,8 +70,8 @@ class Head:
         self.embedding = target.embedding
 
     def drafts(self, tokens: Tensor, states: Tensor) -> list[int]:
-        """Behind ``tokens`` [T], of which the target has had all but the last; ``states`` [layers + 1, T - 1, hidden]
-        are what it had at those."""
+        """Drafts after ``tokens`` [T], of which the target has had all but the last; ``states`` [layers + 1, T - 1,
+        hidden] are those that it had there."""
         raise NotImplementedError
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ class Head:
 
 
 class Eagle(Head):
-    """A row for each token but the first: the token, beside the state of the token before it. The last row's output
-    yields a draft, and is the state beside that draft in one row more."""
+    """A row for each token but the first: the token, with the state of the token before it. The last row's output
+    yields a draft; with that draft it is one row more."""
 
     def drafts(self, tokens: Tensor, states: Tensor) -> list[int]:
         rows, states = tokens[1:], self.first(states)
@@ -112,7 +112,7 @@ class Eagle(Head):
         return rows[-NUM_DRAFTS:].tolist()
 
     def first(self, states: Tensor) -> Tensor:
-        """The states that the target's make; [T, hidden]."""
+        """States of the target that the head reads; [T, hidden]."""
         return states[-1]
 
     def run(self, embedded: Tensor, states: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Eagle3(Eagle):
 
 
 class Medusa(Head):
-    """Each head guesses a token further behind, from the last state alone."""
+    """A set of heads, each of which guesses a token further ahead, from the last state alone."""
 
     def drafts(self, tokens: Tensor, states: Tensor) -> list[int]:
         last, drafts = states[-1, -1], []
@@ -175,7 +175,7 @@ def test_as_many_drafts_are_right_as_in_plain_torch(kind: type[Head], target: Ta
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         (right_by_place,) = (each.values for each in llm.get_metrics() if each.name == name)
         if llm.llm_engine.vllm_config.scheduler_config.async_scheduling:
-            # That scheduler counts each request's first step of decode, too, in which nothing drafted stands.
+            # That scheduler also counts each request's first step of decode, which has no drafts.
             num_steps -= len(prompts)
     for text, got in zip(target.texts, tokens, strict=True):
         assert got == text.tokens[text.num_prompt :][:NUM_TOKENS].tolist()

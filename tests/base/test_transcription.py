@@ -37,7 +37,8 @@ def test_answers(llm: LLM, model: Transcriber) -> None:
 
 
 def test_the_encoder_runs_once_a_request(llm: LLM, model: Transcriber, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it made stays in the request's own blocks, which are free again when all have ended."""
+    """The encoder runs once a request. Its output stays in the request's own blocks, which are free again when all
+    have ended."""
     seen: list[int] = []
     encode = runner_of(llm).model.embed_multimodal
 
@@ -55,7 +56,7 @@ def test_the_encoder_runs_once_a_request(llm: LLM, model: Transcriber, monkeypat
 
 
 def test_aborted_requests(llm: LLM, model: Transcriber) -> None:
-    """One before its sound is encoded, one behind its third token; the others do not notice."""
+    """One request is aborted before its sound is encoded, one after its third token; the others do not notice."""
     engine_of = llm.llm_engine
     for name, (heard, text) in zip("abcd", SOUNDS, strict=False):
         engine_of.add_request(name, model.prompt(heard, text), greedy(COUNT, logprobs=0))
@@ -77,7 +78,7 @@ def test_sound_is_needed(llm: LLM, model: Transcriber) -> None:
 
 
 def test_preempted_requests_are_encoded_again(model: Transcriber) -> None:
-    """Without asynchronous scheduling, which the kit has."""
+    """A preempted request is encoded again without asynchronous scheduling; the kit has the case with it."""
     options = OPTIONS | {"kv_cache_memory_bytes": SCARCE_BYTES, "async_scheduling": False}
     with engine(model.path, **options) as llm:
         check(llm, model, SOUNDS[:4], [50, 60, 40, 55])
@@ -85,7 +86,8 @@ def test_preempted_requests_are_encoded_again(model: Transcriber) -> None:
 
 
 def test_few_prompts_arrive_in_a_step(llm: LLM) -> None:
-    """As many as the encoder's budget has sounds for, here one; memory is counted for no more."""
+    """A step takes as many new prompts as the encoder's budget has sounds for, here one; memory is counted for no
+    more."""
     limits = runner_of(llm).step_limits()
     assert (limits.max_num_reqs, limits.max_chunks) == (4, 1)
     mixed = limits.named(limits.largest_sizes[1])

@@ -30,7 +30,7 @@ PROMPTS = random_prompts(0, [5, 33, 90, 150])
 NEW_TOKENS = 12
 
 Layer = dict[str, Any]
-"""What a layer's config has of its own."""
+"""Settings that a layer's config has of its own."""
 
 
 def of_layer(config: Any, index: int) -> Any:
@@ -93,7 +93,7 @@ class Unequal:
 
     @torch.no_grad()
     def check(self, prompts: list[tuple[int, ...]], tokens: list[list[int]]) -> None:
-        """Each token is the reference's choice after those before it."""
+        """Checks that each token is the reference's choice after those before it."""
         assert len({token for row in tokens for token in row}) > 10, "the tokens are not diverse"
         for prompt, got in zip(prompts, tokens, strict=True):
             logits = self._reference(torch.tensor([[*prompt, *got[:-1]]])).logits[0, len(prompt) - 1 :]
@@ -183,7 +183,7 @@ def test_in_other_caches(name: str, options: dict[str, Any], unequal: Callable[[
 
 
 def test_compiled_equals_transformers(unequal: Callable[[str], Unequal]) -> None:
-    """Up to all that the limits allow: the sizes have room for groups of any block size."""
+    """Compiled steps go up to all that the limits allow: the sizes hold groups of any block size."""
     model, prompts = unequal("smaller window layers"), random_prompts(1, [90, 200, 200, 200])
     with engine(model.path, max_model_len=256, block_size=16, additional_config=FEW_BUCKETS) as llm:
         model.check(prompts, tokens_of(generate(llm, prompts, greedy(56))))

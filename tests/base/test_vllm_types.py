@@ -1,4 +1,4 @@
-"""What the house reads of vLLM's step types and cache specs, against objects of vLLM's own made by hand."""
+"""Reading of vLLM's step types and cache specs, against objects of vLLM's own made by hand."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -124,7 +124,7 @@ def test_schedule_says_what_the_scheduler_said(data: st.DataObject) -> None:
 
 
 def step_of(new: list[NewRequestData], num_tokens: dict[str, int], drafts: dict[str, list[int]]) -> SchedulerOutput:
-    """A step in which requests arrive, beside "b", which goes on."""
+    """A step in which requests arrive, while "b" goes on."""
     step = HandMadeStep(new, [Continued("b", False, None, None, 9, 3)])
     output = step.scheduler_output(num_tokens, set(), set(), 1)
     output.scheduled_spec_decode_tokens = drafts
@@ -132,7 +132,8 @@ def step_of(new: list[NewRequestData], num_tokens: dict[str, int], drafts: dict[
 
 
 def test_who_resumes_as_a_new_request() -> None:
-    """As vLLM's second runner is told: with all tokens; one that has none of its own yet comes as it came first."""
+    """A request that resumes arrives with all its tokens, as vLLM's second runner is told. One that has no tokens of
+    its own yet arrives as it did first."""
     params = SamplingParams()
     known: Any = {"mm_features": [], "pooling_params": None, "num_computed_tokens": 0, "lora_request": None}
     new = [
@@ -149,7 +150,8 @@ def test_who_resumes_as_a_new_request() -> None:
 
 
 def test_places_for_drafts_of_who_arrives_are_left_out() -> None:
-    """Nobody has drafted for a request of one token; those that go on keep theirs, and the scheduler its lists."""
+    """A request that arrives has no drafts, so its places for them are left out. Requests that go on keep theirs,
+    and the scheduler keeps its lists."""
     step = HandMadeStep()
     step.add_new("a", [5], SamplingParams(), [[1]], 0)
     output = step_of(step.new, {"b": 3, "a": 3}, {"b": [7, 8], "a": [-1, -1]})
@@ -187,7 +189,7 @@ def test_grammar_is_read_as_it_is() -> None:
 
 
 def test_metadata_of_builders_name_the_step() -> None:
-    """Two requests: 3 tokens behind 5 others, and 1 behind 6; on the host the second may be anything up to that."""
+    """Two requests: 3 tokens after 5 others, and 1 after 6; on the host the second may be anything up to that."""
     on_device = StepOnDevice(
         query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),
         seq_lens=torch.tensor([8, 4], dtype=torch.int32),
@@ -228,7 +230,7 @@ def config(tiny_model: Callable[[str], TinyModel]) -> VllmConfig:
 
 
 def layout_of(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> CacheLayout:
-    """As vLLM groups the layers, with memory for ``NUM_BLOCKS`` blocks and a bit."""
+    """Cache layout as vLLM groups the layers, with memory for ``NUM_BLOCKS`` blocks and a bit."""
     groups = planning.get_kv_cache_groups(config, dict(specs))
     pages = groups[0].kv_cache_spec.page_size_bytes
     if not isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs):
@@ -319,12 +321,12 @@ def test_items_in_a_cached_prefix_come_with_their_data() -> None:
 
 
 def first_arguments() -> dict[str, Any]:
-    """What vLLM 0.16 asks for beside, and later releases do not."""
+    """Arguments that vLLM 0.16 asks for, and later releases do not."""
     return {"eos_token_id": None} if "eos_token_id" in signature(Request).parameters else {}
 
 
 def test_a_layer_of_several_tensors_gets_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of recurrent states finds them where vLLM reads them; a layer of one tensor beside it has that."""
+    """A layer of recurrent states finds its tensors where vLLM reads them; a layer of one tensor has that one."""
     config: Any = None
     states, attention = SimpleNamespace(kv_cache=(torch.zeros(0),) * 2), SimpleNamespace(kv_cache=torch.zeros(0))
     monkeypatch.setattr(allocation, "attention_layers", lambda _: {"states": states, "attention": attention})

@@ -63,7 +63,7 @@ def test_every_load_reads_one_stream(
     config = speculation(draft, model)
     with engine(model.path, max_model_len=128, speculative_config=config, enforce_eager=True) as llm:
         assert generate(llm, PROMPTS) == expected(want, PROMPTS)
-        if draft == "same":  # All but those behind the end of a request: the draft is scaled like the model.
+        if draft == "same":  # All but those after the end of a request: the draft is scaled like the model.
             drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
             assert accepted > 0.8 * drafted > 0
         reload_weights(llm, weights_path=str(other.path))

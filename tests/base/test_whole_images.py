@@ -32,8 +32,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("window", [24, 8])
 def test_tokens_of_an_image_see_each_other(window: int, make_model: Any, tmp_path: Path) -> None:
-    """Whatever a chunk begins with, in windows that are longer and shorter than an image; beside requests that decode,
-    which leave less than an image's tokens of many a step."""
+    """Tokens are the reference's whatever a chunk begins with, in windows longer and shorter than an image. Requests
+    that decode meanwhile leave less than an image's tokens of many a step."""
     model = SeeingModel(tmp_path / "model", make_model("gemma3").placeholder)
     shutil.copytree(make_model("gemma3").path, model.path)
     config = json.loads((model.path / "config.json").read_text())
@@ -49,7 +49,7 @@ def test_tokens_of_an_image_see_each_other(window: int, make_model: Any, tmp_pat
 
 
 def test_crops_of_an_image_are_apart(make_model: Any) -> None:
-    """Pan and scan: what an image stands for is several runs of tokens, with text between them."""
+    """An image under pan and scan is several runs of tokens, with text between them."""
     model: SeeingModel = make_model("gemma3")
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16, "pan_and_scan_max_num_crops": 2}
     text, images = f"{model.placeholder} is wide", [picture(1, 64, 32)]
@@ -63,7 +63,7 @@ def test_crops_of_an_image_are_apart(make_model: Any) -> None:
 
 
 def test_another_scheduler_is_refused(make_model: Any) -> None:
-    """It may cut an image."""
+    """A scheduler other than ours is refused, since it may cut an image."""
     options = OPTIONS | {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
     with pytest.raises(ValueError, match="leave out scheduler_cls"), engine(make_model("gemma3").path, **options):
         pass
@@ -107,12 +107,12 @@ def test_an_image_that_is_cut_is_refused_by_the_runner(make_model: Any) -> None:
 def test_a_step_takes_images_whole(
     items: list[tuple[int, int]], num_computed: int, num_new: int, is_wrapped: bool
 ) -> None:
-    """As many of the next tokens as there are without an item that goes on behind them."""
+    """A step takes as many of the next tokens as it can without ending inside an item."""
     places, end = [], 0
     for gap, length in items:
         places.append(PlaceholderRange(end + gap, length))
         end += gap + length
-    if is_wrapped:  # Each in a token of text to both sides, which is also the next one's if that lies beside it.
+    if is_wrapped:  # Each between two tokens of text; the next one shares a token if it follows at once.
         masks = [torch.tensor([False] + [True] * place.length + [False]) for place in places]
         places = [PlaceholderRange(p.offset - 1, p.length + 2, m) for p, m in zip(places, masks, strict=True)]
     request: Any = SimpleNamespace(mm_features=[SimpleNamespace(mm_position=place) for place in places])

@@ -63,7 +63,7 @@ def test_preempted_requests_with_drafts(path: Path) -> None:
 
 
 def test_a_token_that_begins_images_need_not_begin_one(path: Path) -> None:
-    """In a text; the image of another request is where it was."""
+    """A text may have the token that begins images without an image; the image of another request is where it was."""
     recorded = json.loads(RECORDED.read_text())
     with engine(path, **OPTIONS, enforce_eager=True) as llm:
         (output,) = llm.generate([{"prompt_token_ids": [5, BEGIN, 7, BEGIN]}], greedy(4), use_tqdm=False)
@@ -73,7 +73,7 @@ def test_a_token_that_begins_images_need_not_begin_one(path: Path) -> None:
 
 @pytest.mark.parametrize("index", range(len(PROMPTS)))
 def test_positions_are_vllms(index: int) -> None:
-    """Where each image stands behind the token that begins one, which vLLM goes by."""
+    """Positions are vLLM's for images that lie after the token that begins one, which vLLM goes by."""
     tokens, sizes = json.loads(RECORDED.read_text())[index]["prompt"], PROMPTS[index][1]
     begins = [place + 1 for place, token in enumerate(tokens) if token == BEGIN]
     items: list[Any] = []
