@@ -27,7 +27,7 @@ class Runner(PlainModelRunner):
 class PlainWorker(Usual):
     model_runner_cls = Runner
 """
-"""Every step is padded to the largest of its kind, as on a device with captured graphs."""
+"""Device that pads every step to the largest size of its kind, as one with captured graphs does."""
 
 COMPILING = """
 import time
@@ -70,7 +70,7 @@ class Runner(PlainModelRunner):
 class PlainWorker(Usual):
     model_runner_cls = Runner
 """
-"""Graphs of two smaller decode sizes are compiled, which takes a while, behind steps at the largest sizes."""
+"""Device that compiles graphs of two smaller decode sizes, which takes a while, during steps at the largest sizes."""
 
 TILED = """
 from examples.plain_device import PlainPlatform
@@ -81,7 +81,7 @@ class Runner(PlainModelRunner):
 class PlainWorker(Usual):
     model_runner_cls = Runner
 """
-"""Towers that take images by tiles run as graphs do."""
+"""Device whose towers that take images by tiles run as graphs do."""
 
 MODULES = {"padded_device": PADDED, "compiling_device": COMPILING, "tiled_device": TILED}
-"""Those that deliberate faults run on, by name."""
+"""Variants that deliberate faults run on, by name."""

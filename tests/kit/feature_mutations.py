@@ -146,7 +146,7 @@ MUTATIONS = [
         "test_adapters_in_one_batch",
     ),
     Mutation(
-        "the products of all slots are added, whoever a token's is",
+        "the products of all slots are added, whichever slot a token has",
         "adapters/punica.py",
         "return torch.where(mask, (x.to(a.dtype)",
         "return torch.where(mask | True, (x.to(a.dtype)",

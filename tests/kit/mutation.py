@@ -7,14 +7,15 @@ from dataclasses import dataclass
 class Mutation:
     name: str
     file: str
-    """Under model_runner_base."""
+    """Path under model_runner_base."""
     old: str
     """Occurs exactly once in the file."""
     new: str
     selection: str
     """Pytest's -k expression for the checks that should catch it."""
     device: str = "examples.plain_device"
-    """A variant of the example device where that has nothing that the fault is in: a module of ``devices.MODULES``."""
+    """Module of ``devices.MODULES``: a variant of the example device, where the example itself lacks what the fault
+    is in."""
 
 
 STEPS = "test_random_schedules and llama"

@@ -4,4 +4,4 @@ import feature_mutations
 import step_mutations
 
 MUTATIONS = [*step_mutations.MUTATIONS, *feature_mutations.MUTATIONS]
-"""In the order of the table in docs/conformance.md."""
+"""Deliberate faults in the order of the table in docs/conformance.md."""

@@ -105,7 +105,7 @@ MUTATIONS = [
         STEPS,
     ),
     Mutation(
-        "a repeat that finds no room counts its step all the same",
+        "a repeat that does not fit counts its step all the same",
         "step/repeat.py",
         "                self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.\n",
         "",

@@ -79,8 +79,8 @@ def test_broken_device(module: str, status: int, result: str, words: str, tmp_pa
 @pytest.mark.once
 @pytest.mark.parametrize("module", [FROM_SCRATCH, PADDED], ids=["from scratch", "padded"])
 def test_schedules_hold_on_variants_of_a_device(module: str, tmp_path: Path) -> None:
-    """What the checks see with steps that repeat the last one, they see with every step built from scratch; and where
-    steps are padded, so that repeated ones have room to grow."""
+    """Checks of schedules pass with every step built from scratch, as they do with repeated steps. They pass where
+    steps are padded, too, so that repeated ones can grow."""
     (tmp_path / "vendor.py").write_text(module)
     device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
     status, results, printed = run_forked([*device, "-k", "test_schedules", *FEWEST_SCHEDULES], tmp_path)
@@ -103,7 +103,7 @@ def test_platform_that_comes_too_late(tmp_path: Path) -> None:
 
 
 def test_as_a_plugin(tmp_path: Path) -> None:
-    """From a vendor's own tests, by pytest's own command; without ``--worker`` the plugin does nothing."""
+    """A vendor's own tests run the checks by pytest's own command; without ``--worker`` the plugin does nothing."""
     (tmp_path / "test_own.py").write_text("def test_own() -> None:\n    pass\n")
     plugin = [sys.executable, "-m", "pytest", "-p", "model_runner_base.testing.plugin", "-q"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -117,7 +117,7 @@ def test_as_a_plugin(tmp_path: Path) -> None:
 
 
 def test_an_operator_that_a_device_lacks_is_no_refusal() -> None:
-    """In a server it would end the engine in the middle of a step."""
+    """An operator that a device lacks would, in a server, end the engine in the middle of a step."""
     for operator in (
         lambda: torch.ops.aten.sort.stable(torch.eye(3).to_sparse(), stable=True),
         lambda: torch.softmax(torch.ones(2, dtype=torch.int32), 0),

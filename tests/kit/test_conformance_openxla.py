@@ -10,7 +10,7 @@ pytestmark = pytest.mark.openxla
 
 NEURON = ["neuron_runner.worker.NeuronWorker", *FEWER, "--engine-options"]
 # The largest sizes alone, since each is traced anew for each of some forty engines; five where sizes matter: they are
-# compiled behind the steps, and steps choose among them.
+# compiled while steps run, and steps choose among them.
 LARGEST = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 1}}})]
 SEVERAL = [*NEURON, json.dumps({"additional_config": {"neuron_config": {"max_padding": 0.5}}})]
 OF_SIZES = "(test_compilation or test_schedules)"

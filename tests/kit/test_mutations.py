@@ -55,7 +55,7 @@ def test_the_base_as_it_is_passes(verdicts: dict[str, Future[Run]]) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_kit_catches(mutation: Mutation, verdicts: dict[str, Future[Run]]) -> None:
-    """By a row of its table, which says what is wrong."""
+    """A deliberate fault fails a row of the kit's table, which says what is wrong."""
     run = verdicts[mutation.name].result()
     assert run.status == 1, f"{run.status}: {run.printed[-3000:]}"
     assert re.search(r" FAILS ", run.printed), run.printed[-3000:]

@@ -51,7 +51,7 @@ print("RESULT", type(vllm.platforms.current_platform).__name__, foreign, list(ou
     ids=["by hand, in process", "by entry point, multiprocess", "over two workers"],
 )
 def test_serves(how: str, environment: dict[str, str], options: dict[str, object]) -> None:
-    """Beside an installed platform of another device, which must not be touched."""
+    """The example device serves next to an installed platform of another device, which must not be touched."""
     out = subprocess.run(
         [sys.executable, "-c", how + SERVE, BUNDLED_MODEL, str(NEW_TOKENS), str(PROMPT), str(options)],
         env={"PATH": "/usr/bin:/bin", **environment},
@@ -85,8 +85,8 @@ def test_overrides_the_four_hooks_and_nothing_else(monkeypatch: pytest.MonkeyPat
     assert own == HOOKS
     own = {name for name, value in vars(example.PlainWorker).items() if not name.startswith("__")}
     assert own == {"model_runner_cls", "make_device"}
-    with pytest.raises(AttributeError, match="no attribute 'Nobody'"):
-        example.Nobody  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'Absent'"):
+        example.Absent  # noqa: B018
 
 
 def test_is_under_150_lines_of_code() -> None:
