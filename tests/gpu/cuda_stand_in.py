@@ -1,4 +1,4 @@
-"""gpu_runner on a CPU: what of torch.cuda it uses is replaced, and kernels are plain torch.
+"""gpu_runner on a CPU: the parts of torch.cuda that it uses are replaced, and kernels are plain torch.
 
 Importing this module does it, for the whole process. What is worth replacing with care:
 
@@ -184,7 +184,7 @@ class RecordedGraph:
             RecordedGraph.current = None
 
     def held(self, build: Callable[[], Any]) -> Any:
-        """What was built at the capture; the tensors in it are written anew by the call itself."""
+        """Result of ``build`` at the capture; the call itself writes the tensors in it anew."""
         if self.is_replaying:
             return next(self._next)
         self.metadata.append(build())

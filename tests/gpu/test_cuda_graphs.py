@@ -1,4 +1,4 @@
-"""When a step is captured and replayed, and that its packed buffer outlasts replays of others."""
+"""Capture and replay of steps, and packed buffers that outlast replays of others."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from model_runner_base.step.sizes import StepKind, StepSize
 
 
 def test_pieces_are_captured_after_a_run_without_them_and_replayed_from_then_on() -> None:
-    """What vLLM's pieces go by is the forward context: it is theirs during the call, and nobody's after it."""
+    """A forward context, which vLLM's pieces go by, is set for them during the call and as before after it."""
     seen: list[tuple[CUDAGraphMode, int | None]] = []
     context: Any = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None)
 

@@ -18,7 +18,7 @@ from gpu_runner.device_ops import COPIES_IN_FLIGHT, CudaDeviceOps
 
 
 def test_results_are_copied_once_they_are_there_and_kept_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the side stream, behind what was launched; torch's allocator hears of it."""
+    """Results are copied on the side stream, after what was launched; torch's allocator is told of it."""
     done: list[str] = []
 
     class Side:

@@ -45,7 +45,7 @@ def offload_budget() -> int:
 
 
 def offload_options(gib: float) -> dict[str, Any]:
-    """What the config says of it: an object of its own, or a number beside the cache's."""
+    """Offload settings as the config has them: in an object of their own, or in a number among the cache's."""
     if find_spec("vllm.config.offload"):
         config = import_module("vllm.config.offload")
         return {"offload_config": config.OffloadConfig(uva=config.UVAOffloadConfig(cpu_offload_gb=gib))}
@@ -53,7 +53,8 @@ def offload_options(gib: float) -> dict[str, Any]:
 
 
 def test_weights_are_offloaded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM's models, which go by the budget that stands when they are made; the next engine has its own."""
+    """Weights are offloaded by vLLM's models, which go by the budget that is set when they are made. The next engine
+    has its own."""
     budgets = []
 
     def load(*args: Any, **options: Any) -> nn.Module:
@@ -75,7 +76,8 @@ def test_weights_are_offloaded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("has_embeds", [False, True])
 def test_the_pool_of_prompt_embeddings_is_part_of_what_a_step_needs(has_embeds: bool) -> None:
-    """It is allocated after the measurement: 8 tokens of 24 float32, a row of padding, and 8 on their way to it."""
+    """The pool is allocated after the measurement: 8 tokens of 24 float32, a row of padding, and 8 on their way to
+    it."""
     model_config = SimpleNamespace(enable_prompt_embeds=has_embeds, get_inputs_embeds_size=lambda: 24)
     runner = SimpleNamespace(
         device_ops=SimpleNamespace(peak_memory=lambda run: 1000),
@@ -90,7 +92,7 @@ def test_the_pool_of_prompt_embeddings_is_part_of_what_a_step_needs(has_embeds: 
 
 @pytest.mark.parametrize("of_encoder", [700, 3000])
 def test_the_larger_of_a_step_and_an_encoder_is_what_is_needed(of_encoder: int) -> None:
-    """They do not run at a time."""
+    """A step and an encoder do not run at the same time, so they share what the larger one needs."""
 
     class Measured(Encoder):
         def profile(self) -> None:
@@ -128,7 +130,7 @@ def test_inputs_stay_at_their_addresses() -> None:
 
 
 def deepstack_model() -> Any:
-    """What ``DeepstackBuffers`` asks of a model: it adds two levels behind its first layers."""
+    """A model with what ``DeepstackBuffers`` asks of one: it adds two levels after its first layers."""
     model: Any = nn.Module()
     model.use_deepstack, model.deepstack_num_level, model.deepstack_input_embeds = True, 2, []
     model._get_deepstack_input_embeds = model._clear_deepstack_input_embeds = None
@@ -136,7 +138,7 @@ def deepstack_model() -> Any:
 
 
 def levels_of(model: Any, calls_alike: bool) -> DeepstackBuffers:
-    """Of rows of 3 float32, in steps of 8 tokens at most."""
+    """Buffers of rows of 3 float32, for steps of 8 tokens at most."""
     device_ops = DeviceOps(torch.device("cpu"))
     device_ops.calls_alike = calls_alike
     config: Any = SimpleNamespace(get_inputs_embeds_size=lambda: 3, dtype=torch.float32)
@@ -218,7 +220,8 @@ def test_models_that_need_the_base_s_attention_are_refused() -> None:
 def test_encoders_are_measured_on_the_largest_items_of_a_step(
     is_skipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many that no more fit the scheduler's budget, each as large as the processor makes them."""
+    """Encoders are measured on as many items as fit the scheduler's budget, each as large as the processor makes
+    them."""
     model = make_seeing_model("qwen3-vl", tmp_path)
     options = {"skip_tokenizer_init": False, "enforce_eager": True, "limit_mm_per_prompt": {"video": 0}}
     with engine(model.path, **options, max_num_batched_tokens=100, skip_mm_profiling=is_skipped) as llm:

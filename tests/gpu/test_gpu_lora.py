@@ -146,7 +146,8 @@ print("RIGHT")
 
 
 def test_products_of_vllms_kernels() -> None:
-    """In Triton's interpreter, float16: of tokens whose slots a graph bound, against a loop over them."""
+    """Products of tokens whose slots a graph bound equal a loop over the tokens, in Triton's interpreter and
+    float16."""
     assert "RIGHT\n" in run("-c", PRODUCTS, **TRITON)
 
 

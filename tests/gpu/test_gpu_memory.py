@@ -45,7 +45,8 @@ class CountingGpu:
         self.peak = self.allocated
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Under their names in torch.cuda, in vLLM's platforms, and for all of torch's accelerators."""
+        """Memory functions under their names in torch.cuda, in vLLM's platforms, and for all of torch's
+        accelerators."""
         return {
             "empty_cache": self.empty_cache,
             "reset_peak_memory_stats": self.reset_peak,
@@ -70,7 +71,8 @@ sizes_in_bytes = st.integers(0, 5 << 30)
 def test_kv_cache_gets_what_vllms_worker_would_give_it(
     others: int, weights: int, kept: int, activations: int, early: int, late: int, utilization: float
 ) -> None:
-    """``early`` and ``late``: what libraries take beside torch after start-up and during the profile."""
+    """The cache's size is vLLM's, whatever else takes memory. ``early`` and ``late`` are bytes that libraries other
+    than torch take after start-up and during the profile."""
 
     def start(patch: pytest.MonkeyPatch) -> CountingGpu:
         patch.setattr(gc, "collect", lambda: 0)  # Slow, and nothing here is left to it.

@@ -1,4 +1,4 @@
-"""What backends with kernels are told of a step: worked out on the device, held against loops over requests."""
+"""Metadata of a step for backends with kernels: computed on the device, compared with loops over requests."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ class Bench:
         self.packer = Packer(self.components.checked_sections, self.device_ops)
 
     def run(self, batch: InputBatch | None, step: PackedStep) -> ModelCall:
-        """What a step's graph works out."""
+        """Computes what a step's graph does."""
         self.components.prepare(batch, step, self.rows)
         call = ModelCall.unpack(step.size, step.on_device, step.sections, *self.rows.tensors[:2])
         self.components.bind(call, ())
@@ -99,7 +99,8 @@ class Request:
     start: int
     count: int
     ahead: int | None
-    """None if the host knows where the request starts; else the device does, and the host's bound is so far beyond."""
+    """Tokens by which the host's bound exceeds a start that the device alone knows; None if the host knows the
+    start."""
 
 
 @st.composite
@@ -157,7 +158,8 @@ def fill(bench: Bench, requests: list[Request], size: StepSize) -> tuple[InputBa
 def test_kernels_are_told_of_every_token(
     backend: type[ViewsBackend], every: list[tuple[list[Request], StepSize]], seed: int
 ) -> None:
-    """By number, and all of it at addresses that stay: a captured graph reads there again."""
+    """Kernels are told of every token by number, and always at the same addresses, where a captured graph reads
+    again."""
     bench, random = Bench(backend), np.random.default_rng(seed)
     addresses: set[tuple[int, ...]] = set()
     for requests, size in every:
@@ -176,7 +178,7 @@ def test_kernels_are_told_of_every_token(
 
 
 def lengths_on_host(common: Any) -> torch.Tensor:
-    """Of a vLLM that has one field for them, or two, which have to agree."""
+    """Lengths on the host, of a vLLM that has one field for them, or two, which have to agree."""
     if hasattr(common, "seq_lens_cpu_upper_bound"):
         return common.seq_lens_cpu_upper_bound
     assert common._num_computed_tokens_cpu.equal(common._seq_lens_cpu - common.query_start_loc_cpu.diff())

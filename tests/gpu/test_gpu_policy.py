@@ -1,4 +1,4 @@
-"""Which sizes are CUDA graphs, against vLLM's own dispatcher."""
+"""Sizes that are CUDA graphs, against vLLM's own dispatcher."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -100,7 +100,8 @@ def test_sizes_are_vllms(
     steps: list[tuple[int, int]],
     query: int,
 ) -> None:
-    """With drafts too, which vLLM rounds the sizes for; but for graphs of any step, which drafting has no use for."""
+    """Sizes are vLLM's with drafts too, which it rounds them for. Graphs of any step are the exception, since
+    drafting has no use for them."""
     layer = Layer(support)
     sizes = [query * size for size in sizes]
     ours, theirs = (make_config(mode, sizes, max_num_seqs, layer) for _ in range(2))

@@ -114,7 +114,7 @@ def reference(path: Path) -> list[list[int]]:
     ids=["graphs keep metadata", "metadata planned each step, prompts may be embeddings", "triton", "triton, drafts"],
 )
 def test_tokens_of_whole_graphs(platform: str, attention: str, options: dict[str, Any], shortened: Path) -> None:
-    """All steps, or all of pure decode, are replayed graphs; the largest was captured first, none after warm-up.
+    """Steps, or those of pure decode, are replayed graphs; the largest was captured first, none after warm-up.
 
     Steps that repeat the last one go by what the graph of that one left on the device.
     """
@@ -150,7 +150,7 @@ PROMISES = {
 
 @pytest.mark.parametrize("platform", PROMISES)
 def test_promises(platform: str) -> None:
-    """Some of the kit's checks; docs/gpu.md has the command for all of them, which takes longer."""
+    """Checks of the kit pass, some of them; docs/gpu.md has the command for all, which takes longer."""
     chosen = PROMISES[platform]
     worker = ("cuda_stand_in.StandInWorker", "--platform", f"cuda_stand_in.{platform}")
     fewer = () if IS_FULL else ("--schedules", 6)
