@@ -62,7 +62,7 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """Of the layer, where it looks back alone."""
+        """Window of the layer, where it looks back alone."""
         return None if self.key_range.is_whole else self.key_range.window or None
 
     def keys_seen(self, position: int, length: int) -> np.ndarray:
@@ -88,7 +88,7 @@ class Case:
 
 
 def key_ranges(most: int) -> st.SearchStrategy[KeyRange]:
-    """Of every kind, with windows and chunks of up to ``most`` positions."""
+    """Key ranges of every kind, with windows and chunks of up to ``most`` positions."""
     sizes = st.integers(1, most)
     back = sizes.map(lambda size: KeyRange(window=size)) | sizes.map(lambda size: KeyRange(chunk=size))
     return st.just(CAUSAL) | back | st.integers(0, most).map(lambda size: KeyRange(window=size, is_whole=True))
@@ -158,7 +158,7 @@ def _make_bare_step(case: Case) -> tuple[BareStep, BlockTable, InputBatch]:
     requests = sorted(case.requests, key=lambda request: request[1] > 1)
     computed, scheduled = (np.array(x, np.int64) for x in zip(*requests, strict=True))
     decode, chunk, stored = case.decode, case.chunk, case.stored
-    # With room for longer requests.
+    # The limit is longer than the requests are.
     longest = int((computed + scheduled).max()) + decode.keys + chunk.query
     rows = np.arange(len(computed))[::-1].copy()
     blocks_per_tile = math.lcm(decode.keys // stored, chunk.keys // stored)

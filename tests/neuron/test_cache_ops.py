@@ -48,7 +48,7 @@ def written(cache: np.ndarray, slots: np.ndarray, brought: np.ndarray) -> np.nda
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """A cache and pairs of blocks, a source perhaps another's destination, behind them padding with the null block."""
+    """A cache and pairs of blocks, a source perhaps another's destination, followed by padding with the null block."""
     cache = cache_of(draw(st.integers(2, 12)), draw(st.sampled_from([1, 2, 16, 256])), draw(st.integers(0, 99)))
     block = st.integers(0, len(cache) - 1)
     targets = draw(st.lists(st.integers(1, len(cache) - 1), unique=True, min_size=1, max_size=6))
@@ -134,7 +134,7 @@ def test_compiled(num_blocks: int, block_size: int) -> None:
 
 
 def test_no_graph_copies_a_cache(tmp_path: Path) -> None:
-    """In XLA's final programs each cache is an input that an output takes the place of, and nothing else has its size.
+    """Caches are inputs of XLA's final programs that outputs take the place of, and nothing else has their size.
 
     A cache that is copied and written back would keep its address too.
     """

@@ -77,7 +77,8 @@ def test_every_bucket_serves_captured_once_and_compiled_ahead(tiny_model: Callab
 
 @pytest.mark.parametrize("several", [True, False])
 def test_one_capture_serves_many_sizes_and_updates_state_in_place(several: bool) -> None:
-    """Where several are expected; else each that comes nevertheless has its own, and the same results."""
+    """One capture serves sizes of which several are expected. Else each size that comes nevertheless has its own
+    capture, and the same results."""
     device = torch_xla.device()
     weight = torch.arange(12.0).reshape(4, 3).to(device)
 

@@ -37,7 +37,7 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NeuronCommunicato
 
 @pytest.fixture
 def twice(lone: NeuronCommunicator, monkeypatch: pytest.MonkeyPatch) -> NeuronCommunicator:
-    """As if another rank had the same values: a sum is twice one's own."""
+    """Communicator that acts as if another rank had the same values: a sum is twice one's own."""
 
     def double(x: torch.Tensor, group: dist.ProcessGroup) -> None:
         x.mul_(2)
@@ -90,7 +90,7 @@ def test_sizes_and_tuples_cross(twice: NeuronCommunicator) -> None:
 
 
 def test_a_collectives_result_may_be_updated_in_place(twice: NeuronCommunicator) -> None:
-    """As some models scale their gathered logits."""
+    """A collective's result may be changed in place, as by models that scale their gathered logits."""
 
     def step(size: StepSize, x: torch.Tensor, state: list[torch.Tensor]) -> torch.Tensor:
         state[0].add_(1)
@@ -107,7 +107,8 @@ def test_a_collectives_result_may_be_updated_in_place(twice: NeuronCommunicator)
 def test_samplers_of_a_shared_vocabulary_are_cut(
     lone: NeuronCommunicator, limits: SortLimits, num_collectives: list[int]
 ) -> None:
-    """At several numbers of rows, in every mode: the tokens of the whole rows, also where the next step reads them."""
+    """Tokens are those of the whole rows, at several numbers of rows and in every mode, also where the next step
+    reads them."""
     device = torch_xla.device()
     generator = torch.Generator().manual_seed(1)
     vocabulary = CutVocabulary(0, 22, 1, 20, lone.all_gather)

@@ -1,4 +1,4 @@
-"""Drafts beside what Neuron adds: rounded weights, and graphs that are cut at their collectives."""
+"""Drafts with what Neuron adds: rounded weights, and graphs that are cut at their collectives."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_rounded_weights_draft_and_verify(tiny_model: Callable[[str], TinyModel]
         before = CompilationCount.now()
         assert generate(llm, PROMPTS) == expected(rounded_checkpoint(model, tmp_path / "rounded"), PROMPTS)
         assert CompilationCount.now() == before
-        assert share_accepted(llm) > 0.9  # All but those that lie behind a request's end.
+        assert share_accepted(llm) > 0.9  # All but those after a request's end.
 
 
 def test_two_workers_draft_and_verify(tiny_model: Callable[[str], TinyModel]) -> None:

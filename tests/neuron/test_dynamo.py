@@ -19,7 +19,7 @@ ROWS = "(test_one_request or test_mixed_batches) and llama or test_no_compilatio
 
 
 def run_kit(options: dict[str, object], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of Neuron's platform, whichever the lane's own is."""
+    """Runs the kit in a process of Neuron's platform, whichever platform the lane has."""
     environment = {**os.environ, "VLLM_NEURON_RUNNER": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
     command = [sys.executable, "-m", "model_runner_base.testing", "neuron_runner.worker.NeuronWorker"]
     given = ["--engine-options", json.dumps(options), *arguments]

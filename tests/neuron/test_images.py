@@ -25,7 +25,7 @@ FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "con
 
 
 def pictures(model: SeeingModel, count: int, seed: int) -> list[Prompt]:
-    """Of many sizes, one a prompt; then three in one."""
+    """Prompts with one image each, of many sizes; then one with three images."""
     random = Random(seed)
     asked = [
         (f"{number} {model.placeholder}", [picture(number, random.randint(8, 90), random.randint(8, 90))])
@@ -36,8 +36,8 @@ def pictures(model: SeeingModel, count: int, seed: int) -> list[Prompt]:
 
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 32, 64 and 128 patches: images that these hold, padded or not, and larger ones, which the host encodes; a
-    video that takes several."""
+    """Towers are graphs of 32, 64 and 128 patches. These take images that they hold, padded or not, and a video in
+    several runs. Larger images are encoded on the host."""
     monkeypatch.setattr(patch_graphs, "FEWEST", 32)
     monkeypatch.setattr(patch_graphs, "MOST", 128)
     model = make_seeing_model(family, tmp_path)
@@ -82,7 +82,8 @@ def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "counted"), [("ngram", "accepted"), ("head", "draft")])
 def test_adapters_and_drafts_beside_images(kind: str, counted: str, tmp_path: Path) -> None:
-    """Of a model that adds to its first layers, in graphs that stand before any adapter is loaded."""
+    """Adapters and drafts serve a model that adds to its first layers, in graphs that are compiled before any
+    adapter is loaded."""
     model = make_seeing_model("qwen3-vl", tmp_path)
     adapter = make_adapter(model.path, tmp_path, 1, 8, EVERYWHERE, part="language_model.layers")
     asked = pictures(model, 5, 2)

@@ -30,7 +30,7 @@ SDK = nki_available()
     ],
 )
 def runtime(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What the kernels find when they import ``nki``."""
+    """Runtime that the kernels find when they import ``nki``."""
     with pytest.MonkeyPatch.context() as patch:
         for name in OURS:
             patch.delitem(sys.modules, name, raising=False)
@@ -139,7 +139,7 @@ def test_kernel_equals_dense_in_drawn_steps(runtime: str, case: Case) -> None:
 
 
 def test_pairs_of_decode_may_lie_in_any_order(runtime: str) -> None:
-    """A step that is repeated hangs new pairs behind those of other requests."""
+    """Pairs may lie in any order, since a step that is repeated appends new pairs after those of other requests."""
     case = Case(DECODE, reach=32, dtype=torch.float32)
     step = make_step(case)
     plan = step.metadata.decode
@@ -178,7 +178,7 @@ def test_nothing_but_padding_reads_the_null_block_alone(runtime: str, kind: str)
 
 @pytest.mark.parametrize("kind", ["decode", "mixed", "whole"])
 def test_dynamo_captures_the_layer_as_one_graph(runtime: str, kind: str) -> None:
-    """With symbolic sizes, as the runner captures a step; the capture serves another step."""
+    """A layer is one graph with symbolic sizes, as the runner captures a step; the capture serves another step."""
     case = KINDS[kind]
     impl = NkiAttentionImpl(4, 16, 0.25, 2, sliding_window=case.window)
     graph = torch.compile(impl.attend, backend="eager", fullgraph=True, dynamic=True)

@@ -33,7 +33,8 @@ def nothing_remembered() -> Iterator[None]:
 def test_engine_through_the_kernels(
     query_tile: int, kv_tile: int, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma 2: GQA, layers with and without a window, soft caps; chunked prompts beside decode, then steady decode."""
+    """Gemma 2: GQA, layers with and without a window, soft caps; chunked prompts together with decode, then steady
+    decode."""
     for name, module in nki_standin.install().items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in OURS:

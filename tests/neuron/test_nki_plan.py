@@ -1,4 +1,4 @@
-"""What the NKI kernels make of the plan, against brute force: which cache rows each token sees, in their geometry."""
+"""The plan as the NKI kernels read it, against brute force: which cache rows each token sees, in their geometry."""
 
 from collections import Counter, defaultdict
 
@@ -38,7 +38,7 @@ def cases(draw: st.DrawFn, is_decode: bool) -> Case:
 
 
 def rows_seen(case: Case, planned: Planned) -> list[Counter]:
-    """For each token the cache rows that it must see, once each."""
+    """Cache rows that each token must see, once each."""
     _, batch, table, tokens = planned
     seen = []
     for request, position in tokens.values():

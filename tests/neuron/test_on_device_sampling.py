@@ -117,14 +117,14 @@ def test_cap_that_does_not_bind_changes_no_draw() -> None:
 
 
 def hlo_of(function: Callable[..., object], *arguments: torch.Tensor) -> str:
-    """What torch_xla hands to the device's compiler."""
+    """HLO that torch_xla hands to the device's compiler."""
     outputs = function(*(argument.to(torch_xla.device()) for argument in arguments))
     tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)  # type: ignore[call-overload]
     return torch_xla._XLAC._get_xla_tensors_hlo(tensors)
 
 
 def sorted_rows(hlo: str) -> list[tuple[int, int]]:
-    """Of each sort the length of its rows, and how many of the largest are taken of each."""
+    """Length of the rows of each sort, and how many of the largest are taken of each row."""
     found = []
     for name, width in re.findall(r"(%sort\.\d+) = \(?f32\[\d+,(\d+)\]", hlo):
         (element,) = re.findall(
@@ -137,7 +137,8 @@ def sorted_rows(hlo: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("mode", [SamplingMode.RANDOM, SamplingMode.SORTED])
 def test_neuron_graph_sorts_no_vocabulary(mode: SamplingMode) -> None:
-    """As torch_xla lowers it: rows of at most MAX_SORT_WIDTH, of which 256 are taken. Logprobs' graph likewise."""
+    """Sorts, as torch_xla lowers them, have rows of at most MAX_SORT_WIDTH, of which 256 are taken. Those of the
+    logprobs' graph are as short."""
     vocab = 50000
     states = SamplingStates(2, vocab, 0, DeviceOps(torch.device("cpu")))
     states.admit(0, SamplingParams(top_p=0.9), 1)
@@ -154,7 +155,8 @@ def test_neuron_graph_sorts_no_vocabulary(mode: SamplingMode) -> None:
 
 @pytest.mark.parametrize(("limits", "temperature"), [(SortLimits(), 0.0), (NEURON_LIMITS, 0.01)], ids=str)
 def test_ids_above_two_to_the_24_are_exact(limits: SortLimits, temperature: float) -> None:
-    """They are odd, so float32 has no room for them: what passed through it would come out as a neighbour."""
+    """Ids that are odd and this large have no number in float32: passed through it they would come out as a
+    neighbour."""
     vocab, token = (1 << 24) + 40, (1 << 24) + 33
     logits = torch.zeros(1, vocab)
     logits[0, token] = 50.0
@@ -180,7 +182,8 @@ def test_neuron_devices_are_capped_unless_told_otherwise(monkeypatch: pytest.Mon
 
 
 def test_engine_draws_among_the_likeliest(tiny_model: Callable[[str], TinyModel]) -> None:
-    """At a temperature that makes all tokens nearly alike; ranks are those of the model's own logits."""
+    """Tokens are among the likeliest at a temperature that makes all nearly alike; ranks are those of the model's
+    own logits."""
     config = {
         "num_batched_tokens_buckets": [64],
         "num_seqs_buckets": [4],

@@ -60,7 +60,7 @@ def rotary(dtype: torch.dtype, rotary_dim: int, is_neox: bool) -> RotaryEmbeddin
 
 
 def cases(dtype: torch.dtype, rows: int) -> list[tuple[Any, tuple[torch.Tensor, ...]]]:
-    """Every override with its inputs."""
+    """Overrides with their inputs, every one of them."""
     torch.manual_seed(rows)
     x, residual, gated = (torch.randn(rows, size).to(dtype) for size in (24, 24, 40))
     positions, query, key = (
@@ -89,7 +89,7 @@ def assert_close(got: Any, want: Any, dtype: torch.dtype) -> None:
 
 
 def native(layers: list[Any], run: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """What vLLM makes of the same."""
+    """Results of vLLM's native forward on the same inputs."""
     return [x for layer, inputs in zip(layers, run, strict=True) for x in as_list(layer.forward_native(*inputs))]
 
 
@@ -104,7 +104,7 @@ def test_eager_agrees_with_vllm(dtype: torch.dtype, rows: int) -> None:
 
 
 def run_compiled(layers: list[Any], *runs: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
-    """What the layers make of their inputs in each run, by openxla; one capture serves all numbers of rows."""
+    """Results of the layers in each run, by openxla; one capture serves all numbers of rows."""
     lengths = [len(inputs) for inputs in runs[0]]
     for layer in layers:
         layer.to(torch_xla.device())
@@ -138,7 +138,7 @@ def test_openxla_agrees_with_vllm(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_is_nearer_to_the_formula_than_vllm() -> None:
-    """What the overrides are for without the SDK: one rounding instead of two or three."""
+    """Overrides without the SDK have a purpose, too: one rounding instead of two or three."""
     for layer, inputs in cases(torch.bfloat16, 64)[2:]:
         if isinstance(layer, RotaryEmbedding):
             exact_inputs = [x.double() if x.is_floating_point() else x for x in inputs]
@@ -153,7 +153,7 @@ def test_bfloat16_is_nearer_to_the_formula_than_vllm() -> None:
 
 
 class SdkRmsNorm(torch.autograd.Function):
-    """As torch_neuronx.xla_impl.ops has it: float32 on an XLA device, the dimension by its index."""
+    """RmsNorm as torch_neuronx.xla_impl.ops has it: float32 on an XLA device, the dimension by its index."""
 
     calls = 0
 
@@ -243,7 +243,8 @@ def test_the_platform_alone_registers_nothing() -> None:
 
 @pytest.mark.parametrize(("lengths", "reach"), [([400, 1, 350], 400), ([64] * 11 + [16, 30], 64)])
 def test_patches_of_a_segment_see_each_other(lengths: list[int], reach: int) -> None:
-    """As vLLM has it segment by segment; patches of padding behind them change nothing."""
+    """Patches see those of their segment, as in vLLM segment by segment. Patches of padding after them change
+    nothing."""
     count, padding = sum(lengths), 37
     random = torch.Generator().manual_seed(0)
     given = [torch.randn(1, count + padding, 3, 8, generator=random) for _ in "qkv"]

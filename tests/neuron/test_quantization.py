@@ -153,7 +153,7 @@ TEXT = (
 
 
 def test_the_bundled_model_keeps_its_tolerance(tmp_path: Path) -> None:
-    """What docs/quantization.md states: logits, perplexity and tokens against HF transformers in float32."""
+    """Tolerances that docs/quantization.md states: logits, perplexity and tokens against HF transformers in float32."""
     model = TinyModel(BUNDLED_MODEL)
     rounded_model = rounded_checkpoint(model, tmp_path / "rounded")
     ids = AutoTokenizer.from_pretrained(BUNDLED_MODEL)(TEXT, return_tensors="pt").input_ids

@@ -142,7 +142,8 @@ def test_a_running_batch_changes_over_to_a_size_that_stands(
 def test_a_failing_compilation_harms_nobody(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every third one fails: larger sizes serve in place of what it was for, with a line each."""
+    """A compilation that fails, here every third, is left out: larger sizes serve in its place, with one warning for
+    each."""
     model, warnings = tiny_model("llama"), list[str]()
     reference, compile_one = expected(model, PROMPTS), _XLAC._xla_warm_up_cache
     monkeypatch.setattr(background.logger, "warning", lambda text, *values: warnings.append(text % values))
@@ -151,7 +152,7 @@ def test_a_failing_compilation_harms_nobody(
 
         def fail_sometimes(*args: Any) -> None:
             if next(attempts) % 3 == 0:
-                raise MemoryError("no room for a graph")
+                raise MemoryError("no memory for a graph")
             compile_one(*args)
 
         monkeypatch.setattr(_XLAC, "_xla_warm_up_cache", fail_sometimes)
@@ -159,7 +160,7 @@ def test_a_failing_compilation_harms_nobody(
             assert generate(llm, PROMPTS) == reference
         left_out = len(policy.sizes) - len(policy.offered)
         assert 0 < left_out == len(warnings)
-        assert all("no room for a graph" in warning for warning in warnings)
+        assert all("no memory for a graph" in warning for warning in warnings)
         assert generate(llm, PROMPTS) == reference
         with pytest.raises(MemoryError):
             runner_of(llm).background_compiler.wait()

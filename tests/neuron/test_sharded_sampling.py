@@ -80,7 +80,8 @@ SORTED_REQUESTS = REQUESTS | st.fixed_dictionaries(
 @given(st.data())
 @settings(max_examples=examples(300), deadline=None)
 def test_ranks_draw_what_one_draws_from_whole_rows(data: st.DataObject) -> None:
-    """Any mixture of requests; vocabularies that end raggedly, ranks of nothing but padding, ties, forbidden tokens."""
+    """Ranks draw the same for any mixture of requests, with vocabularies that end raggedly, ranks of nothing but
+    padding, ties, and forbidden tokens."""
     num_ranks, width = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 40))
     size = data.draw(st.integers(1, num_ranks * width))
     limits = data.draw(st.sampled_from([SortLimits(), CAPPED]))
@@ -129,7 +130,8 @@ def test_ranks_draw_what_one_draws_from_whole_rows(data: st.DataObject) -> None:
     ids=str,
 )
 def test_little_is_handed_over(limits: SortLimits, modes: list[SamplingMode]) -> None:
-    """Of a vocabulary of 1000: a token in three numbers, the maximum for min-p, and the candidates where capped."""
+    """Ranks hand over, of a vocabulary of 1000, a token in three numbers, the maximum for min-p, and the candidates
+    where capped."""
     ranks = Ranks(2, 500, 1000)
     assert list(ranks.vocabularies[0].modes(limits)) == modes
     logits, slots = torch.randn(1, 1000), torch.zeros(2, 1, dtype=torch.int32)
@@ -147,7 +149,7 @@ def test_little_is_handed_over(limits: SortLimits, modes: list[SamplingMode]) ->
 
 
 def test_tokens_above_two_to_the_24_are_exact() -> None:
-    """On the device that steps run on, compiled; the other rank is outdone."""
+    """Tokens are exact, compiled on the device that steps run on; the other rank's logits are lower."""
     width, token = (1 << 23) + 20, (1 << 24) + 33
     device = torch_xla.device()
     vocabulary = CutVocabulary(width, width, 2, 2 * width, lambda x: torch.cat((torch.full_like(x, -9.0), x), dim=-1))
@@ -201,7 +203,8 @@ class Model(nn.Module):
 def test_models_that_need_whole_rows_keep_them(
     after: Callable[[torch.Tensor], torch.Tensor], is_cut: bool, has_draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rank 1 of 2 with the same weights. A model that drafts beside it has a head of its own, and gathers."""
+    """A model that needs whole rows keeps them, here as rank 1 of 2 with the same weights. A model that drafts for
+    it has a head of its own, and gathers."""
 
     def gather(x: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, x), dim=-1)

@@ -60,7 +60,7 @@ def watch_gathers(worker: Any) -> None:
 
 
 def gathered_widths(worker: Any) -> list[int]:
-    """Of every gather since the last call: the numbers a row that this rank handed over."""
+    """Numbers a row that this rank handed over, for every gather since the last call."""
     widths, worker.widths = worker.widths, []
     return widths
 
@@ -90,7 +90,7 @@ def test_requests_are_answered_as_by_the_reference_on_every_rank(pair: LLM, mode
 
 
 def test_what_is_drawn_is_what_one_worker_draws(pair: LLM, model: TinyModel) -> None:
-    """With seeds, and without: what the engine draws for a request is the same on all ranks."""
+    """Draws are one worker's with seeds, and without: the engine draws the same for a request on all ranks."""
     prompts = random_prompts(2, [5, 40, 17, 30])
     params = [
         sampled(16, temperature=0.8),

@@ -1,4 +1,4 @@
-"""Tensors of the stand-in, in HBM, SBUF or PSUM, and what of the two small memories is in use."""
+"""Tensors of the stand-in, in HBM, SBUF or PSUM, and the parts of the two small memories that are in use."""
 
 import weakref
 from typing import Any
@@ -46,7 +46,7 @@ def start() -> None:
 
 
 class Storage:
-    """What was allocated. Floats of any width are kept as float32, already rounded."""
+    """Memory of one allocation. Floats of any width are kept as float32, already rounded."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, buffer: str) -> None:
         if dtype not in ITEM_BYTES:
@@ -167,7 +167,7 @@ class VirtualRegister:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """As the dtype holds it: to the nearest, ties to even."""
+    """Values as the dtype holds them: rounded to the nearest, ties to even."""
     if dtype == "int32":
         return np.rint(values).astype(np.int32)
     values = np.asarray(values, np.float32)
