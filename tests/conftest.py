@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["TESTS_ARE_FULL"] = str(int(config.getoption("full")))  # Read when a test is imported.
     if config.getoption("quick") and not hasattr(config, "workerinput"):
-        config.option.verbose -= 1  # The bar stands in place of the names of files.
+        config.option.verbose -= 1  # The bar takes the place of the names of files.
         config.pluginmanager.register(quick.Bar())
     config.addinivalue_line("markers", "openxla: needs torch_xla, which the newest vLLM is not made for")
     config.addinivalue_line("markers", "once: of the base and the kit alone, so it runs in the lane with torch_xla")
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
     """A real engine on token ids, as small as the kit's unless asked otherwise; the model's length is its own.
 
-    All of its sizes stand.
+    All of its sizes are compiled.
     """
     llm = LLM(str(model), **(DEFAULTS | {"max_model_len": None} | options))
     try:
@@ -111,7 +111,7 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
 
 
 def compilations() -> object:
-    """What was compiled so far; two answers are equal where nothing was between them."""
+    """Compilations so far; two answers are equal if nothing was compiled between them."""
     if not HAS_OPENXLA:
         return None
     from neuron_runner.metrics import CompilationCount

@@ -11,7 +11,7 @@ WITH_PLAIN_PLATFORM = {
     "VLLM_NEURON_RUNNER": "0",
     "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "plugin"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
-"""Of a process: vLLM finds the example device's platform installed, and no other."""
+"""Environment of a process in which vLLM finds the example device's platform installed, and no other."""
 if not HAS_OPENXLA:
     # A lane without torch_xla: the example device is the one of this machine, in processes that tests start, too.
     os.environ |= WITH_PLAIN_PLATFORM
@@ -53,4 +53,4 @@ NEWEST = [
     "project/test_structure.py",
     "project/test_vllm_names.py",
 ]
-"""What runs without torch_xla; tests marked ``openxla`` or ``once`` are left out there."""
+"""Tests that run without torch_xla; those marked ``openxla`` or ``once`` are left out there."""

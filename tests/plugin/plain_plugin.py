@@ -1,4 +1,5 @@
-"""The example device as a vendor would install it: whoever has this folder on its path finds the entry point beside."""
+"""The example device as a vendor would install it: with this folder on its path, a process finds the entry point in
+it."""
 
 
 def register() -> str:

@@ -67,7 +67,7 @@ def ask(client: openai.OpenAI, text: str, *parts: Part) -> Any:
 
 
 def test_bad_embeddings(client: openai.OpenAI, model: SeeingModel, embeddings: dict[str, torch.Tensor]) -> None:
-    """Each twice: the second time the front end might believe that the engine has them."""
+    """Bad embeddings are refused twice: the second time the front end might believe that the engine has them."""
     rows, grid = embeddings["image_embeds"], embeddings["image_grid_thw"]
     nan = rows.clone()
     nan[3, 3] = float("nan")
@@ -90,7 +90,7 @@ def test_bad_embeddings(client: openai.OpenAI, model: SeeingModel, embeddings: d
 def test_items_of_a_refused_request(
     client: openai.OpenAI, model: SeeingModel, embeddings: dict[str, torch.Tensor]
 ) -> None:
-    """A text that is too long beside an image that the engine has not seen, then a short one."""
+    """A text that is too long, with an image that the engine has not seen, is refused; a short one is then served."""
     image = picture(60, 32, 32)
     fresh = embeddings | {"image_embeds": embeddings["image_embeds"] * 1.0}
     for part, shown in (({"type": "image_url", "image_url": {"url": as_url(image)}}, image), (given(fresh), IMAGE)):

@@ -18,7 +18,7 @@ from model_runner_base.testing.adapters import TinyAdapter
 
 ROOT = Path(__file__).parents[2]
 LIGHT = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "XLA_FLAGS")}
-"""What tests set to be done sooner."""
+"""Settings with which tests end sooner."""
 
 
 @cache
@@ -32,7 +32,7 @@ def greedy_text(prompt: str, count: int, model: Path = BUNDLED_MODEL) -> str:
 
 
 def run(name: str, *arguments: str) -> str:
-    """What an example prints, beside its messages."""
+    """Output of an example, without its messages."""
     out = subprocess.run(
         [sys.executable, ROOT / "examples" / name, *arguments],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", **LIGHT},

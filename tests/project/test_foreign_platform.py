@@ -1,4 +1,5 @@
-"""A worker of ours on a platform that knows nothing of it, such as vLLM's own of CUDA: the plugin stands there."""
+"""A worker of ours on a platform that knows nothing of it, such as vLLM's own of CUDA: the plugin checks requests
+there."""
 
 import subprocess
 import sys

@@ -57,7 +57,7 @@ def ask(server: str, fields: dict[str, Any]) -> httpx.Response:
 
 
 def test_hostile_requests(server: str) -> None:
-    """Each value of each field, and pairs of them, beside honest requests."""
+    """Requests with each value of each field, and with pairs of them, do no harm to honest ones."""
     (honest,) = ask(server, {}).json()["choices"]
     rng = random.Random(1)
     pairs = [rng.choice(ALL) | rng.choice(ALL) for _ in range(100)]

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
 
 @pytest.fixture(scope="module")
 def client(model: SeeingModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """Of a server that runs eager: what runs beneath is the kit's to prove."""
+    """Client of a server that runs eager, since the kit tests what runs beneath."""
     template: Path = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
     arguments = [part for name, value in LIMITS.items() for part in (f"--{name}", str(value))]
@@ -74,7 +74,7 @@ def test_chat(client: openai.OpenAI, model: SeeingModel, num_images: int) -> Non
 
 
 def test_bad_images_are_told(client: openai.OpenAI, model: SeeingModel) -> None:
-    """Each with status 400 and what is wrong; who asks next is served."""
+    """A bad image has status 400 and a message that says what is wrong; the next request is served."""
     small, large = as_url(picture(22, 32, 32)), as_url(picture(23, 64, 64))
     broken = f"data:image/png;base64,{base64.b64encode(b'no picture').decode()}"
     for text, urls, words in (

@@ -127,7 +127,7 @@ def test_clients_that_mix_adapters(
 
     with ThreadPoolExecutor(NUM_CLIENTS + 1) as pool:
         changes = pool.submit(churn)
-        # The last adapter comes and goes, so nobody asks for it yet.
+        # The last adapter comes and goes, so no request names it yet.
         answers = [
             pool.submit(complete, client, sides[min(index, NUM_ADAPTERS - 1)][0], prompt)
             for index, prompt in zip(chosen, prompts, strict=True)
@@ -185,7 +185,7 @@ def test_bad_adapter_is_refused(
     adapters: Sequence[TinyAdapter],
     tmp_path: Path,
 ) -> None:
-    """In words; nothing else changes, and its name is free for a good one."""
+    """A bad adapter is refused in words. Nothing else changes, and its name is free for a good one."""
     before, name = names(client), make.__name__
     answer = load(server, name, make(model, tmp_path))
     assert answer.status_code == status and words in answer.text, answer.text

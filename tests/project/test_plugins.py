@@ -1,4 +1,4 @@
-"""Which platform vLLM activates where another vendor's plugin is installed beside this distribution's."""
+"""Platform that vLLM activates where another vendor's plugin is installed next to this distribution's."""
 
 import subprocess
 import sys

@@ -30,7 +30,7 @@ def client(server: str) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def greedy_text() -> str:
-    """What HF transformers continues PROMPT with: 24 tokens."""
+    """Text with which HF transformers continues PROMPT: 24 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="float32")
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids

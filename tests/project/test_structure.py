@@ -95,7 +95,7 @@ def test_whoever_reads_a_step_type_is_found() -> None:
 
 
 def test_the_scheduler_stands_apart() -> None:
-    """It serves vLLM without our runner, too: it imports no other folder, and three modules know of it."""
+    """The scheduler serves vLLM without our runner, too: it imports no other folder, and three modules know of it."""
     folder = ROOT / "model_runner_base" / "scheduling"
     for path in folder.rglob("*.py"):
         of_ours = re.findall(r"^\s*from (model_runner_base\S*) import", path.read_text(), re.MULTILINE)
@@ -114,7 +114,7 @@ def test_rows_and_corrections_of_the_scheduler_import_neither_the_other(part: st
 
 
 def test_repeat_is_one_room() -> None:
-    """What follows a schedule is step/repeat.py; no other room knows of a step that is like the last one."""
+    """One module, step/repeat.py, follows schedules; no other module knows of a step that is like the last one."""
     files = (ROOT / "model_runner_base").rglob("*.py")
     assert [path.name for path in files if "_steady" in path.read_text()] == []
 
@@ -157,7 +157,7 @@ def test_base_has_the_names_that_the_rfc_fixes() -> None:
     ]
     assert [name for name in names if not callable(getattr(ModelRunnerBase, name, None))] == []
     assert {"use_piecewise_graph", "tokenwise_graph_batch_sizes"} <= vars(ModelRunnerBase).keys()
-    # These two are work of a room: at a request's arrival, and inside the graph.
+    # Parts do the work of these two: at a request's arrival, and inside the graph.
     assert callable(calc_mrope_positions) and callable(gather_encoder_outputs)
 
 

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transcriber:
 
 @pytest.fixture(scope="module")
 def client(model: Transcriber) -> Iterator[openai.OpenAI]:
-    """Of a server that runs eager: what runs beneath is tests/base's to prove."""
+    """Client of a server that runs eager, since tests/base test what runs beneath."""
     arguments = [part for name, value in LIMITS.items() for part in (f"--{name}", str(value))]
     with served(model.path, *arguments, "--enforce-eager") as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
@@ -59,13 +59,13 @@ def transcribe(client: openai.OpenAI, file: bytes, **options: Any) -> Any:
 
 
 def complaint(client: openai.OpenAI, file: bytes) -> str:
-    """What is wrong: vLLM 0.16 says so with status 200, whatever else than a ValueError it met in reading a file."""
+    """Message of a request that failed: vLLM 0.16 gives it with status 200 if a file's reading raised no ValueError."""
     message: str = transcribe(client, file).model_extra["error"]["message"]
     return message
 
 
 def test_transcriptions(client: openai.OpenAI, model: Transcriber) -> None:
-    """Of more clients than rows at once; then in pieces, as they are made."""
+    """Transcriptions are right for more clients than rows at once; then in pieces, as they are made."""
     files, heard = zip(*(as_wave(sound(seed, 0.2 + 0.2 * seed)) for seed in range(NUM_CLIENTS)), strict=True)
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         got = [answer.text for answer in pool.map(lambda file: transcribe(client, file), files)]

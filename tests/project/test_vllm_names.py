@@ -1,4 +1,4 @@
-"""Which vLLM this is, one room asks: every other name of vLLM's that the project imports is in each that it runs on."""
+"""Names of vLLM's that the project imports exist in each vLLM that it runs on; one module asks which vLLM this is."""
 
 import ast
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ TESTS = TESTS or [ROOT / "tests" / name for name in NEWEST]
 class Name(NamedTuple):
     module: str
     name: str | None
-    """None where the module itself is imported."""
+    """Name that is imported; None where it is the module itself."""
     place: str
 
     @property
@@ -42,7 +42,7 @@ def is_port(path: Path) -> bool:
 
 
 def names_of(path: Path) -> Iterator[Name]:
-    """All of vLLM's that a file imports, wherever in it."""
+    """Names of vLLM's that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             for alias in node.names:

@@ -1,4 +1,5 @@
-"""Beside in process: vLLM's engine core in a process of its own, and the main job as the README starts it."""
+"""Ways to run besides in process: vLLM's engine core in a process of its own, and the main job as the README starts
+it."""
 
 import re
 import subprocess
@@ -54,7 +55,7 @@ def test_main_job_prints_text_and_a_summary() -> None:
     assert out.returncode == 0, out.stderr[-3000:]
     shares = [int(share) for share in re.findall(r"Capturing graphs: +(\d+)%", out.stderr)]
     assert shares == sorted(shares) and shares[-1] == 100, "the bar goes back"
-    # Notes of libraries that nobody who starts an engine can act on.
+    # Notes of libraries that a user who starts an engine cannot act on.
     assert not re.search("Gloo|CUDA_HOME|Triton|Inductor|Defaulting to PJRT", out.stdout + out.stderr)
     assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", out.stdout)
     counts = re.search(r"(\d+) of (\d+) model graphs when ready, [1-9]\d* XLA compilations", out.stdout)
