@@ -42,7 +42,7 @@ class BareStep:
         self.packer = Packer(self.components.checked_sections, device_ops)
 
     def fill_padding(self, size: StepSize) -> None:
-        """The size's buffer holds a step of nothing but padding."""
+        """Fills the size's buffer with a step of nothing but padding."""
         step = self.packer.at(size)
         step.buffer[:] = 0
         self.components.fill_padding(size, step.views)
@@ -72,7 +72,7 @@ class BareStep:
         return {name: layer for kind in self.caches for name, layer in kind.trace(call, batch).items()}
 
     def commit(self, call: ModelCall, tokens: Sequence[int]) -> None:
-        """The device records what was sampled; ``tokens`` of every row of logits, padding included."""
+        """Records on the device what was sampled; ``tokens`` are of every row of logits, padding included."""
         commit(self.rows.tensors, call.sample_slots, torch.tensor(tokens, dtype=torch.int32))
 
 
@@ -83,7 +83,7 @@ def scheduled(num_tokens: dict[str, int]) -> Schedule:
 
 
 def padded(limits: StepLimits, needs: Sequence[StepSize], padding: int, pairs: int | None = None) -> StepSize:
-    """A size that holds every one of ``needs``, all of one kind, with so much of each dim to spare."""
+    """A size that holds each of ``needs``, all of one kind, with ``padding`` more of each dim."""
     named = [limits.named(need) for need in needs]
     dims = {dim.name: max(each[dim.name] for each in named) + padding for dim in limits.dims}
     if pairs is not None:

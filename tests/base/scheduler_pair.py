@@ -121,7 +121,7 @@ class GrammarManager:
 
 
 class SyncTurns(SessionTurns, Scheduler):
-    """vLLM's own, but for sessions, forced resets and finished grammars, of which some break it."""
+    """vLLM's own scheduler, corrected for sessions, forced resets and finished grammars, of which some break it."""
 
 
 class AsyncTurns(SessionTurns, AsyncScheduler):
@@ -129,7 +129,7 @@ class AsyncTurns(SessionTurns, AsyncScheduler):
 
 
 class EagerRows(RowScheduler):
-    """Rows for a single request, too."""
+    """Row scheduler that keeps rows for a single request, too."""
 
     least_rows = 1
 
@@ -182,7 +182,7 @@ class Asked:
 
 
 class BothFailed(Exception):
-    """vLLM's own scheduler meets an assertion of its own, and so does ours."""
+    """Error when vLLM's own scheduler fails an assertion of its own, and ours fails the same one."""
 
 
 class Pair:
@@ -245,7 +245,7 @@ class Pair:
             scheduler.add_request(asked.make())
 
     def go_on(self) -> None:
-        """A streaming session says more, or that it is over."""
+        """Continues a streaming session with more input, or with the word that it is over."""
         req_id = self.random.choice(self.sessions)
         if req_id not in self.stock.requests:
             self.sessions.remove(req_id)
@@ -310,7 +310,8 @@ class Pair:
                 self.look()
 
     def run(self, num_steps: int, look: float = 0.5) -> "Pair":
-        """Steps; the schedulers' state is compared in some of them, since looking brings requests up to date."""
+        """Steps both schedulers. Their state is compared in some steps only, since looking brings requests up to
+        date."""
         try:
             for _ in range(num_steps):
                 self.step(self.random.random() < look)

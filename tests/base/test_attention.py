@@ -38,7 +38,7 @@ KEY_RANGES = [
 
 
 class Case(NamedTuple):
-    """A step, and all that its plan goes by."""
+    """A step, and all that its plan depends on."""
 
     batch: InputBatch
     key_range: KeyRange
@@ -78,14 +78,14 @@ class CaseSpans(SentSpans):
 
 
 def first_key(key_range: KeyRange, position: int) -> int:
-    """The first that a token sees."""
+    """The first key that a token sees."""
     if key_range.window:
         return max(0, position - key_range.window + 1)
     return position - position % key_range.chunk if key_range.chunk else 0
 
 
 def batch_of(query_len: np.ndarray, num_computed: np.ndarray, rows: np.ndarray) -> InputBatch:
-    """Requests of one token come first."""
+    """A batch whose requests of one token come first."""
     return InputBatch(
         req_ids=[str(row) for row in rows],
         num_tokens=int(query_len.sum()),
@@ -143,7 +143,7 @@ class Packed(NamedTuple):
 
 
 def pack(case: Case, padding: int) -> Packed:
-    """The step at a size with ``padding`` to spare of everything.
+    """Packs the step at a size with ``padding`` to spare of everything.
 
     The buffer has held a step of nothing but padding, if ``padding`` is odd, and one with longer requests, and now
     holds this one.
@@ -181,7 +181,7 @@ def pack(case: Case, padding: int) -> Packed:
 
 
 def check_pairs(case: Case, plan: PairPlan, tokens: dict[int, tuple[int, int]], max_pairs: int) -> dict[int, set[int]]:
-    """The keys that each of a plan's tokens sees, each listed once, in the request's own blocks."""
+    """Keys that each of a plan's tokens sees, each listed once, in the request's own blocks."""
     count = plan.last.shape[0]
     assert count == max_pairs
     tile_tokens, token_slots = plan.tile_tokens, plan.token_slots
@@ -435,7 +435,7 @@ def test_scores_are_not_rounded_to_the_models_dtype(num_heads: int, dtype: torch
 
 @pytest.mark.parametrize("query_tile", [1, 64])
 def test_pairs_follow_the_tokens_that_exist(query_tile: int) -> None:
-    """Eight rows of mixed length cost what their tokens cost, not eight times the longest."""
+    """Eight rows of mixed length cost as many pairs as their tokens, not eight times those of the longest."""
     geometry = PairGeometry(block_size=16, query_tile=query_tile, kv_tile=256, max_kv_tiles=32)
     lengths = np.array([256, 512, 768, 1024, 2048, 4096, 6144, 8192])
     assert geometry.count(np.ones(8, np.int64), lengths - 1, 8, NO_ENDS).num_pairs == lengths.sum() // 256

@@ -1,4 +1,4 @@
-"""Sizes that are made while steps are served: which ones first, and that one is offered when all of it is compiled."""
+"""Sizes that are made while steps are served: their order, and that a size is offered once all of it is compiled."""
 
 import gc
 import threading
@@ -34,7 +34,7 @@ def bucket_policy(sizes: list[StepSize]) -> BucketPolicy:
 
 
 class Compiling(BucketPolicy):
-    """Compilations that end when ``end`` is called with what they are of."""
+    """Policy whose compilations end when ``end`` is called with what they are of."""
 
     num_at_a_time = 2
 

@@ -1,4 +1,4 @@
-"""The batch of a step, what is packed of it and what the device makes of that, against lists of requests' tokens."""
+"""The batch of a step, its packed form and what the device makes of that, against lists of requests' tokens."""
 
 import struct
 from typing import Any
@@ -28,7 +28,7 @@ TOKENS = st.integers(0, (1 << 31) - 1)
 
 
 def make_caches(has_plans: bool, length: int = MAX_LENGTH) -> tuple[list[CacheKind], StepLimits]:
-    """Caches with attention plans, or for metadata builders, of no layer: each has another layout of tokens."""
+    """Caches of no layer, with attention plans or for metadata builders: each has another layout of tokens."""
     decode, chunk = Tiling(1, 8), Tiling(4, 8)
     dims = (*COMMON_DIMS, *(plan_dims(decode, chunk) if has_plans else ()))
     limits = StepLimits(MAX_NUM_REQS * length, MAX_NUM_REQS + 3, length, decode, chunk, dims)

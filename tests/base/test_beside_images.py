@@ -38,7 +38,7 @@ def expected_with(model: SeeingModel, asked: Sequence[Prompt], adapters: Sequenc
 
 @pytest.mark.parametrize(("family", "draft"), [("llava", None), ("qwen3-vl", "ngram"), ("gemma3", "ngram")])
 def test_tokens_with_adapters_are_those_of_merged_weights(family: str, draft: str | None, tmp_path: Path) -> None:
-    """Prompts of images and of text, each with both adapters and with none in one batch, cut by chunks."""
+    """Prompts of images and of text, each with both adapters and with none in one batch, are cut by chunks."""
     model = make_seeing_model(family, tmp_path)
     made = [make_adapter(model.path, tmp_path, n, 4 * n, EVERYWHERE, part=f"{TEXT}.layers") for n in (1, 2)]
     asked = [prompt for prompt in prompts(model) for _ in range(3)]

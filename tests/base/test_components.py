@@ -1,4 +1,4 @@
-"""The list of a step's components: who is asked what, in which order, and what the list does not take."""
+"""The list of a step's components: which are asked what, in which order, and which lists are refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ class Reader(Named):
 
 
 class Silent(StepComponent):
-    """Has a section, and does not say what becomes of it while a step is repeated."""
+    """Component with a section that does not say what becomes of it while a step is repeated."""
 
     def sections(self, size: Any) -> list[Section]:
         return [Section("silent", (1,))]
@@ -55,20 +55,20 @@ class Twice(StepComponent):
 
 
 class Holder(StepComponent):
-    """Has a tensor, and binds nothing."""
+    """Component with a tensor that binds nothing."""
 
     tensors = (torch.zeros(1),)
 
 
 class Overwriter(StepComponent):
-    """Writes into another's section, and does not say what becomes of that while a step is repeated."""
+    """Component that writes into another's section, and does not say what becomes of that while a step is repeated."""
 
     def fill(self, batch: Any, size: Any, views: dict[str, np.ndarray]) -> None:
         views["first"][:] = 0
 
 
 class Asked(StepComponent):
-    """Notes what else it is asked."""
+    """Component that notes all that it is asked."""
 
     prompts_in_chunks = True
 

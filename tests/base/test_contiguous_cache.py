@@ -65,7 +65,8 @@ def kinds_of_steps(llm: LLM) -> Iterator[set[StepKind]]:
 
 
 def test_compiled_tokens_equal_the_reference(tiny_model: Callable[[str], TinyModel]) -> None:
-    """Mixed batches, chunked prompts, arrivals, aborts and all set aside at once; nothing compiles after warm-up."""
+    """Tokens are the reference's in mixed batches, chunked prompts and arrivals, and when all requests are set aside
+    at once. Nothing compiles after warm-up."""
     model = tiny_model("llama")
     options = {"additional_config": {"neuron_config": FEW_BUCKETS}, "max_model_len": MAX_LENGTH}
     with engine(model.path, block_size=MAX_LENGTH, **options) as llm:
@@ -99,7 +100,8 @@ def test_compiled_tokens_equal_the_reference(tiny_model: Callable[[str], TinyMod
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
 def test_random_schedules(name: str, tiny_model: Callable[[str], TinyModel]) -> None:
-    """The kit's schedules, step by step against a model without memory; there may be lines for all requests or not."""
+    """Schedules of the kit hold, step by step against a model without memory, with lines for all requests or for
+    some."""
     model = tiny_model(name)
     # Gemma's requests take a line in each of its two KV-cache groups, so that half of the lines are not a group's.
     options = OPTIONS | {"block_size": 352, "num_gpu_blocks_override": 4 if name == "llama" else 5}
@@ -127,7 +129,7 @@ def test_random_schedules(name: str, tiny_model: Callable[[str], TinyModel]) -> 
 def test_length_between_tiles_and_synchronous_scheduling(
     prefix_caching: bool, tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    """A block longer than the longest request, which is no whole number of tiles."""
+    """A block may be longer than the longest request, which is no whole number of tiles."""
     model = tiny_model("gpt2")
     options = {"max_model_len": 251, "enable_prefix_caching": prefix_caching, "async_scheduling": False}
     with engine(model.path, enforce_eager=True, block_size=300, **options) as llm, kinds_of_steps(llm) as kinds:
@@ -260,7 +262,8 @@ def test_tiles_of_kernels_are_what_they_multiply_at_a_time(count: int) -> None:
 def test_useful_memory_holds_every_request(
     num_full: int, num_sliding: int, tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    """A line a request in each of vLLM's groups of layers, and the null block, by vLLM's own count of blocks."""
+    """Memory is useful for a line a request in each of vLLM's groups of layers, and the null block, by vLLM's own
+    count."""
     config = EngineArgs(
         str(tiny_model("llama").path), max_model_len=MAX_LENGTH, block_size=MAX_LENGTH, max_num_seqs=64
     ).create_engine_config()

@@ -22,7 +22,7 @@ DEAF = 3
 
 
 def batch_of(decodes: list[int], chunks: list[int]) -> InputBatch:
-    """Rows of one token at these positions, then chunks of so many tokens from position 0 on; in rows that count up."""
+    """A batch of rows of one token at ``positions``, then chunks from position 0 on, in rows that count up."""
     query_len = np.array([1] * len(decodes) + chunks, np.int64)
     num_computed = np.array(decodes + [0] * len(chunks), np.int64)
     count = len(query_len)
@@ -102,7 +102,7 @@ def test_every_token_sees_all_of_its_output(length: int, padding: int) -> None:
 
 
 def dense(query: np.ndarray, output: np.ndarray) -> np.ndarray:
-    """One token's [H, D], of ``output`` [N, 2 * K, D]."""
+    """Attention of one token [H, D] over ``output`` [N, 2 * K, D]."""
     keys, values = (np.repeat(half, HEADS // KV_HEADS, axis=1) for half in np.split(output.astype(np.float64), 2, 1))
     weights = np.exp(np.einsum("hd,nhd->hn", query.astype(np.float64), keys) / np.sqrt(HEAD_SIZE))
     return np.einsum("hn,nhd->hd", weights / weights.sum(1, keepdims=True), values)

@@ -58,9 +58,9 @@ def run(llm: LLM, prompts: list[tuple[int, ...]], rng: np.random.Generator) -> l
 def run_under(
     contract: str, model: TinyModel, prompts: list[tuple[int, ...]], is_async: bool, draft: str | None
 ) -> list[list[int]]:
-    """The same on an engine of its own, whose scheduler speaks to runner ``contract``; many requests are preempted.
+    """Tokens of an engine whose scheduler speaks to runner ``contract``; many requests are preempted.
 
-    Eager: the contract is the host's.
+    The engine is eager, since the contract is the host's.
     """
     options: dict[str, Any] = {
         "async_scheduling": is_async,

@@ -227,7 +227,7 @@ def neuron_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_eager_steps_beside_a_neuron_device_take_the_hosts_memory(
     is_eager: bool, kv_cache_memory: int | None, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fixed amount of it, as everywhere on the host, and not nine tenths."""
+    """Eager steps take a fixed amount of memory, as everywhere on the host, and not nine tenths of it."""
     neuron_machine(monkeypatch)
     path = str(tiny_model("llama").path)
     config = EngineArgs(path, max_model_len=128, enforce_eager=is_eager).create_engine_config()
@@ -320,7 +320,7 @@ def run_script(script: str, path: Path, **variables: str) -> subprocess.Complete
 
 
 def test_an_engine_starts_in_a_process_that_used_xla(tmp_path: Path) -> None:
-    """A forked engine core would wait for ever for XLA's threads."""
+    """An engine core is not forked then, since it would wait for ever for XLA's threads."""
     script = STARTED_BEFORE.format(model=str(BUNDLED_MODEL))
     result = run_script(script, tmp_path / "script.py", VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert "tokens 5" in result.stdout, result.stderr[-2000:]
@@ -329,7 +329,7 @@ def test_an_engine_starts_in_a_process_that_used_xla(tmp_path: Path) -> None:
 def test_vllm_reads_anew_how_processes_are_started(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine in this process has had it keep what its variables were."""
+    """Variables are read anew, since an engine in this process has made vLLM keep what they were."""
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setattr(environment, "xla_is_running", lambda: True)
     envs.disable_envs_cache()

@@ -58,7 +58,7 @@ def test_an_error_is_told_while_rows_decode_steadily() -> None:
 
 
 def test_a_session_that_waits_keeps_its_blocks_while_others_run() -> None:
-    """One more waits for its turn, and not for blocks."""
+    """A further request waits for its turn, and not for the session's blocks."""
     scheduler = make(RowScheduler, Setting(is_async=False, caching=True, max_num_seqs=5))
     session = request("session", 40, 1, resumable=True)
     scheduler.add_request(session)

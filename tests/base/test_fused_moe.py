@@ -55,7 +55,7 @@ def one_by_one(experts: Experts, hidden: np.ndarray, ids: np.ndarray, weights: n
 
 @st.composite
 def choices(draw: st.DrawFn) -> tuple[int, np.ndarray]:
-    """A number of experts, and each token's: distinct ones, of which some are popular."""
+    """Number of experts, and the experts of each token: distinct ones, of which some are popular."""
     num_experts = draw(st.integers(1, 40))
     top_k = draw(st.integers(1, min(4, num_experts)))
     num_tokens = draw(st.sampled_from([1, 2, 3, 16, 64, 65, 100]))

@@ -120,7 +120,7 @@ def test_every_step_within_the_limits_fits(
 @given(limits_and_steps(), st.sampled_from([1, 4, 16, 64]), st.sampled_from(KEY_RANGES))
 @settings(max_examples=examples(60), deadline=None)
 def test_largest_sizes_hold_every_step(case: tuple[StepLimits, Steps], block_size: int, key_range: KeyRange) -> None:
-    """Devices without a list of sizes go by them: their memory is estimated, and warmed up."""
+    """A device without a list of sizes goes by the largest: memory is estimated, and warmed up, at these."""
     limits, steps = case
     need, *by_lines = needs_of(limits, steps, block_size, key_range)
     assert limits.largest_sizes[need.kind].holds(need)
@@ -237,7 +237,7 @@ def test_powers_of_two_end_at_the_limits() -> None:
 
 @pytest.mark.parametrize("limits", [limits_of(512, 64, 2048, 16, 256), limits_of(64, 4, 256, 16, 256)])
 def test_placed_sizes_keep_the_padding_that_was_asked_for(limits: StepLimits) -> None:
-    """Counted again step by step, through the dispatch."""
+    """Padding is counted again step by step, through the dispatch."""
     steps = expect_steps(limits)
     work = float(steps.frequency @ cost_of(steps.sizes, limits.dims))
     counts = []

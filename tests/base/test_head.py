@@ -15,7 +15,7 @@ from model_runner_base.testing.models import TinyModel
 
 
 def test_an_answer_at_once(tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generation that samples within ``answer``: the same tokens, and nothing is left for ``sample_tokens``."""
+    """Generation that samples within ``answer`` gives the same tokens, and leaves nothing for ``sample_tokens``."""
     prompts, model = random_prompts(5, [5, 40, 9]), tiny_model("llama")
     with engine(model.path, enforce_eager=True, async_scheduling=False) as llm:
         runner = runner_of(llm)

@@ -39,7 +39,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_process_that_starts_while_another_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """numba has written which code belongs to the new file, and not the code yet."""
+    """A process finds that numba has written which code belongs to the new file, and not the code yet."""
     path.write_text(LOOP.format(factor=2))
     assert loop_of(path)(7) == 14
     path.write_text(LOOP.format(factor=3))
@@ -72,7 +72,8 @@ def test_a_file_that_stays_the_same_is_compiled_once(path: Path) -> None:
 
 
 def test_a_file_that_is_only_newer(path: Path) -> None:
-    """numba calls what it has of the older one stale, and hands its names out again."""
+    """A newer file gets a folder of its own: in a shared one numba calls the older code stale, and hands out its
+    names again."""
     path.write_text(LOOP.format(factor=2))
     before = cache_folder(path)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000_000))

@@ -85,7 +85,7 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
 def llm(request: pytest.FixtureRequest, model: TinyModel) -> Iterator[LLM]:
-    """Five rows; fewer blocks than all of them may need."""
+    """An engine of five rows, and of fewer blocks than all of them may need."""
     options: dict[str, Any] = {"async_scheduling": request.param, "skip_tokenizer_init": False, "enforce_eager": True}
     options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prompt_embeds": True}
     options |= {"max_model_len": LONGEST, "max_num_seqs": 5, "max_num_batched_tokens": 64}
@@ -113,7 +113,7 @@ class Round:
         self.num_turns = {"session": 2}
 
     def send(self, name: str, prompt: Any, adapter: LoRARequest | None = None) -> bool:
-        """Whether it was queued; refused by whatever error."""
+        """Sends a request; returns whether it was queued. A refusal may be any error."""
         num_before = self.engine.get_num_unfinished_requests()
         try:
             self.engine.add_request(name, prompt, greedy(COUNT), lora_request=adapter)

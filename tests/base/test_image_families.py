@@ -66,7 +66,7 @@ def test_rows_given_up_in_a_step_of_no_tokens(make_model: Any) -> None:
 
 
 def test_what_a_request_that_fails_shares_with_others(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler has its image encoded once, for all three."""
+    """An image of a request that fails is encoded once by the scheduler, for all three that share it."""
     model: SeeingModel = make_model("llava")
     one, other, _ = prompts(model)[1:4]
     asked = [one, one, (f"and {model.placeholder} again", one[1]), other]
@@ -113,7 +113,7 @@ def test_videos_that_are_refused(family: str, make_model: Any) -> None:
 
 
 def test_without_towers(make_model: Any) -> None:
-    """No image is allowed: text is served, an image is refused."""
+    """A model without towers, where no image is allowed, serves text and refuses an image."""
     model: SeeingModel = make_model("qwen2-vl")
     text = [prompt for prompt in prompts(model) if not prompt[1]]
     with engine(model.path, **OPTIONS, limit_mm_per_prompt={"image": 0, "video": 0}) as llm:

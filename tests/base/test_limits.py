@@ -68,7 +68,7 @@ HEAD = {
 
 
 def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
-    """``config`` is served, and with this value refused."""
+    """Checks that ``config`` is served, and refused with this value."""
     check_config(config)
     *path, name = setting.split(".")
     setattr(reduce(getattr, path, config), name, value)
@@ -182,7 +182,8 @@ def test_what_encoder_decoders_are_not_served_with_yet(setting: str, value: Any,
 
 
 def test_what_the_second_runner_alone_would_do_is_refused() -> None:
-    """``VLLM_USE_V2_MODEL_RUNNER``, or vLLM's own choice where it has Triton: its processors have another interface."""
+    """Logits processors are refused with vLLM's second runner, where they have another interface.
+    ``VLLM_USE_V2_MODEL_RUNNER`` chooses that runner, or vLLM itself where it has Triton."""
     config: Any = deepcopy(SERVED)
     config.use_v2_model_runner = True
     message = "logits processors are not supported with what vLLM says"

@@ -1,4 +1,4 @@
-"""How the batch's changes are told to vLLM's logits processors, and NaN counts."""
+"""Changes of the batch, as vLLM's logits processors are told them, and NaN counts."""
 
 from collections.abc import Callable
 

@@ -41,14 +41,14 @@ CHOICES = ["yes", "no", "yesterday"]
 
 @pytest.fixture(scope="module")
 def compiled(tiny_model: Callable[[str], TinyModel]) -> Iterator[LLM]:
-    """More slots, on openxla."""
+    """An engine with more slots, on openxla."""
     more = {"max_loras": 4, "max_cpu_loras": 8}
     with engine(tiny_model("llama").path, **LORA | more, **COMPILED) as llm:
         yield llm
 
 
 def two_adapters(model: TinyModel, directory: Path, first: int = 1) -> list[TinyAdapter]:
-    """One of all layers, one of attention's; their numbers are ``first`` and the next."""
+    """Adapters of all layers, and of attention's; their numbers are ``first`` and the next."""
     return [
         make_adapter(model.path, directory, first, targets=EVERYWHERE),
         make_adapter(model.path, directory, first + 1, rank=4),
@@ -65,7 +65,7 @@ def check(llm: LLM, model: TinyModel, adapters: Sequence[TinyAdapter]) -> None:
 
 @pytest.mark.parametrize("fully_sharded", [False, True], ids=["B or A is cut", "both are cut"])
 def test_tensor_parallelism(fully_sharded: bool, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Two workers; eager, whose collectives are those of the compiled step."""
+    """Adapters work over two workers. These are eager, with the collectives of the compiled step."""
     model = tiny_model("llama")
     options = LORA | {"fully_sharded_loras": fully_sharded, "tensor_parallel_size": 2}
     with engine(model.path, **options, **EAGER) as llm:
@@ -94,7 +94,7 @@ def test_synchronous_scheduling(tiny_model: Callable[[str], TinyModel], tmp_path
 def test_platform_with_products_of_its_own(
     wrapper: str, words: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused before weights are read, or served in what vLLM's kernels take."""
+    """Products of another wrapper are refused before weights are read."""
     name = f"vllm.lora.punica_wrapper.{wrapper}"
     monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda cls: name))
     worker: Any = resolve_obj_by_qualname(current_platform.worker_cls)
@@ -156,7 +156,7 @@ def flat(layer: Any) -> Iterator[torch.Tensor]:
     "options", [EAGER, pytest.param(COMPILED, marks=pytest.mark.openxla)], ids=["eager", "compiled"]
 )
 def test_experts(options: dict[str, Any], tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Adapters of a model's attention, its embeddings and head; one of its experts is refused by name."""
+    """Adapters of a model's attention, its embeddings and head serve; one of its experts is refused by name."""
     model = tiny_model("qwen3-moe")
     targets = (*ATTENTION, "embed_tokens", "lm_head")
     adapters = [
@@ -214,7 +214,8 @@ def test_structured_output(tiny_model: Callable[[str], TinyModel], tmp_path: Pat
 
 @pytest.mark.openxla
 def test_twenty_adapters_compile_nothing(compiled: LLM, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Loaded, unloaded and mixed at random while requests run, over four slots and eight places on the host."""
+    """Adapters are loaded, unloaded and mixed at random while requests run, over four slots and eight places on the
+    host."""
     model, rng = tiny_model("llama"), np.random.default_rng(5)
     adapters = [
         make_adapter(model.path, tmp_path, number, rank=int(rng.choice([1, 2, 8])), targets=targets)

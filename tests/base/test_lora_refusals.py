@@ -77,7 +77,7 @@ def test_refused_before_it_is_queued(
 def test_files_that_are_gone_when_they_are_needed_again(
     llm: LLM, model: TinyModel, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
-    """The request that names them ends with an error, and it alone."""
+    """A request that names them ends with an error, and no other request does."""
     passing = make_adapter(model.path, tmp_path, 5, rank=4)
     run(llm, model, greedy_requests(2, [9]), [passing])
     llm.llm_engine.remove_lora(passing.request.lora_int_id)

@@ -87,7 +87,7 @@ def test_available_memory(asked: int | None, used: int, step: int, useful: float
 
 
 class OtherPlatform(Platform):
-    """One of vLLM's own, which knows nothing of what the base asks of a PagedPlatform."""
+    """Platform such as vLLM's own, which knows nothing of what the base asks of a PagedPlatform."""
 
     device_type = "cuda"
 
@@ -136,7 +136,7 @@ def test_too_little_free_memory_is_an_error_before_anything_is_loaded(
 
 
 def test_runtimes_report_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_xla's report as its documentation shows it, in place of that of a Neuron device."""
+    """The report is torch_xla's as its documentation shows it, in place of that of a Neuron device."""
     ops = XlaDeviceOps(torch_xla.device())
     monkeypatch.setattr(xm, "xla_device_hw", lambda device: "NEURON")
     # PJRT CPU, asked as if it were a device with memory of its own, reports none.

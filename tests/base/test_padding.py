@@ -1,4 +1,4 @@
-"""Steps are padded to sizes of graphs where ``use_piecewise_graph`` is True, and there alone."""
+"""Padding of steps to sizes of graphs, which happens only where ``use_piecewise_graph`` is True."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +62,7 @@ def test_a_device_with_graphs_runs_steps_at_the_sizes_it_names(
     chosen: Callable[[Any], list[tuple[list[StepSize], StepSize]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compiled ones, or on an eager device a policy of the two largest."""
+    """Sizes are those of compiled graphs, or on an eager device those of a policy of the two largest."""
     model = tiny_model("llama")
     if is_eager:
         monkeypatch.setattr("model_runner_base.model_runner.GraphPolicy", LargestAlone)

@@ -57,7 +57,7 @@ def alternating(prompts: list[tuple[int, ...]], embeds: list[torch.Tensor], firs
 
 @pytest.mark.parametrize(("name", "is_async"), [("llama", True), ("llama", False), ("gpt2", True)])
 def test_equals_ids(name: str, is_async: bool, tiny_model: Callable[[str], TinyModel]) -> None:
-    """Mixed in a batch with ids, in chunks, hit in the prefix cache, preempted and resumed."""
+    """Embeddings equal ids mixed in a batch, in chunks, hit in the prefix cache, preempted and resumed."""
     model = tiny_model(name)
     prompts = random_prompts(70, [1, 7, 33, 64, 90, 130])
     embeds = embeddings(model, prompts)
@@ -77,7 +77,7 @@ def test_equals_ids(name: str, is_async: bool, tiny_model: Callable[[str], TinyM
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_embeddings_of_no_token(dtype: torch.dtype, tiny_model: Callable[[str], TinyModel]) -> None:
-    """Prompts of one length that no ids spell, one after another, so that a cache by ids would mix them up."""
+    """Prompts of one length that no ids spell come one after another: a cache by ids would mix them up."""
     model = tiny_model("llama")
     hf = reference(model)
     torch.manual_seed(3)

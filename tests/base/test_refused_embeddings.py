@@ -119,7 +119,7 @@ def refused_twice(served: Served, bad: Any, words: str) -> None:
 
 @pytest.mark.parametrize("fault", OF_ROWS)
 def test_rows(fault: str, served: Served, good: Any) -> None:
-    """Twice, since the front end keeps what it has processed; then good ones."""
+    """A fault is refused twice, since the front end keeps what it has processed; then good embeddings are served."""
     spoil, words = OF_ROWS[fault]
     has_grid = isinstance(good, dict)
     bad = good | {"image_embeds": spoil(good["image_embeds"])} if has_grid else spoil(good)
@@ -149,7 +149,8 @@ def test_those_before_a_refused_one_are_not_queued(served: Served, good: Any) ->
 
 
 def test_more_items_than_allowed(served: Served, good: Any) -> None:
-    """Three where two are allowed, as images and as embeddings; an image that the text does not name."""
+    """Three items are refused where two are allowed, as images and as embeddings. So is an image that the text does
+    not name."""
     has_grid = isinstance(good, dict)
     more = good | {"image_grid_thw": good["image_grid_thw"][[0, 1, 0]]} if has_grid else good[[0, 1, 0]]
     if has_grid:
@@ -198,7 +199,7 @@ def test_a_model_without_a_place_for_embeddings(tmp_path: Path) -> None:
 
 @pytest.mark.openxla
 def test_sounds_without_samples(tmp_path: Path) -> None:
-    """Qwen2-Audio is refused on the newest vLLM."""
+    """Sounds without samples are refused. Qwen2-Audio itself is refused on the newest vLLM."""
     model = make_hearing_model("qwen2-audio", tmp_path)
     with engine(model.path, **OPTIONS, enable_mm_embeds=True) as llm:
 

@@ -25,7 +25,7 @@ FEW_BUCKETS = {
 
 
 def other_weights(model: TinyModel, directory: Path) -> TinyModel:
-    """The same checkpoint with every weight drawn anew."""
+    """A checkpoint of the same shapes with every weight drawn anew."""
     weights = load_file(model.path / "model.safetensors")
     torch.manual_seed(99)
     for tensor in weights.values():

@@ -1,4 +1,5 @@
-"""A step that repeats the last one: what is left on the device means what the same step, built from scratch, means."""
+"""A step that repeats the last one: the data on the device has the same meaning as if the step were built from
+scratch."""
 
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ KEY_RANGES = [
 
 
 def pairs_below(plan: PairPlan, row: int) -> tuple[list[int], list[list[int]]]:
-    """The pairs of a row in the order in which they are merged, and the widths of its nodes, from the tree's top."""
+    """Pairs of a row in the order in which they are merged, and the widths of its nodes, from the tree's top."""
     widths, nodes = [], [row]
     neutrals = [len(plan.pair_tile) - 1, *(len(tree) - 1 for tree in plan.merge_tree)]
     for level in reversed(range(len(plan.merge_tree))):
@@ -48,7 +49,7 @@ def pairs_below(plan: PairPlan, row: int) -> tuple[list[int], list[list[int]]]:
 
 
 def merged_by_eights(num_pairs: int, num_levels: int) -> list[list[int]]:
-    """The node widths over so many pairs, from the top: every node is full but the last of its level."""
+    """Node widths over ``count`` pairs, from the top: every node is full but the last of its level."""
     widths: list[list[int]] = []
     count = num_pairs
     for _ in range(num_levels):
@@ -116,7 +117,7 @@ class Decoding:
         self.num_built = 0
 
     def step(self, names: list[str] | None = None) -> tuple[InputBatch, PackedStep, ModelCall]:
-        """One more token of every request; checks all that the device makes of it."""
+        """Decodes one more token of every request; checks all that the device makes of it."""
         names = names or self.names
         schedule = scheduled(dict.fromkeys(names, 1))
         for group, blocks in zip(self.groups, self.blocks, strict=True):
@@ -159,7 +160,7 @@ class Decoding:
         return batch, bare.send(batch, self.size)
 
     def _check(self, batch: InputBatch, call: ModelCall) -> None:
-        """Against the lists of every request's tokens and blocks."""
+        """Checks a step against the lists of every request's tokens and blocks."""
         fed, positions, (sample_rows, sample_positions) = (
             call.token_ids.tolist(),
             call.positions.tolist(),
@@ -234,7 +235,7 @@ def test_repeated_step_means_what_one_from_scratch_means(
     names, last = decoding.names, None
     was_built = False
     kept: list[list[int]] = []
-    """The pairs that each request has had at most since the step was built, a group."""
+    """Largest number of pairs that each request has had since the step was built, for each group."""
     for step in range(1 + steps):
         before = names
         if step in interruptions:

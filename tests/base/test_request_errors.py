@@ -91,7 +91,8 @@ def test_refused_before_it_is_queued(llm: LLM, model: TinyModel, params: dict[st
 
 
 def test_as_many_tokens_as_there_may_be(llm: LLM, model: TinyModel) -> None:
-    """``max_tokens`` beyond all that a column holds: the output ends where the cache does, 4 blocks of 32 tokens."""
+    """An output whose ``max_tokens`` exceeds all that a column holds ends where the cache does, at 4 blocks of 32
+    tokens."""
     for count in (2**31, 2**62, 2**63 - 1):
         output = check_beside(llm, model, greedy(count))
         assert output.finish_reason == "length" and len(output.token_ids) == LONGEST - 2
@@ -99,7 +100,7 @@ def test_as_many_tokens_as_there_may_be(llm: LLM, model: TinyModel) -> None:
 
 @pytest.mark.parametrize("length", [LONGEST - 2, LONGEST - 1, LONGEST, 200])
 def test_a_prompt_that_never_fits(llm: LLM, model: TinyModel, length: int) -> None:
-    """One below, at, above."""
+    """A prompt is served just below the limit, and refused at it and above."""
     (prompt,) = random_prompts(71, [length])
     if length < LONGEST:
         tokens = list(check_beside(llm, model, greedy(20), prompt).token_ids)
@@ -113,7 +114,7 @@ def test_a_prompt_that_never_fits(llm: LLM, model: TinyModel, length: int) -> No
 
 @pytest.mark.parametrize("min_tokens", [1, 2, 3, 20])
 def test_the_longest_length_goes_before_min_tokens(llm: LLM, model: TinyModel, min_tokens: int) -> None:
-    """Two tokens are left."""
+    """An output ends after the two tokens that are left, whatever ``min_tokens`` says."""
     (prompt,) = random_prompts(71, [LONGEST - 2])
     params = SamplingParams(temperature=0, max_tokens=20, min_tokens=min_tokens, ignore_eos=True)
     output = check_beside(llm, model, params, prompt)
@@ -139,7 +140,7 @@ def test_a_scheduler_that_reads_no_errors_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_rules_that_meet_at_run_time(llm: LLM, model: TinyModel) -> None:
-    """A grammar of digits, of which none is allowed."""
+    """A grammar of digits, of which none is allowed, ends its request."""
     tokenizer = llm.get_tokenizer()
     other = next(token for token in range(20, 60) if not any(map(str.isdigit, tokenizer.decode([token]))))
     params = SamplingParams(

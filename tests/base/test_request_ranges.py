@@ -24,7 +24,7 @@ def params_with(**fields: Any) -> SamplingParams:
 
 
 def test_every_field_has_a_row() -> None:
-    """A field of a newer vLLM without one would reach the step unseen."""
+    """A field of a newer vLLM without a row would reach the step unseen."""
     assert set(SamplingParams.__struct_fields__) <= SAMPLING.keys()
     assert set(EngineCoreRequest.__struct_fields__) <= REQUEST.keys()
     with pytest.raises(ValueError, match="pooling requests are not supported"):

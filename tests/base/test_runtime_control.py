@@ -58,7 +58,7 @@ def test_prefix_cache_reset_when_idle_forgets(tiny_model: Callable[[str], TinyMo
 def test_model_length_is_fitted_to_the_memory(
     options: dict[str, object], tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    """max_model_len=-1: the engine tells the worker before the caches exist how long a request can be."""
+    """The engine tells the worker before the caches exist how long a request can be, for max_model_len=-1."""
     model = tiny_model("llama")
     block_bytes = 32 * 2 * 2 * 16 * 4 * 2  # tokens, keys and values, heads, head size, float32, layers
     with engine(model.path, max_model_len=-1, kv_cache_memory_bytes=8 * block_bytes, **options) as llm:

@@ -44,7 +44,7 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, params: SamplingParams, seeds: list[int], positions: list[int]) -> np.ndarray:
-    """Samples one row a (seed, position) through the sampler as the runner uses it."""
+    """Draws one token a (seed, position) through the sampler as the runner uses it."""
     count = len(seeds)
     states = SamplingStates(count, VOCAB, 0, DeviceOps(torch.device("cpu")))
     for row, seed in enumerate(seeds):

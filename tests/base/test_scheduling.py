@@ -105,7 +105,7 @@ def test_a_few_requests_are_left_to_vllm() -> None:
 
 
 def _skip_if(method: str, condition: Callable[..., bool]) -> Callable[..., Any]:
-    """The method of ScheduledRows, which does nothing where the condition holds."""
+    """A method of ScheduledRows that does nothing where the condition holds."""
     whole = getattr(ScheduledRows, method)
     return lambda self, *args: None if condition(self, *args) else whole(self, *args)
 
@@ -189,7 +189,7 @@ def test_a_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Alone:
-    """One of our schedulers, and steps of it."""
+    """One of our schedulers, alone, and steps of it."""
 
     def __init__(self, is_async: bool = False, num_requests: int = 3) -> None:
         self.scheduler = make(EagerAsyncRows if is_async else EagerRows, Setting(is_async))
@@ -236,7 +236,7 @@ def test_whoever_writes_a_request_takes_it_out_of_its_row() -> None:
 
 
 def test_a_request_that_paused_gets_no_row() -> None:
-    """vLLM hands out all of its tokens again."""
+    """A request that paused needs vLLM's own step, which hands out all of its tokens again."""
     alone = Alone()
     for _ in range(2):
         alone.step()
@@ -268,7 +268,7 @@ def test_repeated_steps_hand_out_the_same_objects() -> None:
 
 
 def test_an_output_that_is_no_plain_token_is_vllms_to_read() -> None:
-    """No token for some, which vLLM's runner never says of a decode."""
+    """A step has no token for some requests, which vLLM's runner never says of a decode."""
     Pair(Setting(), Habits(no_tokens=0.05, sessions=0, arrivals=0.1), 3).run(60)
 
 
@@ -289,7 +289,7 @@ def test_make_scheduler_follows_the_configuration() -> None:
 
 
 class OwnHook(Scheduler):
-    """A vendor's, which follows every request."""
+    """A vendor's scheduler, whose hook follows every request."""
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)

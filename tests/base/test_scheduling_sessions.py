@@ -17,7 +17,7 @@ def say(scheduler: Any, req_id: str, prompt: list[int], params: dict[str, Any] =
 
 
 def read(scheduler: Any, output: Any, token: int = 9) -> dict[str, list[int]]:
-    """A step's tokens arrive, the same for all; what the front end gets of them."""
+    """Gives a scheduler a step's tokens, the same for all; returns what the front end gets of them."""
     req_ids = list(output.num_scheduled_tokens)
     of_id = {req_id: index for index, req_id in enumerate(req_ids)}
     outputs = scheduler.update_from_output(output, ModelRunnerOutput(req_ids, of_id, [[token] for _ in req_ids]))
@@ -75,7 +75,7 @@ def test_a_turn_that_ends_while_preempted_goes_on(cls: type[Scheduler], is_queue
 
 
 def test_lockstep_of_sessions() -> None:
-    """Nothing of vLLM's own fails: turns end in all ways, and go on."""
+    """A session's turns end in all ways, and go on, without a failure of vLLM's own."""
     for seed in range(8):
         pair = Pair(Setting(is_async=seed % 2 == 0, num_blocks=(60, 300)[seed % 4 < 2]), Habits(sessions=0.4), seed)
         assert not pair.run(150, 0.2).has_failed

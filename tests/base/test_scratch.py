@@ -43,7 +43,7 @@ DECODE, CHUNK = Tiling(1, 16), Tiling(16, 32)
 
 
 def batch_of(lengths: list[int], first_row: int = 0) -> InputBatch:
-    """Whole requests, those of one token first, in rows that count down."""
+    """A batch of whole requests, those of one token first, in rows that count down."""
     query_len = np.array(sorted(lengths, key=lambda length: length > 1), np.int64)
     count = len(query_len)
     return InputBatch(
@@ -61,7 +61,7 @@ def batch_of(lengths: list[int], first_row: int = 0) -> InputBatch:
 
 
 def seen_by(key_range: KeyRange, position: int, length: int) -> np.ndarray:
-    """The keys that a token sees, by the definition."""
+    """Keys that a token sees, by the definition."""
     key = np.arange(length)
     visible = np.ones(length, bool) if key_range.is_whole else key <= position
     if key_range.window:
@@ -77,7 +77,7 @@ def dense_attention(
     cap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """One request's in float64: query [T, H, D], key and value [T, K, D], sinks [H]."""
+    """Attention of one request in float64: query [T, H, D], key and value [T, K, D], sinks [H]."""
     length, num_heads, head_size = query.shape
     keys, values = (np.repeat(x.astype(np.float64), num_heads // key.shape[1], axis=1) for x in (key, value))
     scores = np.einsum("qhd,khd->hqk", query.astype(np.float64), keys) / np.sqrt(head_size)
@@ -180,7 +180,7 @@ class Step:
             assert not (slots[is_padding] // self.scratch.block_size).any(), "padding is written outside the null block"
 
     def check_layer(self, name: str, call: ModelCall, batch: InputBatch) -> None:
-        """Queries, keys and values of a layer's own, so that it finds another's in the scratch cache."""
+        """Checks a layer with queries, keys and values of its own, so that it finds another's in the scratch cache."""
         num_tokens = call.size.num_tokens
         query, key, value = (
             self.rng.normal(size=(num_tokens, heads, HEAD_SIZE)).astype(np.float32)
@@ -200,7 +200,7 @@ class Step:
 
 
 def size_of(step: Step, *batches: InputBatch, padding: int = 0) -> StepSize:
-    """One that all the batches fit in, with so much of each dim to spare."""
+    """A size that all the batches fit in, with ``padding`` more of each dim."""
     needs = [need for batch in batches for need in step.bare.layout.needs(batch)]
     return padded(step.limits, needs, padding)
 
@@ -294,7 +294,7 @@ def test_nothing_but_padding_leaves_the_cache_alone() -> None:
 
 
 def test_pairs_are_those_in_the_key_range() -> None:
-    """A request of 8 tiles of queries and keys: all meet all; through a window each meets its neighbours."""
+    """Pairs of a request of 8 tiles of queries and keys: all meet all; through a window each meets its neighbours."""
     step = Step(Tiling(1, 16), Tiling(16, 16), window=17)
     (need,) = step.bare.layout.needs(batch_of([128]))
     assert step.limits.named(need)["chunk_pairs"] == 8 * 8 + 1
@@ -317,7 +317,7 @@ def test_request_in_parts_is_refused(change: str) -> None:
 
 
 def test_no_step_repeats_another() -> None:
-    """A request of one token has a decode row, and is done."""
+    """A step is not repeated, though its requests of one token have decode rows: each request is done."""
     step, batch = Step(), batch_of([1, 1])
     size = size_of(step, batch)
     assert step.bare.components.repeat(batch, step.bare.send(batch, size)) is None
@@ -330,7 +330,7 @@ def test_other_kinds_of_attention_are_refused() -> None:
 
 
 def test_distances_to_both_sides_are_refused() -> None:
-    """ALiBi's, which count from the last key that a query sees."""
+    """Distances such as ALiBi's are refused, since they count from the last key that a query sees."""
     with pytest.raises(NotImplementedError, match="encoder_only attention with ALiBi"):
         PagedAttentionImpl(4, 8, 1.0, attn_type=AttentionType.ENCODER_ONLY, alibi_slopes=[1.0] * 4)
 

@@ -31,7 +31,7 @@ for max_model_len, block_size, num_reqs, num_tokens in eval(sys.argv[2]):
 
 @pytest.mark.parametrize("loops", ["compiled", "plain"])
 def test_starts_and_serves_to_the_end(loops: str) -> None:
-    """A plain loop raises where it leaves an array."""
+    """An engine starts and serves with compiled loops, and with plain ones, which raise where they leave an array."""
     out = subprocess.run(
         [sys.executable, "-c", SERVE, BUNDLED_MODEL, str(LIMITS)],
         env=os.environ | {"NUMBA_DISABLE_JIT": "1" if loops == "plain" else "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},

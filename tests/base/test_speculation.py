@@ -51,7 +51,7 @@ def verified_steps(draw: Any) -> tuple[int, list[Request]]:
 @settings(deadline=None)
 @given(st.lists(verified_steps(), min_size=1, max_size=4))
 def test_verification_keeps_what_follows_right_drafts(steps: list[tuple[int, list[Request]]]) -> None:
-    """Step by step, rows of any number of drafts, padding between them; held against a loop."""
+    """Steps verify rows of any number of drafts, with padding between them, as a loop does."""
     num_drafts = steps[0][0]
     device = DeviceRows(NUM_ROWS, DeviceOps(torch.device("cpu")), 1 + num_drafts)
     last = [0] * NUM_ROWS
@@ -124,7 +124,7 @@ def test_prompt_lookup_is_vllms(tokens: list[int], lengths: list[int], num_draft
 
 
 def test_rows_of_logits_of_a_batch() -> None:
-    """Three requests decode, with 3, 0 and 1 drafts; two have chunks."""
+    """Rows of logits are right where three requests decode, with 3, 0 and 1 drafts, and two have chunks."""
     batch: Any = SimpleNamespace(row_len=4, num_decodes=3, query_len=np.array([4, 1, 2, 17, 5]))
     start, count = InputBatch.logits_start, InputBatch.num_logits
     batch.logits_start, batch.num_logits = (lambda r: start(batch, r)), (lambda r: count(batch, r))
@@ -257,13 +257,13 @@ def multi_token_prediction(model: TinyModel, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def accepted() -> list[float]:
-    """Drafts that each run has accepted."""
+    """Number of drafts that each run has accepted."""
     return []
 
 
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_multi_token_prediction(is_eager: bool, tiny_model: Any, tmp_path: Path, accepted: list[float]) -> None:
-    """The compiled layer masks other positions than those it was traced with."""
+    """A compiled layer masks other positions than those it was traced with, and drafts as the eager one does."""
     model = tiny_model("qwen2")
     multi_token_prediction(model, tmp_path / "mimo")
     config = {"method": "mtp", "num_speculative_tokens": 2}
@@ -304,7 +304,7 @@ def add_masks(draft: Path) -> None:
 
 
 def name_verifier(draft: Path, verifier: Path) -> None:
-    """Writes the config as `speculators` has it."""
+    """Writes the config in the form of `speculators`."""
     layer = json.loads((draft / "config.json").read_text())
     names = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
     ours = {name: layer.pop(name) for name in names}
@@ -323,7 +323,7 @@ def name_verifier(draft: Path, verifier: Path) -> None:
 
 
 def test_further_heads(tiny_model: Any) -> None:
-    """Medusa."""
+    """Medusa's heads, each of which guesses a token further ahead, draft for the model's own tokens."""
     model = tiny_model("llama")
     with engine(model.path, enforce_eager=True, speculative_config=speculation("further-heads", model)) as llm:
         check_tokens(llm, model)

@@ -49,6 +49,6 @@ def test_a_rank_that_nobody_hears_of_ends_its_process(
 
 @pytest.mark.parametrize("runner", [ModelRunnerBase, GPUModelRunner, NeuronModelRunner])
 def test_ray_meets_the_guard_past_the_worker(runner: type[ModelRunnerBase]) -> None:
-    """vLLM's Ray executor calls the runner's halves of a step, and no worker's."""
+    """The guard is met on the runner, as vLLM's Ray executor calls its halves of a step, and no worker's."""
     for name in ("execute_model", "sample_tokens"):
         assert getattr(runner, name).__code__ is half.__code__, f"{name} is not guarded"

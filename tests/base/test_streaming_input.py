@@ -35,7 +35,7 @@ class Session:
     prompt: tuple[int, ...] = ()
     """Prompt that vLLM makes of the session so far, by its rule."""
     outputs: list[list[int]] = field(default_factory=lambda: [[]])
-    """The last are those that come now."""
+    """Outputs for each chunk; the last list is of the outputs that come now."""
 
     def check(self, model: TinyModel, stops: Sequence[int]) -> None:
         assert self.outputs.pop() == [] and len(self.outputs) == len(self.chunks)
@@ -94,7 +94,7 @@ class Driver:
         self.feed(session)
 
     def feed(self, session: Session) -> None:
-        """The session's next chunk, or the word that it is over."""
+        """Sends the session's next chunk, or the word that it is over."""
         if session.sent < len(session.chunks):
             self.send(session.name, session.chunks[session.sent], resumable=True)
         elif session.sent == len(session.chunks):
@@ -270,7 +270,8 @@ def test_prompt_logprobs_come_with_the_first_chunk_alone(tiny_model: Callable[[s
 
 
 def test_a_dropped_output_is_in_no_prefix_cache(tiny_model: Callable[[str], TinyModel]) -> None:
-    """A turn ends where a cache block would be full; in its place comes the next input's first token."""
+    """A turn ends where a cache block would be full. The next input's first token comes in place of the dropped
+    output."""
     model = tiny_model("llama")
     chunks = random_prompts(53, [32 - OUTPUTS, 40])
     with engine(model.path, max_model_len=128, enforce_eager=True) as llm:

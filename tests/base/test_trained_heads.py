@@ -1,4 +1,4 @@
-"""The bundled heads draft in the engine what they draft in plain torch, from their checkpoints, over the same text.
+"""Bundled heads draft in the engine what they draft in plain torch, from their checkpoints, over the same text.
 
 Drafts that are poor change no token, so nothing else shows that a head reads what it was trained to read.
 """
@@ -62,7 +62,7 @@ def target() -> Target:
 
 
 class Head:
-    """A checkpoint of a head, read here once more: nothing is vLLM's."""
+    """A checkpoint of a head, read here with no code of vLLM's."""
 
     def __init__(self, path: Path, target: Target) -> None:
         self.config = json.loads((path / "config.json").read_text())

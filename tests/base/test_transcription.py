@@ -30,7 +30,7 @@ SOUNDS = [*PROMPTS, (PROMPTS[0][0], "<|startoftranscript|><|de|><|translate|><|n
 
 
 def test_answers(llm: LLM, model: Transcriber) -> None:
-    """More requests than rows, which end at different times: some arrive while others decode."""
+    """Requests are more than rows and end at different times: some arrive while others decode."""
     counts = [12, 20, 5, 40, 9, 14]
     check(llm, model, SOUNDS, counts)
     check(llm, model, SOUNDS[::-1], counts)

@@ -160,7 +160,7 @@ def unequal(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Unequal
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str, unequal: Callable[[str], Unequal]) -> None:
-    """Prompts in chunks and mixed batches, then alone, to find their prefix in the cache."""
+    """Prompts come in chunks and mixed batches, then alone, to find their prefix in the cache."""
     model, num_groups = unequal(name), CASES[name][2]
     with engine(model.path, max_model_len=256, enforce_eager=True, block_size=16) as llm:
         assert len(runner_of(llm).parts.block_tables) == num_groups
@@ -176,7 +176,7 @@ def test_equals_transformers(name: str, unequal: Callable[[str], Unequal]) -> No
     ids=["contiguous", "one-group"],
 )
 def test_in_other_caches(name: str, options: dict[str, Any], unequal: Callable[[str], Unequal]) -> None:
-    """A block a request; one group for layers with a window and without."""
+    """Caches are a block a request, or one group for layers with a window and without."""
     model = unequal(name)
     with engine(model.path, max_model_len=256, enforce_eager=True, **options) as llm:
         model.check(PROMPTS, tokens_of(generate(llm, PROMPTS, greedy(NEW_TOKENS))))

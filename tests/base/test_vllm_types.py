@@ -263,7 +263,7 @@ CASES: dict[str, tuple[dict[str, KVCacheSpec], list[dict[str, int]], list[list[s
 
 @pytest.mark.parametrize("case", CASES)
 def test_layout_has_every_layers_own_heads(case: str, config: VllmConfig) -> None:
-    """Also of layers that differ, which vLLM puts into one group if all see alike."""
+    """Heads are each layer's own, also of layers that differ, which vLLM puts into one group if all see alike."""
     specs, block_sizes, shared = CASES[case]
     layout = layout_of(config, specs)
     assert layout.num_blocks == NUM_BLOCKS
@@ -281,7 +281,7 @@ def test_layout_has_every_layers_own_heads(case: str, config: VllmConfig) -> Non
 def test_caches_have_room_for_every_layers_blocks(
     case: str, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of one tensor share its memory, all others have their own."""
+    """Layers of one tensor share its memory; all others have their own."""
     specs, block_sizes, shared = CASES[case]
     layers: Any = {
         name: SimpleNamespace(

@@ -41,7 +41,8 @@ def ask(llm: LLM, indices: list[int]) -> list[dict[str, list[int]]]:
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, COMPILED], ids=["eager", "compiled"])
 def test_tokens_are_those_recorded(options: dict[str, Any], path: Path) -> None:
-    """One image, several, none, and text before and after, in one batch cut by chunks; then with cached prefixes."""
+    """Prompts with one image, several, none, and text before and after, come in one batch cut by chunks; then with
+    cached prefixes."""
     recorded = json.loads(RECORDED.read_text())
     with engine(path, **OPTIONS, **options) as llm:
         warm = compilations()
