@@ -89,7 +89,7 @@ MUTATIONS = [
         "test_acceptance and always-right",
     ),
     Mutation(
-        "a parallel pass takes the step's tokens one position behind",
+        "a parallel pass takes the step's tokens one position too early",
         "draft/parallel.py",
         "positions = (rows.position - num_yielded).unsqueeze(1) + index",
         "positions = (rows.position - num_yielded).unsqueeze(1) + index - 1",
@@ -213,7 +213,7 @@ MUTATIONS = [
     ),
     # Images
     Mutation(
-        "encoder outputs are given up behind the next step's encoder",
+        "encoder outputs are given up after the next step's encoder",
         "multimodal/encoder.py",
         "        for identifier in identifiers:",
         "        late, self._late = getattr(self, '_late', ()), identifiers\n        for identifier in late:",
@@ -320,7 +320,7 @@ MUTATIONS = [
         "test_preempted_requests",
     ),
     Mutation(
-        "a token sees one key behind the end of an encoder's output",
+        "a token sees one key past the end of an encoder's output",
         "caches/cross.py",
         "group.cross_len - 1, NEVER",
         "group.cross_len, NEVER",

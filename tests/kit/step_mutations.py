@@ -54,7 +54,7 @@ MUTATIONS = [
         REPEAT,
     ),
     Mutation(
-        "decode rows stand wherever the scheduler names them",
+        "decode rows lie wherever the scheduler names them",
         "step/builder.py",
         "            is_sorted = False",
         "            is_sorted = True",
@@ -69,7 +69,7 @@ MUTATIONS = [
         REPEAT,
     ),
     Mutation(
-        "the device answers for the row behind",
+        "the device answers for the next row",
         "requests/device_rows.py",
         "on_device[(-values - 1).clamp(min=0)]",
         "on_device[(-values).clamp(min=0)]",
@@ -128,7 +128,7 @@ MUTATIONS = [
         "test_adapter_alone",
     ),
     Mutation(
-        "two components stand in the wrong order",
+        "two components are in the wrong order",
         "step/components.py",
         "        for component in components:\n",
         "        for component in reversed([*components]):\n",
@@ -164,7 +164,7 @@ MUTATIONS = [
         REPEAT,
     ),
     Mutation(
-        "a decode row sees the key behind its own",
+        "a decode row sees the key after its own",
         "caches/plans.py",
         "last=last[pair_tile] - kv_start,\n        first=None if first is None else first[pair_tile]",
         "last=last[pair_tile] - kv_start + 1,\n        first=None if first is None else first[pair_tile]",
