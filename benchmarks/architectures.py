@@ -69,7 +69,7 @@ REASONS = {
 
 
 def verdict(model: TinyModel, options: dict[str, Any]) -> tuple[str, str]:
-    """vLLM's class, and "equal" or what went wrong."""
+    """Name of vLLM's class, and "equal" or what went wrong."""
     engines = Engines("auto", enforce_eager="additional_config" not in options)
     try:
         llm = engines.get(model.path, **options)

@@ -73,7 +73,7 @@ class HostWorker(BareWorker):
 
 
 class ExactPolicy(GraphPolicy):
-    """No sizes: a graph is compiled when a step first needs it."""
+    """Graph policy without sizes: a graph is compiled when a step first needs it."""
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         from neuron_runner.compilation import CompiledFunction
@@ -166,7 +166,7 @@ class Batch:
 
 
 def run(worker: ModelRunnerWorker, scheduled: SchedulerOutput) -> None:
-    """One whole step."""
+    """Runs one whole step."""
     worker.execute_model(scheduled)
     output = worker.sample_tokens(None)
     if isinstance(output, AsyncModelRunnerOutput):

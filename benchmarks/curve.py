@@ -1,4 +1,4 @@
-"""How the time of something grows with a size."""
+"""Growth of a time with a size."""
 
 from dataclasses import dataclass, field
 

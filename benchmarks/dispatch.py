@@ -56,7 +56,7 @@ class Launcher:
         return self.runner.parts.graph.forward(self.size, *self.arguments())
 
     def through_bridge(self) -> Callable[[], Any]:
-        """The captured graph, called by the function that the bridge makes of it."""
+        """A launch of the captured graph, by the function that the bridge makes of it."""
         forward = self.runner.parts.graph.forward
         (capture,) = forward._captures[(self.size.kind,)]
         state = forward.state
@@ -114,14 +114,14 @@ def time_launches(ways: dict[str, Callable[[], Any]], count: int) -> dict[str, l
 
 
 def work(seconds: float) -> None:
-    """Host work: Python that computes."""
+    """Does host work: Python that computes."""
     stop = time.perf_counter() + seconds
     while time.perf_counter() < stop:
         pass
 
 
 def measure_overlap(launch: Callable[[], Any], count: int) -> dict[str, float]:
-    """Milliseconds, medians of ``count``."""
+    """Milliseconds of launches, results and steps, medians of ``count``."""
     samples: dict[str, list[float]] = {}
 
     def note(name: str, start: float) -> None:

@@ -1,4 +1,4 @@
-"""A device that takes no time: what runs on it is computed once a shape, and its time is taken out of the step's.
+"""A device that takes no time: it computes once a shape, and its time is taken out of the step's.
 
 Checked steps are live: the model hands on a hash of every token's id and position, so that each token depends on all
 that the runner prepared. Measured steps replay the first results of the same shapes, as a captured graph would be
@@ -32,7 +32,7 @@ CLOCK_NS = _clock_ns()
 
 
 class FakeDevice:
-    """Runs device work, live or replayed, and keeps the thread time that went into it."""
+    """Device that runs work live or replayed, and counts the thread time that went into it."""
 
     def __init__(self) -> None:
         self.is_live = True
@@ -62,7 +62,8 @@ class FakeDevice:
 
 
 class FakeModel(nn.Module):
-    """Hidden states [T, 2]: the token that comes next, a hash of id and position, and the index in the step."""
+    """Model with hidden states [T, 2]: the token that comes next, a hash of id and position, and the index in the
+    step."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class FakeDeviceRunner(ModelRunnerBase):
         return 0
 
     def capture_model(self) -> None:
-        """Sizes are captured when they are first met, outside the time that counts."""
+        """Captures nothing: sizes are captured when they are first met, outside the time that counts."""
 
     def make_buffers(self, num_decodes: int, num_chunk_tokens: int) -> None:
         """Makes the packed buffers of such steps, as an engine's warm-up does."""

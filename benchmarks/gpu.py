@@ -80,7 +80,7 @@ def run_section(section: str, plan: Plan, device_bytes: int, deadline: float) ->
 
 
 def tables_of(results: dict[str, list[Row]]) -> dict[str, list[Row]]:
-    """A table has the same columns in all its rows, and shows no tracebacks."""
+    """Tables, each with the same columns in all its rows, without tracebacks."""
     tables = {}
     for section, rows in results.items():
         columns = list(dict.fromkeys(key for row in rows for key in row if key != "error"))

@@ -49,7 +49,7 @@ class TokenCase:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that differs between a GPU and a rehearsal."""
+    """Settings that differ between a GPU and a rehearsal."""
 
     stock: str
     ours: str
@@ -61,7 +61,7 @@ class Plan:
     """Steps timed in the smallest batches; large batches have fewer, down to a quarter."""
     repeats: int
     sized_by: dict[str, Any]
-    """How the memory section lets the engine size its cache."""
+    """Engine options by which the memory section lets the engine size its cache."""
     patience: float = 1.0
     """Factor of the time limits: a machine that rehearses may be slow and busy."""
     can_sleep: bool = False
@@ -197,7 +197,7 @@ def check_tokens(plan: Plan, case: TokenCase) -> Iterator[Row]:
 
 
 def compare_tokens(answers: dict[str, Any], judged: list[dict[str, Any]], tolerance: float) -> Row:
-    """How many requests got other tokens, and the widest gap (nats) that a first difference had to bridge.
+    """Number of requests that got other tokens, and the widest gap (nats) that a first difference had to bridge.
 
     Up to a request's first difference both sides had the same context, so the gap that vLLM's own runner saw there
     tells a tie from a fault. Where that run itself went another way, nothing excuses the difference.

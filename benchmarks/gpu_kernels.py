@@ -52,7 +52,7 @@ def has_kernels() -> bool:
 
 
 def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, not kept alive: vLLM holds the outputs of captured graphs so."""
+    """A view of the same memory that does not keep it alive: vLLM holds the outputs of captured graphs so."""
     size = int(tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size())
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, size)
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -35,7 +35,8 @@ def takes_any_size(head_size: int) -> bool:
 
 
 def without_kernels() -> dict[str, Any]:
-    """Engine options of this process, in which models are looked at: another one would lack what stands in."""
+    """Engine options without kernels. Models are inspected in this process, since another one would lack the
+    stand-ins."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = run_here

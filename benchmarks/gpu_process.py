@@ -1,4 +1,4 @@
-"""Processes of benchmarks.gpu: a side that is told jobs, with time limits, and what the host is."""
+"""Processes of benchmarks.gpu: a side that is told jobs, with time limits, and a description of the host."""
 
 import json
 import os

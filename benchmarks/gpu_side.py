@@ -93,7 +93,7 @@ class Meter:
 
 
 class Engine:
-    """An ``LLM`` in this process, and what was seen of its start."""
+    """An ``LLM`` in this process, and the figures of its start."""
 
     def __init__(self, worker: str, platform: str | None, options: dict[str, Any]) -> None:
         self.is_kernel_free = False
@@ -124,7 +124,7 @@ class Engine:
         self._num_requests = 0
 
     def _watch(self, worker_cls: Any) -> None:
-        """Notes what memory the KV cache may have, and what capturing takes."""
+        """Notes how much memory the KV cache may have, and what capturing takes."""
         determine, warm_up = worker_cls.determine_available_memory, worker_cls.compile_or_warm_up_model
 
         def determine_available_memory(worker: Any) -> int:

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.16.0"
 LIMIT = 60_000_000
-"""Bytes of the folder."""
+"""Largest number of bytes of the folder."""
 
 PACKAGES = """
     transformers tokenizers huggingface-hub
@@ -59,7 +59,7 @@ def download(folder: Path, python: str) -> None:
 
 
 def build_vllm(folder: Path) -> None:
-    """vLLM without kernels. Its version would read 0.16.0+empty, which installers then call inconsistent."""
+    """Builds vLLM without kernels. Its version would read 0.16.0+empty, which installers then call inconsistent."""
     uv = str(Path(sys.executable).with_name("uv"))
     with tempfile.TemporaryDirectory() as installed:
         subprocess.run(
@@ -72,7 +72,7 @@ def build_vllm(folder: Path) -> None:
 
 
 def pack(installed: Path, wheel: Path) -> None:
-    """An installed pure package as a wheel again."""
+    """Packs an installed pure package as a wheel again."""
     metadata = f"vllm-{VERSION}.dist-info"
     left_out = {"RECORD", "INSTALLER", "REQUESTED", "uv_build.json", "uv_cache.json"}
     files = [path for top in ("vllm", metadata) for path in sorted((installed / top).rglob("*")) if path.is_file()]

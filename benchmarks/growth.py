@@ -30,7 +30,7 @@ from model_runner_base import BucketPolicy, StepLimits, StepSize
 from model_runner_base.worker import ModelRunnerWorker
 
 SHORT = 256
-"""Tokens of context where it is not what grows; whole KV tiles."""
+"""Tokens of context where something else grows; whole KV tiles."""
 WINDOW = 1024
 ROWS = 8
 BATCHES = (1, 4, 16, 64, 256, 1024)
@@ -55,7 +55,7 @@ def uniform(context: int, rows: int = ROWS) -> list[int]:
 
 
 def mixed(context: int) -> list[int]:
-    """The tokens and KV tiles of ``uniform``, given to the rows by SHARES."""
+    """Lengths with the tokens and KV tiles of ``uniform``, given to the rows by SHARES."""
     num_tiles = ROWS * context // SHORT
     tiles = np.maximum(1, SHARES * num_tiles).astype(int)
     tiles[-1] += num_tiles - tiles.sum()
@@ -68,7 +68,7 @@ def limits_of(worker: ModelRunnerWorker) -> StepLimits:
 
 
 def least(graphs: dict[str, Graph], repeats: int) -> dict[str, float]:
-    """Other work on the machine only adds."""
+    """Least milliseconds of each graph, since other work on the machine only adds."""
     return interleaved({name: graph.run for name, graph in graphs.items()}, repeats, min)
 
 
@@ -130,7 +130,7 @@ def device_curves(repeats: int) -> tuple[list[Curve], padding.Weights]:
 
 
 def fit_weights(limits: StepLimits, sizes: dict[str, StepSize], times: dict[str, float]) -> padding.Weights:
-    """Fixed cost, token, pairs of decode rows and of chunks, by least squares of the relative error.
+    """Costs of a step, a token, and pairs of decode rows and of chunks, by least squares of the relative error.
 
     A row of logits is taken by its arithmetic: in decode it never comes without a token.
     """
@@ -144,7 +144,7 @@ def fit_weights(limits: StepLimits, sizes: dict[str, StepSize], times: dict[str,
 
 
 def engine_curve(name: str, engines: dict[int, tuple[int, dict[str, Any]]], repeats: int) -> Curve:
-    """A curve whose points need an engine each: of so many cache tokens and this model config."""
+    """A curve whose points need an engine each, of these numbers of cache tokens and model configs."""
     curve = Curve(name, "device")
     for size, (cache_tokens, config) in engines.items():
         with worker(ExactWorker, cache_tokens, MODEL | config, **LIMITS) as exact:

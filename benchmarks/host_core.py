@@ -25,7 +25,7 @@ TURN, SETTLING = 64, 8
 
 @contextmanager
 def cores(is_async: bool, count: int) -> Iterator[dict[str, Any]]:
-    """Engine cores with so many requests that decode, by side; what the device answers is remembered."""
+    """Engine cores of each side with ``count`` requests that decode; the device replays its results."""
     from benchmarks.core_engine import ours, stock
 
     sides = {"stock": stock(is_async), "ours": ours(is_async)}

@@ -34,9 +34,9 @@ class Lane:
         self.side = side
         self.scheduler = sides.make_scheduler(side, num_blocks, max_num_tokens)
         self.schedule_ns = self.update_ns = 0
-        """The scheduler's time since they were last set to 0; the runner's is its side's."""
+        """Nanoseconds of the scheduler since they were last set to 0; the runner's are its side's."""
         self.profiler: cProfile.Profile | None = None
-        """Runs while the scheduler or the runner does, from when it is set."""
+        """Profiler that runs while the scheduler or the runner does, from when it is set."""
         self.is_cold = False
         """Whether a step finds the processor's caches full of something else."""
         self._name = name
@@ -49,7 +49,7 @@ class Lane:
         side.device.is_live = True
 
     def add(self, length: int, max_tokens: int, has_features: bool = False) -> None:
-        """A request with a prompt of its own."""
+        """Adds a request with a prompt of its own."""
         number = self._num_requests
         self._num_requests += 1
         prompt = np.random.default_rng(number).integers(VOCAB_SIZE, size=length).tolist()
@@ -189,7 +189,7 @@ def _told(request: RequestTrace) -> Iterator[tuple[str, Any]]:
 
 
 def check_random(sides: Sides, has_features: bool, num_requests: int = 80) -> None:
-    """A crowded engine: prompts longer than a step's budget, and half the blocks that would be needed."""
+    """Checks a crowded engine: prompts longer than a step's budget, and half the blocks that would be needed."""
     random = np.random.default_rng(0)
     race = Race(sides, num_blocks=250, max_num_tokens=200)
     race.watch()
@@ -214,7 +214,7 @@ def check_random(sides: Sides, has_features: bool, num_requests: int = 80) -> No
 def measure(
     sides: Sides, case: Case, num_steps: int, turn: int, is_cold: bool, profiler: cProfile.Profile | None
 ) -> dict[str, float]:
-    """Mean microseconds a step of both runners, which take turns of so many counted steps."""
+    """Mean microseconds a step of both runners, which take turns of ``turn`` counted steps."""
     race = Race(sides)
     for index in range(case.num_decodes):
         # Contexts from 50 to 1500 in no order: blocks and attention tiles are entered at staggered times.

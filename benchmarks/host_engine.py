@@ -106,7 +106,7 @@ class Side:
         self.watch = watch
         """Recorder of live steps, as ``watch_steps``."""
         self.step_ns = 0
-        """Host time since it was last set to 0."""
+        """Nanoseconds of host time since it was last set to 0."""
         self._unread: deque[ModelRunnerOutput | AsyncModelRunnerOutput] = deque()
 
     def launch(self, scheduler_output: SchedulerOutput) -> None:
@@ -118,7 +118,7 @@ class Side:
         self.step_ns += time.thread_time_ns() - start - CLOCK_NS - (self.device.taken_ns - before)
 
     def read(self) -> ModelRunnerOutput:
-        """The oldest step's."""
+        """Output of the oldest step."""
         start = time.thread_time_ns()
         output = self._unread.popleft()
         if isinstance(output, AsyncModelRunnerOutput):
@@ -150,7 +150,7 @@ class Sides:
         return iter((self.stock, self.ours))
 
     def make_scheduler(self, side: Side, num_blocks: int, max_num_tokens: int) -> Scheduler:
-        """A fresh one; it may be told less than the runners can take."""
+        """A fresh scheduler, whose limits may be lower than the runners'."""
         return make_scheduler(side.scheduler_cls, self.config, num_blocks, max_num_tokens)
 
 
@@ -170,7 +170,7 @@ def make_scheduler(
 
 
 def make_request(req_id: str, prompt: list[int], max_tokens: int, **params: Any) -> Request:
-    """Greedy unless ``params`` say otherwise."""
+    """A request, greedy unless ``params`` say otherwise."""
     options = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | params
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     return Request(req_id, prompt, SamplingParams(**options), None, None, block_hasher=hasher)

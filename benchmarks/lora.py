@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, int]] = {
 
 
 def engine(batch: int, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """Options of both sides: a size for the prompts, and one for decode."""
+    """Engine options of both sides: a size for the prompts, and one for decode."""
     max_tokens = max(64, batch * prompt_tokens)
     length = 64 * -(-(prompt_tokens + new_tokens) // 64)
     buckets = {

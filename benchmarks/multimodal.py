@@ -138,7 +138,8 @@ class Server:
         return {"prompt": "<image> what is it?", "multi_modal_data": {"image": Image.fromarray(pixels)}}
 
     def decode_beside(self, arriving: Callable[[], Any] | None) -> list[float]:
-        """Milliseconds of each of ``NUM_STEPS`` steps of requests that decode; what arrives makes one token."""
+        """Milliseconds of each of ``NUM_STEPS`` steps of requests that decode; a request that arrives makes one
+        token."""
         engine = self.llm.llm_engine
         for _ in range(NUM_TEXTS):
             params = SamplingParams(temperature=0, max_tokens=2 * NUM_STEPS, ignore_eos=True)
@@ -159,7 +160,7 @@ class Server:
 
 
 def encode_table(server: Server, numbers: list[int], repeats: int) -> list[dict[str, Any]]:
-    """A row a number of images."""
+    """Rows of the table, one for each number of images."""
     rows = []
     for number in numbers:
         items = [server.item() for _ in range(number)]
@@ -171,7 +172,7 @@ def encode_table(server: Server, numbers: list[int], repeats: int) -> list[dict[
 
 
 def beside_table(server: Server, repeats: int) -> list[dict[str, Any]]:
-    """A row for each thing that arrives."""
+    """Rows of the table, one for each thing that arrives."""
     words = {"prompt_token_ids": [*range(10, 90)] * 7 + [*range(10, 30)]}
     arrivals: dict[str, tuple[str, Callable[[], Any] | None]] = {
         "nothing": ("graphs", None),

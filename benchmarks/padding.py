@@ -1,13 +1,4 @@
-"""How much of a server's work is padding: the real scheduler's steps under random traffic, on the default sizes.
-
-Each line is a trace at 30, 60 and 90 % load together: per cent of the tokens, rows of logits and attention pairs (of
-decode rows, of chunks) that are padding, and of all work, weighed by what a small model measured on PJRT CPU and by the
-arithmetic of Llama 3 8B.
-`grid` are lists that grow twofold, with pairs of mixed steps that grow fourfold; the last table is what fewer or more
-graphs would give. `in tiles` is no padding of sizes: per cent of a pair's positions that its tokens do not attend to.
-
-    python -m benchmarks.padding [--plots docs/plots]
-"""
+"""Share of padding in a server's work: the real scheduler's steps under random traffic, on the default sizes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +29,8 @@ class Weights:
 
 
 CPU = Weights(row=0.2, decode_pair=0.75, chunk_pair=2.5)
-"""The bundled model on PJRT CPU: pairs as `python -m benchmarks.growth` fits them, a row by its arithmetic."""
+"""Weights of the bundled model on PJRT CPU: pairs as `python -m benchmarks.growth` fits them, a row by its
+arithmetic."""
 _TOKEN = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 _KEY = 4 * 32 * 4096
 FLOPS = Weights(
@@ -46,7 +38,7 @@ FLOPS = Weights(
     decode_pair=DECODE.query * DECODE.keys * _KEY / _TOKEN,
     chunk_pair=CHUNK.query * CHUNK.keys * _KEY / _TOKEN,
 )
-"""Llama 3 8B."""
+"""Weights of Llama 3 8B, by arithmetic."""
 PARTS = ("tokens", "rows", "decode pairs", "chunk pairs")
 
 
@@ -70,7 +62,8 @@ def grid(limits: StepLimits) -> OpenXlaPolicy:
 
 
 def padding(limits: StepLimits, policy: OpenXlaPolicy, traces: list[Trace]) -> dict[str, float]:
-    """Per cent of each kind of work, and of all of it, that is padding. The neutral pairs of a step count as such."""
+    """Per cent of each kind of work, and of all of it, that is padding. The neutral pairs of a step count as
+    padding."""
     needed, paid = np.zeros(len(PARTS)), np.zeros(len(PARTS))
     for one in traces:
         for need, count in one.needs.items():
@@ -82,7 +75,7 @@ def padding(limits: StepLimits, policy: OpenXlaPolicy, traces: list[Trace]) -> d
 
 
 def work(limits: StepLimits, size: StepSize, neutral: int = 1) -> np.ndarray:
-    """How many of PARTS a step of a size has; ``neutral`` pairs of each plan are counted."""
+    """Amounts of PARTS in a step of a size; ``neutral`` pairs of each plan are counted."""
     dims = limits.named(size)
     pairs = [max(0, dims[name] - 1 + neutral) for name in ("decode_pairs", "chunk_pairs")]
     return np.array([size.num_tokens, size.num_reqs, *pairs])
@@ -102,7 +95,7 @@ def line(limits: StepLimits, mix: Mix, sizes: str, policy: OpenXlaPolicy, traces
 
 
 def compare(cases: list[tuple[int, int, int, Mix]], num_steps: int = NUM_STEPS) -> Iterator[dict[str, object]]:
-    """The grid and the default sizes, on traces that differ from those the sizes were placed by."""
+    """Padding of the grid and of the default sizes, on traces that differ from those the sizes were placed by."""
     for max_num_reqs, max_num_tokens, max_model_len, mix in cases:
         limits = step_limits(max_num_reqs, max_num_tokens, max_model_len)
         traces = [trace(limits, mix, load, num_steps) for load in LOADS]
@@ -111,7 +104,7 @@ def compare(cases: list[tuple[int, int, int, Mix]], num_steps: int = NUM_STEPS) 
 
 
 def trade(max_model_len: int, num_steps: int = NUM_STEPS) -> Iterator[dict[str, object]]:
-    """Graphs against padding, for the platform's limits."""
+    """Padding against the number of graphs, for the platform's limits."""
     limits = step_limits(*DEFAULT, max_model_len)
     traces = [trace(limits, CHAT, load, num_steps) for load in LOADS]
     for max_padding in (0.4, 0.3, 0.2, 0.15, 0.12, 0.1, 0.08):

@@ -25,7 +25,7 @@ def interleaved(
     repeats: int,
     statistic: Callable[[Sequence[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Milliseconds of each case, as ``take_turns`` has them."""
+    """Milliseconds of each case by ``statistic``; the cases run as in ``take_turns``."""
     return {name: statistic(times) for name, times in take_turns(cases, repeats).items()}
 
 

@@ -56,7 +56,7 @@ OPTIONS: dict[str, Any] = {
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
 }
 SMALL_CACHE: dict[str, Any] = {"num_gpu_blocks_override": 20}
-"""Six requests need some 30 blocks."""
+"""Engine options of a cache that is too small: six requests need some 30 blocks."""
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 class _Bench:
-    """Engines, one at a time."""
+    """Engines of a soak, one at a time."""
 
     def __init__(self, directory: Path, worker: str, enforce_eager: bool, options: dict[str, Any]) -> None:
         # What imports vLLM's engine asks for the platform.
@@ -165,7 +165,7 @@ class _Bench:
         }
 
     def _compare(self, model: Any, results: dict[int, Any], wanted: dict[int, Any]) -> tuple[int, int]:
-        """How many requests differ by a tie, and how many otherwise."""
+        """Number of requests that differ by a tie, and number of those that differ otherwise."""
         from benchmarks.soak_engine import first_difference
         from benchmarks.soak_requests import child_of, distance, request_of
 

@@ -54,13 +54,13 @@ class Result:
 
 @dataclass
 class Traffic:
-    """How requests come: up to ``most`` at once, some of them aborted."""
+    """Arrival of requests: up to ``most`` at once, some of them aborted."""
 
     most: int
     arrivals: float = 0.5
-    """How likely one more comes before a step."""
+    """Chance that one more comes before a step."""
     pauses: float = 0.0
-    """How likely none comes any more until all have ended."""
+    """Chance that none comes any more until all have ended."""
     aborted: float = 0.0
     """Share of requests that are aborted within the next steps, unless they end before."""
 
@@ -121,10 +121,10 @@ class Soak:
                 self._abort_at.pop(output.request_id, None)
 
     def check_nothing_left(self) -> None:
-        """No request, row, block, entry or output of a step.
+        """Checks that no request, row, block, entry or output of a step is left.
 
-        Parts of the runner remember the last steps, those that look back on outputs by themselves: so one more request
-        comes, of another name.
+        Some parts of the runner remember the last steps, such as those that look back on outputs by themselves. So one
+        more request comes, of another name.
         """
         generate(self._llm, [(5, 6, 7)], greedy(8, bad_words=["q"]))
         for _ in range(4):  # The end of a request is told in the step after it, which may be read one later.
@@ -148,7 +148,8 @@ def _count_outputs() -> int:
 
 
 def first_difference(got: Answer, want: Answer, is_aborted: bool) -> int | None:
-    """The first token that differs, its number of tokens where one answer ends too soon; None where all is right.
+    """Index of the first token that differs, or the number of tokens where one answer ends too soon; None if all is
+    right.
 
     Of an aborted request the tokens so far must be right. A stop string ends the text, but the step in which it is
     found may have yielded more tokens.

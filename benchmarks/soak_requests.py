@@ -49,7 +49,8 @@ KINDS: list[dict[str, Any]] = [
 
 
 def request_of(number: int) -> Request:
-    """The same every time. Every third prompt begins like others; a few requests end at the model's length."""
+    """Request number ``number``, the same every time. Every third prompt begins like others; a few requests end at
+    the model's length."""
     rng = random.Random(number)
     length = rng.choice([1, 3, 15, 16, 17, 33, 48, 70, 96, 115])
     (prompt,) = random_prompts(number, [length])
@@ -65,7 +66,7 @@ def request_of(number: int) -> Request:
 
 
 def child_of(request: Request, index: int) -> Request:
-    """One of a request's ``n`` completions, by itself."""
+    """A request for one of another's ``n`` completions, by itself."""
     params = request.params.clone()
     params.n, params.seed = 1, (params.seed or 0) + index
     return replace(request, params=params)

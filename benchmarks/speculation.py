@@ -39,7 +39,7 @@ ROUNDS, DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{name}" for name in ("drafts
 
 
 def engine(batch: int) -> dict[str, Any]:
-    """Options of both sides: sizes that the batch fits, and few; one more for when most requests have ended."""
+    """Engine options of both sides: few sizes, which the batch fits, and one more for when most requests have ended."""
     max_tokens = max(64, batch * WORKLOAD["prompt_tokens"])
     buckets = {
         "num_seqs_buckets": sorted({max(1, batch // 4), batch}),
@@ -57,7 +57,7 @@ def engine(batch: int) -> dict[str, Any]:
 
 
 def measure(batch: int, num_drafts: int, without: Side, drafting: Side, repeats: int) -> dict[str, Any]:
-    """Runs in turns; the ratio is the median of the pairs'."""
+    """Rows of runs in turns; the ratio is the median of the pairs'."""
     answers: dict[str, dict[str, float]] = {}
 
     def run(name: str, side: Side) -> None:
@@ -79,7 +79,7 @@ def measure(batch: int, num_drafts: int, without: Side, drafting: Side, repeats:
 
 
 def by_batch(rows: list[dict[str, Any]], drafts: list[int]) -> list[dict[str, Any]]:
-    """The ratios, a line a batch."""
+    """Lines of the ratios, one for each batch."""
     ratios = {(row["batch"], row["drafts"]): row["ratio"] for row in rows}
     batches = dict.fromkeys(row["batch"] for row in rows)
     return [{"with / without": f"batch {b}"} | {f"{k} drafts": ratios[b, k] for k in drafts} for b in batches]

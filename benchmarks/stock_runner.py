@@ -29,7 +29,7 @@ StockBackend = TritonAttentionBackend
 
 
 class _Stream:
-    """Also the event: there is nothing to wait for."""
+    """Stand-in for a stream and for an event: there is nothing to wait for."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -44,7 +44,7 @@ class _Stream:
 
 
 class _Generator(torch.Generator):
-    """CUDA's can be turned back, which is done where a chunk of a prompt yields no token."""
+    """Generator that can be turned back as CUDA's can, which is done where a chunk of a prompt yields no token."""
 
     def get_offset(self) -> int:
         return 0
@@ -63,7 +63,7 @@ def stand_in_for_cuda() -> None:
 
 
 class FakeSampler(Sampler):
-    """The sampler as device work, but for what it does to Python lists.
+    """Sampler that counts as device work, but for what it does to Python lists.
 
     The metadata that it is given is the host's, and so is the tensor that it makes of all output tokens for penalties.
     """
@@ -84,7 +84,7 @@ class FakeSampler(Sampler):
 
 
 class StockRunner(GPUModelRunner):
-    """Less what talks to CUDA."""
+    """vLLM's runner without the parts that talk to CUDA."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         stand_in_for_cuda()
@@ -112,7 +112,7 @@ class WatchedModel(FakeModel):
     def __init__(self, runner: StockRunner) -> None:
         super().__init__(runner.fake_device)
         self.steps: list[StockTrace] | None = None
-        """Grows while somebody watches."""
+        """Traces of steps, which grow while steps are watched; None otherwise."""
         self._runner = runner
         self._token_ids: list[int]
         self._positions: list[int]

@@ -89,7 +89,7 @@ def make_scheduler(limits: StepLimits) -> Scheduler:
 
 
 def serve(limits: StepLimits, mix: Mix, load: float, num_steps: int, seed: int = 0) -> Iterator[SchedulerOutput]:
-    """The steps of a trace, after as many again in which the batch fills. Each must be used before the next is made."""
+    """Steps of a trace, after as many again in which the batch fills. Each must be used before the next is made."""
     rng = np.random.default_rng(seed)
     scheduler = make_scheduler(limits)
     rate = load * limits.max_num_reqs / mix.output.mean

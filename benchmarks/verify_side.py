@@ -26,7 +26,7 @@ PROMPT = 100
 
 
 class FakeHead(nn.Module):
-    """Hidden states that the fake model would have one position further: always right."""
+    """EAGLE head whose hidden states are those of the fake model one position further, so that it is always right."""
 
     def __init__(self, target: Any, device: FakeDevice) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class DraftingRunner(FakeDeviceRunner):
 
 
 class VerifySide:
-    """Steps as an engine makes them, one at a time."""
+    """Our runner in steps as an engine makes them, one at a time."""
 
     def __init__(self, is_async: bool, speculative_config: dict[str, Any] | None) -> None:
         self.config = make_config(is_async, PagedAttentionBackend, speculative_config=speculative_config)
@@ -74,7 +74,7 @@ class VerifySide:
         self._side.device.replay()
 
     def step(self) -> float:
-        """Microseconds of host time."""
+        """Runs one step; returns microseconds of host time."""
         self._side.step_ns = 0
         scheduler_output = self._scheduler.schedule()
         self._side.launch(scheduler_output)

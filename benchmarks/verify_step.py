@@ -26,7 +26,7 @@ COUNTS = (1, 8, 64, 256)
 
 
 def write_head(model: Path, path: Path) -> dict[str, Any]:
-    """A ``speculative_config`` of a head that is nothing but a config: no weight is loaded."""
+    """Writes a head that is nothing but a config, since no weight is loaded; returns its ``speculative_config``."""
     config = json.loads((model / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     return {"method": "eagle", "model": str(path), "num_speculative_tokens": NUM_DRAFTS}

@@ -67,7 +67,8 @@ class Growth:
 
 
 def measure(num_layers: int, with_naive: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of one depth; in a process of its own, so that memory that others gave back is not used again."""
+    """Lines of one depth. They are measured in a process of its own, so that memory that others gave back is not
+    used again."""
     import torch
     import torch_xla
     from torch_xla import _XLAC
