@@ -24,7 +24,7 @@ from model_runner_base.platform import PagedPlatform
 
 
 class KernelPlatform(PagedPlatform):
-    """Stands in for vLLM's CUDA platform: vLLM's graph settings stay as they are, and nothing here checks requests."""
+    """Stand-in for vLLM's CUDA platform: vLLM's graph settings stay as they are, and nothing here checks requests."""
 
     device_name = "cpu"
     device_type = "cpu"
@@ -59,7 +59,8 @@ class KernelPlatform(PagedPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Pieces need Inductor and a GPU: mixed steps are whole graphs here, as far as the backend supports them."""
+        """Turns pieces off, which need Inductor and a GPU: mixed steps are whole graphs, as far as the backend
+        supports them."""
         from vllm.config import CUDAGraphMode
 
         super().check_and_update_config(vllm_config)
@@ -253,7 +254,7 @@ class KernelBuilder(AttentionMetadataBuilder[KernelMetadata]):
 
 
 class PlanningBuilder(KernelBuilder):
-    """Graphs of decode alone; a batch is in vLLM's order.
+    """Builder for graphs of decode alone, with batches in vLLM's order.
 
     The kernels go by lengths that each step's call writes into a buffer of the builder's.
     """
@@ -292,7 +293,7 @@ def keys_and_values(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class KernelImpl(AttentionImpl[KernelMetadata]):
-    """Request by request, in float32 and plain torch."""
+    """Attention request by request, in float32 and plain torch."""
 
     supports_quant_query_input = False
 
@@ -384,7 +385,7 @@ class KernelBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Heads outside the block, as FlashInfer has them on some devices."""
+        """Stride order with heads outside the block, as FlashInfer has them on some devices."""
         return (0, 1, 3, 2, 4)
 
 

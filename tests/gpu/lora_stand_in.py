@@ -15,11 +15,11 @@ from vllm.triton_utils import HAS_TRITON
 from model_runner_base.adapters.kernels import KernelProducts
 
 Fixed = Callable[[Callable[[], Any]], Any]
-"""Gives what a kernel is launched with; a graph keeps what it was captured with."""
+"""Function that gives what a kernel is launched with; a graph keeps what it was captured with."""
 
 
 class Kernels:
-    """``shrink`` and ``expand`` take what vLLM's operators of these names take."""
+    """Kernels ``shrink`` and ``expand``, with the arguments of vLLM's operators of these names."""
 
     def __init__(self, fixed: Fixed) -> None:
         self._fixed = fixed
@@ -34,7 +34,7 @@ class Kernels:
         no_lora_flag: torch.Tensor,
         num_active: int,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """The slot and the tokens of each program that a launch has."""
+        """Slot and tokens of each program that a launch has."""
         is_skipped, count = self._fixed(lambda: (no_lora_flag.item(), int(num_active)))
         assert len(token_lora_mapping) == len(token_indices)
         for program in range(0 if is_skipped else count):
@@ -69,7 +69,8 @@ class Kernels:
 
 
 def replace_kernels(fixed: Fixed) -> None:
-    """Triton's interpreter keeps vLLM's, which then add a product's parts in one program instead of 64."""
+    """Replaces vLLM's kernels. Triton's interpreter keeps them, but adds a product's parts in one program instead of
+    64."""
     if HAS_TRITON:
         utils.is_batch_invariant = True
         return

@@ -149,7 +149,7 @@ def test_a_packed_buffer_outlasts_replays_of_other_sizes(data: st.DataObject) ->
 
 
 def test_a_repeated_step_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The captured buffer is the one that is filled, and stays the truth: a replay is all that is launched."""
+    """A repeated step launches a replay and nothing else: the captured buffer is the one that is filled."""
     monkeypatch.setattr(gpu_runner.cuda_graphs, "capture", Pool().capture)
     graphs = StepGraphs(lambda size, packed, entries: [packed.clone()], lambda size: CUDAGraphMode.FULL)
     packed = PackedStep(

@@ -53,7 +53,7 @@ def test_results_are_copied_once_they_are_there_and_kept_until_then(monkeypatch:
 
 
 class LateDevice:
-    """Runs what is launched when it is waited for, in order, and no sooner."""
+    """Device that runs what is launched, in order, only when it is waited for."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], Any]] = []
@@ -84,7 +84,8 @@ class LateDevice:
     st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(0, 4)), min_size=1, max_size=4 * COPIES_IN_FLIGHT)
 )
 def test_a_host_array_may_change_as_soon_as_its_copy_was_launched(steps: list[tuple[int, bool, int]]) -> None:
-    """Steps: the array's length, whether it goes where the last of that length went, and what the device does then."""
+    """Steps give the array's length, whether it goes where the last of that length went, and how much the device
+    then runs."""
     device = LateDevice()
     copy = torch.Tensor.copy_
 

@@ -1,4 +1,4 @@
-"""The hooks of the GPU runner: which there are, weights that are offloaded, what a step is said to need."""
+"""The hooks of the GPU runner: which exist, weights that are offloaded, memory that a step is said to need."""
 
 import ast
 from importlib import import_module
@@ -110,8 +110,8 @@ def test_the_larger_of_a_step_and_an_encoder_is_what_is_needed(of_encoder: int) 
 
 
 def test_inputs_stay_at_their_addresses() -> None:
-    """Ids, embeddings, and positions of each kind: what a model sees of a later call lies where the first one's lay,
-    and its rows are as far apart, though that call had the most tokens."""
+    """Ids, embeddings, and positions of each kind lie in a later call where they lay in the first one. Their rows
+    are as far apart, though that call had the most tokens."""
     inputs, rotated = (StaticInputs(8, torch.device("cpu")) for _ in range(2))
     seen = []
     for count in (8, 5, 1):
@@ -147,7 +147,7 @@ def levels_of(model: Any, calls_alike: bool) -> DeepstackBuffers:
 
 @pytest.mark.parametrize("calls_alike", [False, True])
 def test_levels_of_a_call_without_images(calls_alike: bool) -> None:
-    """Zeros, each level's own, where calls have to be alike; elsewhere nothing is added."""
+    """Levels are zeros, each in a tensor of its own, where calls have to be alike; elsewhere nothing is added."""
     model = deepstack_model()
     levels = levels_of(model, calls_alike)
     levels.bind(torch.arange(24.0).view(4, 6))
@@ -164,8 +164,8 @@ def test_levels_of_a_call_without_images(calls_alike: bool) -> None:
 
 
 def test_a_model_that_was_compiled_once_is_right_in_every_call() -> None:
-    """Guards are dropped, as vLLM drops them: it is compiled for the largest step, which has no image. What later calls
-    are given lies where it lay, with the same strides."""
+    """Guards are dropped, as vLLM drops them, so the model is compiled for the largest step, which has no image.
+    Later calls find their inputs at the same addresses, with the same strides."""
     model, graphs, seen = deepstack_model(), list[Any](), list[dict[str, tuple[int, ...]]]()
     levels, inputs = levels_of(model, calls_alike=True), StaticInputs(8, torch.device("cpu"))
 

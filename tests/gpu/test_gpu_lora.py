@@ -1,4 +1,4 @@
-"""LoRA on the GPU runner: what vLLM's kernels are told of a step by its graph, their products, and the tokens."""
+"""LoRA on the GPU runner: metadata that a step's graph writes for vLLM's kernels, their products, and the tokens."""
 
 import json
 import re
@@ -30,7 +30,7 @@ TRITON = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def make_wrapper() -> punica_gpu.PunicaWrapperGPU:
-    """vLLM's own, whose module lacks the class of the buffers where Triton is of no use."""
+    """vLLM's own wrapper, with the class of the buffers, which its module lacks where Triton is of no use."""
     config = SimpleNamespace(max_loras=NUM_SLOTS, specialize_active_lora=False)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)
@@ -38,7 +38,7 @@ def make_wrapper() -> punica_gpu.PunicaWrapperGPU:
 
 
 def tokens_by_slot(meta: LoRAKernelMeta, count: int) -> dict[int, list[int]]:
-    """The tokens that each program of a launch finds, by the slot whose matrices it takes."""
+    """Tokens that each program of a launch finds, by the slot whose matrices it takes."""
     _, indices, num_tokens, starts, ids, no_lora_flag, num_programs = meta.meta_args(count, False)
     assert not no_lora_flag.item(), "a graph that is captured with the flag never multiplies"
     found = {}
@@ -55,7 +55,7 @@ slots_of_step = st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=MA
 @given(steps=st.lists(st.tuples(slots_of_step, slots_of_step), min_size=1, max_size=4))
 @settings(max_examples=examples(100), deadline=None)
 def test_each_program_finds_the_tokens_of_its_slot(steps: list[tuple[list[int], list[int]]]) -> None:
-    """Step after step in the same buffers, which graphs know by their addresses."""
+    """Steps follow one another in the same buffers, which graphs know by their addresses."""
     wrapper = make_wrapper()
     products = KernelProducts(wrapper)
     products.vocab_size = VOCAB_SIZE
@@ -181,7 +181,7 @@ print("CAPTURED LATER", len(cuda_stand_in.RecordedGraph.captured) - captured, "O
 
 @pytest.mark.parametrize("draft", [None, "noisy"], ids=["alone", "drafts"])
 def test_tokens_of_whole_graphs(draft: str | None, tmp_path: Path) -> None:
-    """Batch after batch, each mixed otherwise: graphs are replayed with other adapters than at their capture.
+    """Batches are each mixed otherwise, so graphs are replayed with other adapters than at their capture.
 
     Three adapters take turns in two slots; a batch without any follows while both slots are taken.
     """

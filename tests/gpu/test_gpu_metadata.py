@@ -33,7 +33,7 @@ LIMITS = StepLimits(MAX_NUM_TOKENS, MAX_NUM_REQS, MAX_MODEL_LEN, Tiling(1, 64), 
 
 
 class Builder:
-    """Hands out what it is handed."""
+    """Builder that returns the metadata that it is given."""
 
     reorder_batch_threshold = None
 
@@ -125,7 +125,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Request], StepSize]:
 
 
 def fill(bench: Bench, requests: list[Request], size: StepSize) -> tuple[InputBatch, PackedStep]:
-    """Packed and sent; the device's rows are what they then are."""
+    """Packs and sends a step; the device's rows get the values that they have when it runs."""
     rows = np.array([request.row for request in requests])
     query_len = np.array([request.count for request in requests])
     num_computed = np.array([request.start + (request.ahead or 0) for request in requests])
@@ -220,7 +220,7 @@ def check(bench: Bench, call: ModelCall, requests: list[Request], size: StepSize
 @pytest.mark.parametrize("backend", [ViewsBackend, PlanningBackend])
 @pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.MIXED])
 def test_a_repeated_step_goes_by_what_the_device_knows(backend: type[ViewsBackend], kind: StepKind) -> None:
-    """Nothing of it is sent: the device has moved its rows on, and new blocks are in the tables."""
+    """A repeated step sends nothing: the device has moved its rows on, and new blocks are in the tables."""
     bench = Bench(backend)
     size = LIMITS.size(kind, tokens=4, requests=4, logits=4)
     requests = [Request(row=5, start=14, count=1, ahead=None), Request(row=2, start=3, count=1, ahead=None)]
@@ -301,8 +301,8 @@ DRAFT_LIMITS = StepLimits(
 @settings(deadline=None)
 @given(st.data())
 def test_kernels_are_told_of_drafts(backend: type[ViewsBackend], data: st.DataObject) -> None:
-    """Rows of decode are uniform, where the device says; what a row lacks has no slot. Then a pass over two tokens of
-    each row and the chunks, and one over a token of each."""
+    """Rows of decode are uniform in the device's metadata; tokens that a row lacks have no slot. Then come a pass
+    over two tokens of each row and the chunks, and one over a token of each."""
     bench, draw = Bench(backend, DRAFT_LIMITS), data.draw
     rows = draw(st.lists(st.integers(0, MAX_NUM_REQS - 1), min_size=1, max_size=MAX_NUM_REQS, unique=True))
     num_decodes = draw(st.integers(0, len(rows)))
@@ -373,7 +373,7 @@ def check_places(
     seq_lens: list[int],
     num_decodes: int,
 ) -> None:
-    """``places`` the position of each request's tokens, None for one that is none."""
+    """Checks positions and slots; ``places`` are the positions of each request's tokens, None for one that is none."""
     ends = np.cumsum([len(each) for each in places]).tolist()
     flat = [(row, position) for row, each in zip(rows, places, strict=False) for position in each]
     found = call.positions.tolist()

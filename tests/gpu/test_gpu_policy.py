@@ -66,7 +66,7 @@ def make_config(mode: CUDAGraphMode, sizes: list[int], max_num_seqs: int, layer:
 
 
 def make_dispatcher(config: Any, layer: Layer, query: int) -> CudagraphDispatcher:
-    """vLLM's, after its own runner has resolved the mode; a request of pure decode has ``query`` tokens."""
+    """vLLM's dispatcher, after its own runner has resolved the mode; a request of pure decode has ``query`` tokens."""
     config.num_speculative_tokens = query - 1
     dispatcher = CudagraphDispatcher(config)
     runner: Any = SimpleNamespace(

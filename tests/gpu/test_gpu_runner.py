@@ -1,6 +1,6 @@
-"""The whole GPU runner on a CPU: its CUDA calls replaced (cuda_stand_in.py), all else real.
+"""The whole GPU runner on a CPU: its CUDA calls are replaced (cuda_stand_in.py), all else is real.
 
-Processes of their own, since each has one platform.
+Each test runs in a process of its own, since a process has one platform.
 """
 
 import json
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 PROMPTS = [[5, 17, 300, 42, 9], [1500], list(range(40, 90))]
 NEW_TOKENS = 6
 TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
-"""vLLM's own backend, metadata builder and kernels, in Triton's interpreter."""
+"""Path of vLLM's own backend, with its metadata builder and kernels, in Triton's interpreter."""
 EAGLE = {"method": "eagle", "model": str(BUNDLED_MODEL.with_name("kjv-eagle")), "num_speculative_tokens": 2}
 
 SERVE = """
@@ -145,7 +145,8 @@ PROMISES = {
         "prefix_hits and llama or interrupted or no_compilation or random_schedules and llama": 4,
     },
 }
-"""Checks of the kit by pytest's -k expressions, and how many each chooses that the others of its platform do not."""
+"""Checks of the kit by pytest's -k expressions, each with how many it chooses that the others of its platform do
+not."""
 
 
 @pytest.mark.parametrize("platform", PROMISES)
