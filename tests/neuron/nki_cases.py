@@ -1,4 +1,4 @@
-"""One step of paged attention as the runner would make it, for the NKI kernels: metadata, cache, and what is right."""
+"""A step of paged attention as the runner would make it, for the NKI kernels: metadata, cache, and the right output."""
 
 import math
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Case:
         return None if self.key_range.is_whole else self.key_range.window or None
 
     def keys_seen(self, position: int, length: int) -> np.ndarray:
-        """The keys that a token sees of its request of ``length`` tokens."""
+        """Keys that a token sees of its request of ``length`` tokens."""
         window, chunk, is_whole = self.key_range
         key = np.arange(length)
         is_seen = (key <= position) | is_whole
@@ -95,7 +95,7 @@ def key_ranges(most: int) -> st.SearchStrategy[KeyRange]:
 
 
 class Planned(NamedTuple):
-    """A case from the schedule to what attention is told."""
+    """A case, from the schedule to the metadata of attention."""
 
     metadata: PagedAttentionMetadata
     batch: InputBatch
@@ -115,7 +115,7 @@ class Step:
     value: torch.Tensor
     """[T, K, D]"""
     cache: torch.Tensor
-    """NaN wherever no earlier token of a request is remembered, but for the null block."""
+    """Keys and values of earlier tokens; NaN in all other places but the null block."""
     metadata: PagedAttentionMetadata
     places: list[int]
     """[tokens that exist] the index of each in the step."""
@@ -124,7 +124,7 @@ class Step:
 
 
 def plan_step(case: Case) -> Planned:
-    """Requests in rows of the block table from the last on, their blocks scattered over the cache."""
+    """Plans requests in rows of the block table from the last on, with their blocks scattered over the cache."""
     bare, table, batch = _make_bare_step(case)
     longer = batch_of(
         batch.query_len + np.where(batch.query_len > 1, case.query_tile, 0),

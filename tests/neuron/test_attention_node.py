@@ -20,7 +20,8 @@ def attention_of_rows(
     blocks: torch.Tensor,
     kv_cache: torch.Tensor,
 ) -> torch.Tensor:
-    """Row i of [R, H * D] sees the keys 0 to ``positions[i]`` of block ``blocks[i]``, where its own is written."""
+    """Attention in which row i of [R, H * D] sees the keys 0 to ``positions[i]`` of block ``blocks[i]``, where its
+    own is written."""
     tiles = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
     plan = PairPlan(
         block_size=BLOCK,

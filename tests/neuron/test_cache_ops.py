@@ -28,7 +28,7 @@ def cache_of(num_blocks: int, block_size: int, seed: int) -> np.ndarray:
 
 @st.composite
 def writes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A cache, slots of which none but -1 is given twice, and what each token brings: [T, 2 * K, D]."""
+    """A cache, slots of which none but -1 is given twice, and the keys and values of each token: [T, 2 * K, D]."""
     block_size = draw(st.sampled_from([1, 2, 5, 16, 100, 256]))
     cache = cache_of(draw(st.integers(1, 9)), block_size, draw(st.integers(0, 99)))
     num_slots = cache.shape[0] * block_size
@@ -83,7 +83,7 @@ def test_copy_blocks_copies_what_numpy_copies(case: tuple) -> None:
 
 
 def test_slots_of_large_caches_are_exact_on_the_device() -> None:
-    """The device divides integers as float32."""
+    """Slots are exact although the device divides integers as float32."""
     for block_size in (1, 3, 16, 100, 256):
         blocks = np.append(np.random.default_rng(0).integers(0, 1 << 22, 1000), (1 << 22) - 1)
         slots = np.concatenate([blocks * block_size, blocks * block_size + block_size - 1])
@@ -113,7 +113,7 @@ class Compiled:
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(40, 1), (6, 16), (3, 256)])
 def test_compiled(num_blocks: int, block_size: int) -> None:
-    """Operation after operation on the same donated caches: exact, and the caches stay where they are."""
+    """Operations follow one another on the same donated caches: they are exact, and the caches stay where they are."""
     rng = np.random.default_rng(block_size)
     expected = [cache_of(num_blocks, block_size, seed) for seed in (0, 1)]
     compiled = Compiled(expected)

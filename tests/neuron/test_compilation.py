@@ -30,7 +30,8 @@ BUCKETS = {
 
 
 def test_every_bucket_serves_captured_once_and_compiled_ahead(tiny_model: Callable[[str], TinyModel]) -> None:
-    """Random arrivals of every length and sampling mode, then whatever it takes to hit the buckets left over."""
+    """Requests of every length and sampling mode arrive at random; further ones then hit the buckets that are left
+    over."""
     rng = np.random.default_rng(0)
     options = {"max_num_seqs": 6, "max_model_len": 512, "additional_config": {"neuron_config": BUCKETS}}
     before_start = CompilationCount.now()
@@ -242,7 +243,7 @@ def test_an_error_while_compiling_ahead_ends_the_phase(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dims", [1, 2])
 def test_an_assignment_by_mask_holds_for_every_mask(dims: int) -> None:
-    """The lazy trace itself would keep the places of the first one."""
+    """A mask is read in every call; the lazy trace itself would keep the places of the first mask."""
     device = torch_xla.device()
 
     def step(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,7 @@ def test_bucket_lists_must_end_at_the_limits(buckets: list[int]) -> None:
 def test_engine_is_configured_by_the_environment(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, where it is configured: what its workers are handed says all of it."""
+    """The environment is read once, where the engine is configured; its workers are handed the result."""
     monkeypatch.setenv("NEURON_TOKEN_GEN_BUCKETS", "64,256")
     arguments = EngineArgs(
         model=str(tiny_model("llama").path),
@@ -179,7 +179,7 @@ def test_engine_is_configured_by_the_environment(
 def test_what_holds_where_the_user_says_nothing(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The platform's default limits; and the size of the cache, which vLLM's variable for the CPU gives."""
+    """Limits are the platform's default ones; vLLM's variable for the CPU gives the size of the cache."""
     arguments = EngineArgs(model=str(tiny_model("llama").path), skip_tokenizer_init=True)
     config = arguments.create_engine_config(UsageContext.LLM_CLASS)
     limits = config.scheduler_config
@@ -222,7 +222,7 @@ def test_workers_of_a_host_share_its_cores(
 
 
 def test_documented_options_are_those_that_exist() -> None:
-    """The table of docs/configuration.md, row for row."""
+    """Options are those in the table of docs/configuration.md, row for row."""
     rows = [
         f"| `{option.key}` | {option.type} | `{option.default}` | {option.description} |"
         + (f" `{option.variable}` |" if option.variable else " |")

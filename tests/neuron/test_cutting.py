@@ -28,7 +28,7 @@ def size_of(rows: int) -> StepSize:
 
 @pytest.fixture(scope="module")
 def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NeuronCommunicator]:
-    """A group of one rank, whose collectives travel the whole way all the same."""
+    """Communicator of a group of one rank, whose collectives travel the whole way all the same."""
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield NeuronCommunicator(dist.group.WORLD, unique_name="lone")
@@ -49,7 +49,7 @@ def twice(lone: NeuronCommunicator, monkeypatch: pytest.MonkeyPatch) -> NeuronCo
 def check(
     function: Callable[..., torch.Tensor], state: list[torch.Tensor], expected_state: list[torch.Tensor]
 ) -> CompiledFunction:
-    """``function(size, x, state)`` at several sizes, compiled against eager, with other values in each call."""
+    """Compares ``function(size, x, state)`` compiled and eager at several sizes, with other values in each call."""
     device = torch_xla.device()
     compiled = CompiledFunction(lambda size, x: function(size, x, state), state)
     generator = torch.Generator().manual_seed(0)
@@ -178,7 +178,7 @@ def test_a_view_of_state_may_not_cross(twice: NeuronCommunicator) -> None:
 def test_an_in_graph_collective_of_this_device_is_refused(
     lone: NeuronCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Across processes of PJRT CPU it would return its own input."""
+    """A collective in a graph would, across processes of PJRT CPU, return its own input."""
     monkeypatch.setattr(lone, "global_world_size", 2)
     with pytest.raises(CollectiveError, match="2 workers run, but the XLA runtime knows of 1"):
         lone.all_reduce(torch.ones(2).to(torch_xla.device()))

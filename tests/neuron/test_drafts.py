@@ -29,7 +29,7 @@ def count_of_rank(worker: Any) -> CompilationCount:
 
 
 def test_rounded_weights_draft_and_verify(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """The draft is the model once more: were its weights not rounded alike, its drafts would not all be right."""
+    """The draft is the model once more, so its drafts are all right only if its weights are rounded alike."""
     model = tiny_model("llama")
     config = speculation("same", model)
     with engine(model.path, max_model_len=128, speculative_config=config, additional_config=INT8) as llm:

@@ -1,5 +1,5 @@
-"""Models that see and hear on openxla: no image and no sound compiles anything, whether encoders run as graphs on the
-device or on the host."""
+"""Models that see and hear on openxla: no image and no sound compiles anything, whether encoders are graphs on the
+device or run on the host."""
 
 from pathlib import Path
 from random import Random
@@ -66,7 +66,7 @@ def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("family", ["llava-next", "internvl", "cohere2-vision"])
 def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
-    """Images of one tile, and of more than a graph has. (LLaVA and Gemma 3: the kit's row.)"""
+    """Images have one tile, or more than a graph has. The kit runs LLaVA and Gemma 3."""
     model = make_seeing_model(family, tmp_path)
     asked = pictures(model, 12, 1)
     options = {"skip_tokenizer_init": False, "max_model_len": 384, "enable_prefix_caching": False}
@@ -106,7 +106,7 @@ def test_adapters_and_drafts_beside_images(kind: str, counted: str, tmp_path: Pa
 
 
 def test_a_model_with_an_embedding_of_its_own_between_rows(tmp_path: Path) -> None:
-    """Images of several tiles and videos, whose rows end in a parameter that belongs to no tower."""
+    """Images of several tiles and videos have rows that end in a parameter, which belongs to no tower."""
     model = make_seeing_model("llava-onevision", tmp_path)
     asked = [
         (f"{seed} {model.placeholder}", [picture(seed, width, height)])
@@ -137,7 +137,7 @@ def test_sounds(tmp_path: Path) -> None:
 
 
 def test_transcriptions(tmp_path: Path) -> None:
-    """The encoder stays on the host; its output is projected and written by a graph that was there before."""
+    """The encoder stays on the host. A graph that was compiled before projects its output and writes it."""
     model = make_transcriber(tmp_path)
     heard = [sound(seed, 0.3 + 0.4 * seed) for seed in range(6)]
     texts = [START, "<|startoftranscript|>", f"<|startoftranscript|><|prev|>and then: {START}"] * 2

@@ -43,7 +43,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def attend(case: Case, step: Step) -> torch.Tensor:
-    """Through the attention layer, as the model calls it."""
+    """Attention through the layer, as the model calls it."""
     impl = NkiAttentionImpl(
         case.heads[0],
         case.head_size,
@@ -165,7 +165,7 @@ for name, key_range in (("window", KeyRange(40)), ("chunked", KeyRange(chunk=24)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_padding_reads_the_null_block_alone(runtime: str, kind: str) -> None:
-    """The runner warms up so."""
+    """A step of nothing but padding, as in the runner's warm-up, reads the null block alone."""
     case = KINDS[kind]
     step = make_step(case)
     step.metadata = plan_padding(case)

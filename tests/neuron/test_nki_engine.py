@@ -21,7 +21,8 @@ from neuron_runner.nki.attention import NkiAttentionBackend, NkiAttentionImpl
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    """vLLM keeps the choice of a backend for the process, Python the kernels that were imported on the stand-in."""
+    """Clears the choice of a backend, which vLLM keeps for the process, and the kernels that were imported on the
+    stand-in."""
     _cached_get_attn_backend.cache_clear()
     yield
     _cached_get_attn_backend.cache_clear()

@@ -1,4 +1,4 @@
-"""The stand-in refuses what a NeuronCore cannot do, the kernels' own limits say what to change."""
+"""The stand-in refuses what a NeuronCore cannot do; the kernels' own limits say what to change."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -48,7 +48,7 @@ def rows_seen(case: Case, planned: Planned) -> list[Counter]:
 
 
 def visible(rows: np.ndarray, bounds: np.ndarray, row: int, width: int, window: int | None) -> list[int]:
-    """The cache rows of one pair that a row of a pass sees, of ``width``."""
+    """Cache rows of one pair that a row of a pass sees, of ``width``."""
     position = np.arange(len(rows))
     is_seen = position <= bounds[row]
     if window:

@@ -36,7 +36,7 @@ NEURON_LIMITS = SortLimits(max_candidates=256, max_width=MAX_SORT_WIDTH)
 @given(st.data())
 @settings(max_examples=examples(60), deadline=None)
 def test_likeliest_are_found_piece_by_piece(data: st.DataObject) -> None:
-    """Against NumPy; forbidden tokens, ties and pieces that end raggedly included."""
+    """The likeliest are NumPy's, with forbidden tokens, ties, and pieces that end raggedly."""
     width, rows = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 3))
     count = data.draw(st.integers(1, min(6, width)))
     number = st.sampled_from([-np.inf, -1.0, 0.0, 0.5, 3.0]) | st.floats(-9, 9, width=32)
@@ -49,7 +49,7 @@ def test_likeliest_are_found_piece_by_piece(data: st.DataObject) -> None:
 
 
 def test_places_of_forbidden_tokens_lie_in_the_vocabulary() -> None:
-    """Pieces of pieces, most of which hold nothing but forbidden tokens and padding."""
+    """Pieces are taken of pieces, most of which hold nothing but forbidden tokens and padding."""
     values = torch.full((1, 257), float("-inf"))
     values[0, 200] = 1.0
     top, places = likeliest(values, 6, 12)
@@ -98,7 +98,7 @@ def draw(logits: np.ndarray, params: SamplingParams, count: int, limits: SortLim
 )
 @pytest.mark.parametrize("max_width", [None, 16])
 def test_draws_follow_the_capped_distribution(params: dict, max_width: int | None) -> None:
-    """A top-k of the cap, then top-p over what it leaves: by the rules in float64."""
+    """Draws follow a top-k of the cap, then top-p over what it leaves, by the rules in float64."""
     cap = 8
     logits = np.random.default_rng(1).normal(size=VOCAB) * 2
     wanted = SamplingParams(**params)

@@ -39,7 +39,7 @@ DTYPES = st.sampled_from(list(TOLERANCE))
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """The overrides, and a config under which vLLM's layers go by them."""
+    """Registers the overrides, in a config under which vLLM's layers use them."""
     before = dict(op_registry_oot)
     ops.register()
     compilation = CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"])
@@ -229,7 +229,7 @@ def test_logits_are_capped_and_scaled_as_vllm_does(dtype: torch.dtype) -> None:
 
 
 def test_the_platform_alone_registers_nothing() -> None:
-    """The runner does, in its worker's process: where another platform is chosen, vLLM's layers stay."""
+    """The runner registers overrides, in its worker's process. Where another platform is chosen, vLLM's layers stay."""
     op_registry_oot.clear()
     neuron_runner.register()
     assert resolve_obj_by_qualname("neuron_runner.platform.NeuronPlatform").device_name == "xla"

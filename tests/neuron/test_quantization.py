@@ -1,4 +1,4 @@
-"""int8 weights: what they compute is what HF transformers computes with weights that NumPy rounded."""
+"""int8 weights: an engine computes what HF transformers computes with weights that NumPy rounded."""
 
 import re
 from collections.abc import Callable
@@ -38,7 +38,7 @@ INT8 = {"neuron_config": FEW_BUCKETS | {"quant_dtype": "s8"}}
 
 
 def rounded(weight: np.ndarray) -> np.ndarray:
-    """``weight`` [out, in] as int8 with a scale a row has it."""
+    """Values of ``weight`` [out, in] as int8 with a scale a row holds them."""
     scale = np.abs(weight).max(axis=1, keepdims=True) / np.float32(127)
     scale[scale == 0] = 1
     return np.clip(np.rint(weight / scale), -127, 127) * scale
@@ -99,7 +99,7 @@ def test_experts_compute_with_the_rounded_weights(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("name", ["gemma", "mixtral"])
 def test_tokens_are_those_of_rounded_weights(name: str, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Also after weights were loaded anew, and nothing is compiled for any of it."""
+    """Tokens are those of rounded weights also after weights were loaded anew. Nothing is compiled for any of it."""
     old = tiny_model(name)
     new = other_weights(old, tmp_path / "new")
     old_rounded, new_rounded = (rounded_checkpoint(model, tmp_path / model.path.name) for model in (old, new))
@@ -119,7 +119,7 @@ def test_tokens_are_those_of_rounded_weights(name: str, tiny_model: Callable[[st
 
 
 def test_all_options_together_compile_nothing_late(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """int8, given buckets, capped drawing and a contiguous cache; an untied head too."""
+    """Options are int8, given buckets, capped drawing and a contiguous cache; an untied head too."""
     model = tiny_model("llama")
     options = INT8["neuron_config"] | {"on_device_sampling_config": {"global_topk": 64}}
     additional = {"neuron_config": options}

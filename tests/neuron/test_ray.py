@@ -1,4 +1,4 @@
-"""vLLM's Ray executor: the reference's tokens on every rank, each worker in its place, an end when a rank dies."""
+"""vLLM's Ray executor: the reference's tokens on every rank, each worker on its own core, an end when a rank dies."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def pair(model: TinyModel) -> Iterator[LLM]:
-    """Two workers, in a cluster that the engine starts for itself. No process of it outlives the tests."""
+    """An engine of two workers, in a cluster that it starts for itself. No process of it outlives the tests."""
     variables = {
         "RAY_ADDRESS": "local",  # Whatever cluster runs here already.
         "RAY_AUTH_MODE": "disabled",  # Else Ray writes a token into the home folder.
@@ -66,7 +66,8 @@ def pair(model: TinyModel) -> Iterator[LLM]:
 
 def test_requests_are_answered_as_by_the_reference_on_every_rank(pair: LLM, model: TinyModel) -> None:
     def state(worker: Any) -> tuple[CompilationCount, list[int]]:
-        """Runs in a worker: its compilations, and the rows' last tokens; ranks may place a request in another row."""
+        """State of a worker, read in it: its compilations, and the rows' last tokens; ranks may place a request in
+        another row."""
         return CompilationCount.now(), sorted(worker.model_runner.parts.rows.tensors[0].tolist()[:-1])
 
     before = [count for count, _ in pair.collective_rpc(state)]
@@ -134,7 +135,7 @@ def test_ranks_meet_at_the_host_of_the_first(
 
 
 def test_worker_takes_its_own_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third of four ranks, the first on its host, which shares out the cores 4 and 5."""
+    """The third of four ranks is the first on its host, which shares out the cores 4 and 5, so it takes core 4."""
     monkeypatch.setattr(os, "environ", {"NEURON_RT_VISIBLE_CORES": "4,5"})
     environment.share_neuron_cores(2, 0, 4, "10.0.0.1")
     assert os.environ == {

@@ -50,7 +50,7 @@ def serving(model: TinyModel) -> Iterator[LLM]:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each compilation was the engine's own thread's, in order."""
+    """Record of compilations, in order: whether each ran in the engine's own thread."""
     made: list[bool] = []
     compile_one = Executable.compile
 

@@ -1,4 +1,4 @@
-"""Drawing from a vocabulary that ranks share: what the sampler draws from whole rows."""
+"""Drawing from a vocabulary that ranks share: the tokens are those that the sampler draws from whole rows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ CAPPED = SortLimits(max_candidates=5, max_width=16)
 
 
 class Ranks:
-    """Ranks as threads: what one hands over waits for the others."""
+    """Ranks as threads: each waits for the others when it hands numbers over."""
 
     def __init__(self, num_ranks: int, width: int, size: int) -> None:
         self._barrier = Barrier(num_ranks, timeout=10)

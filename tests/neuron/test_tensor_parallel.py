@@ -1,4 +1,4 @@
-"""Tensor parallelism through vLLM's mp executor: what comes out is what one worker gives, on every rank."""
+"""Tensor parallelism through vLLM's mp executor: every rank gives the tokens that one worker gives."""
 
 import os
 import signal
@@ -37,14 +37,15 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def pair(model: TinyModel) -> Iterator[LLM]:
-    """Two workers."""
+    """An engine of two workers."""
     buckets = {"neuron_config": FEW_BUCKETS}
     with engine(model.path, **OPTIONS, tensor_parallel_size=2, additional_config=buckets) as llm:
         yield llm
 
 
 def state_of_rank(worker: Any) -> tuple[CompilationCount, list[int]]:
-    """Runs in a worker: its compilations, and the rows' last tokens; ranks may place a request in another row."""
+    """State of a worker, read in it: its compilations, and the rows' last tokens; ranks may place a request in
+    another row."""
     return CompilationCount.now(), sorted(worker.model_runner.parts.rows.tensors[0].tolist()[:-1])
 
 
@@ -136,7 +137,7 @@ def break_the_last_rank(worker: Any) -> None:
 
 
 def test_a_worker_that_dies_ends_the_engine(pair: LLM) -> None:
-    """The last test of ``pair``: later ones have the machine to themselves."""
+    """The engine of ``pair`` ends here, in the last test of it, so later ones have the machine to themselves."""
     _, victim = pair.collective_rpc(pid_of_rank)
     timer = Timer(0.5, os.kill, (victim, signal.SIGKILL))
     timer.start()
@@ -150,7 +151,8 @@ def test_a_worker_that_dies_ends_the_engine(pair: LLM) -> None:
 def test_four_workers_replicate_heads_and_pad_the_vocabulary(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two KV heads for four ranks, 509 tokens, and experts; eager, whose collectives are gloo's too."""
+    """A model has two KV heads for four ranks, 509 tokens, and experts. It runs eager, with collectives of gloo's,
+    too."""
     shape: dict[str, Any] = architectures._UNTIED | {"vocab_size": 509}
     config = partial(Qwen3MoeConfig, **shape, **architectures._EXPERTS, head_dim=32, norm_topk_prob=True)
     monkeypatch.setitem(architectures.CONFIGS, "qwen3-moe-509", config)

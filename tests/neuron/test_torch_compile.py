@@ -1,4 +1,4 @@
-"""The literal path: each size through torch.compile with torch_xla's own backend."""
+"""Compilation of each size through torch.compile with torch_xla's own backend."""
 
 from collections.abc import Callable
 

@@ -18,7 +18,7 @@ __version__ = "0.7-standin"
 
 
 def install() -> dict[str, Any]:
-    """The modules to put into ``sys.modules``."""
+    """Modules to put into ``sys.modules``."""
     return {"nki": sys.modules[__name__], "nki.isa": isa, "nki.language": language}
 
 
@@ -27,7 +27,7 @@ def jit(kernel: Callable) -> Callable:
 
 
 def simulate(kernel: Callable) -> Callable:
-    """The kernel on the host: takes and returns torch tensors."""
+    """Runs the kernel on the host: takes and returns torch tensors."""
 
     def run(*arguments: Any) -> torch.Tensor:
         memory.start()

@@ -15,11 +15,11 @@ POISON = -(2**30) - 7
 
 
 class HardwareError(Exception):
-    """Something that a NeuronCore cannot do."""
+    """Error of what a NeuronCore cannot do."""
 
 
 class Usage:
-    """Bytes a partition in SBUF, banks in PSUM. What no name refers to any more is free again."""
+    """Bytes a partition in SBUF, and banks in PSUM. Memory that no name refers to any more is free again."""
 
     def __init__(self) -> None:
         self.used = {"sbuf": 0, "psum": 0}
@@ -40,7 +40,7 @@ usage = Usage()
 
 
 def start() -> None:
-    """A new kernel finds both memories empty."""
+    """Empties both memories, as a new kernel finds them."""
     global usage
     usage = Usage()
 
