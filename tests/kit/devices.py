@@ -11,7 +11,7 @@ class Runner(PlainModelRunner):
 class PlainWorker(Usual):
     model_runner_cls = Runner
 """
-"""No step repeats the last one."""
+"""Device on which no step repeats the last one."""
 
 PADDED = """
 from examples.plain_device import PlainPlatform

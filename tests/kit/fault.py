@@ -12,7 +12,7 @@ BASE = Path(__file__).parents[2] / "model_runner_base"
 
 
 class FaultyFile(SourceFileLoader):
-    """Loads a module from a text in place of its file's; nothing is compiled for others."""
+    """Loader of a module from a text in place of its file's; nothing is compiled for others."""
 
     def __init__(self, name: str, path: str, text: str) -> None:
         super().__init__(name, path)
@@ -27,7 +27,7 @@ class FaultyFile(SourceFileLoader):
 
 
 class FaultyModule(MetaPathFinder):
-    """Finds the one module that a fault is in."""
+    """Finder of the one module that a fault is in."""
 
     def __init__(self, mutation: Mutation) -> None:
         self._file = str(BASE / mutation.file)

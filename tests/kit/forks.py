@@ -19,8 +19,9 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 ONE_AT_A_TIME = threading.Lock()
-"""Held where threads that run kits would disturb each other: while the environment is one for the server to start in,
-and while multiprocessing reads exit statuses, those of all processes at each start, which it can read once."""
+"""Lock for work in which threads that run kits would disturb each other. The environment is one for all while the
+server starts in it. multiprocessing reads exit statuses, those of all processes at each start, which it can read
+only once."""
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["vllm_alone"])
 

@@ -25,13 +25,13 @@ def results_of(printed: str) -> dict[str, str]:
 
 
 def run_forked(arguments: list[str], path: Path = ROOT) -> tuple[int | None, dict[str, str], str]:
-    """Runs the kit as ``run`` does, for a device that is no platform of vLLM's own finding."""
+    """Runs the kit as ``run`` does, for a device that vLLM does not find as a platform by itself."""
     status, printed = run_kit(arguments, path, COLUMNS="300")
     return status, results_of(printed), printed
 
 
 def run(arguments: list[str], path: Path = ROOT) -> tuple[int | None, dict[str, str], str]:
-    """Exit status, results by promise, and everything printed."""
+    """Runs the kit; returns the exit status, results by promise, and everything printed."""
     out = subprocess.run(
         [sys.executable, "-m", "model_runner_base.testing", *arguments],
         env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "300"},

@@ -9,7 +9,7 @@ class Mutation:
     file: str
     """Path under model_runner_base."""
     old: str
-    """Occurs exactly once in the file."""
+    """Text that occurs exactly once in the file."""
     new: str
     selection: str
     """Pytest's -k expression for the checks that should catch it."""

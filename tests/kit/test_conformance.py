@@ -67,7 +67,7 @@ def test_keeps_every_promise() -> None:
     ids=["ignores a penalty", "refuses a penalty", "lacks a hook"],
 )
 def test_broken_device(module: str, status: int, result: str, words: str, tmp_path: Path) -> None:
-    """A device that ignores what it is asked fails; one that says so does not; neither harms the other checks."""
+    """A device that ignores what it is asked fails; one that says so does not. Neither harms the other checks."""
     (tmp_path / "vendor.py").write_text(module)
     got, results, printed = run_forked(["vendor.PlainWorker", "--platform", "vendor.PlainPlatform", *CHOSEN], tmp_path)
     assert (got, results["presence penalty"]) == (status, result), printed[-8000:]

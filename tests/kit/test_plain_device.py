@@ -21,7 +21,7 @@ PROMPT = [5, 17, 300, 42, 9]
 NEW_TOKENS = 12
 
 INSTALLED = {"PYTHONPATH": WITH_PLAIN_PLATFORM["PYTHONPATH"]}
-"""Nothing tells vLLM which of the installed platforms to take."""
+"""Environment in which nothing tells vLLM which of the installed platforms to take."""
 
 BY_HAND = """
 import vllm.platforms

@@ -21,7 +21,7 @@ class StandIn(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Imports none: vLLM is built without kernels."""
+        """Imports no kernels, since vLLM is built without any."""
 
 
 PLATFORM = StandIn()
