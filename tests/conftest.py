@@ -52,7 +52,7 @@ LONGEST = [
     "ways_to_run",
     "streaming_input",
 ]
-"""The files that take longest."""
+"""Files that take longest."""
 
 BUNDLED_MODEL = ROOT / "examples" / "models" / "kjv-2m"
 
@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest first: side by side, no process is left alone with one at the end."""
+    """Orders the tests, longest first, so that no process is left alone with a long one at the end."""
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=[item for item in items if not quick.kind_of(item.nodeid)])
         items[:] = [item for item in items if quick.kind_of(item.nodeid)]

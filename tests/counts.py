@@ -6,5 +6,5 @@ IS_FULL = os.environ.get("TESTS_ARE_FULL") == "1"
 
 
 def examples(count: int) -> int:
-    """hypothesis' ``max_examples``: a quarter of a full run's ``count``, of which there are 20 at least."""
+    """Number of examples for hypothesis: a quarter of a full run's ``count``, and at least 20."""
     return count if IS_FULL else min(count, max(20, count // 4))

@@ -12,7 +12,7 @@ SEED = 13
 
 
 def fail_admission(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the runner raise IndexError once a request with ``SEED`` has taken a row."""
+    """Makes the runner raise IndexError once a request with ``SEED`` has taken a row."""
     pipeline = runner_of(llm).parts.head.sampling
     admit = pipeline.admit
 

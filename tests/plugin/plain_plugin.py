@@ -3,5 +3,5 @@ it."""
 
 
 def register() -> str:
-    """The platform's class, for vLLM."""
+    """Class of the platform, for vLLM."""
     return "examples.plain_device.PlainPlatform"

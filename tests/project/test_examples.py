@@ -83,7 +83,7 @@ def check_override_config(printed: str) -> None:
 
 @pytest.mark.parametrize("drafts", ["draft_model", "eagle"])
 def test_speculative_decoding(drafts: str) -> None:
-    """The texts are those of the model alone, in fewer steps than tokens."""
+    """Texts are those of the model alone, in fewer steps than tokens."""
     printed = run("speculative_decoding.py", drafts)
     for prompt in ("In the beginning God created", "And it came to pass, when the king heard", "A wise man"):
         assert f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, 48)!r}\n" in printed

@@ -62,7 +62,7 @@ def ask(client: openai.OpenAI, text: str, urls: list[str]) -> Any:
 
 
 def expected(model: SeeingModel, text: str, images: list[Image.Image]) -> list[int]:
-    """vLLM puts a line for each image before a chat's text."""
+    """Reference's tokens; vLLM puts a line for each image before a chat's text."""
     _, tokens = model.greedy("\n".join([*[model.placeholder] * len(images), text]), images, COUNT)
     return tokens
 

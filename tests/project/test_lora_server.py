@@ -37,7 +37,7 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def adapters(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> list[TinyAdapter]:
-    """More than there are places for on the host; the first is there from the start."""
+    """Adapters, more than the host has places for; the first is loaded from the start."""
     directory = tmp_path_factory.mktemp("adapters")
     return [
         make_adapter(model.path, directory, number, rank=rank, targets=EVERYWHERE if number % 2 else ATTENTION)
@@ -47,7 +47,7 @@ def adapters(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> list
 
 @pytest.fixture(scope="module")
 def server(model: TinyModel, adapters: Sequence[TinyAdapter]) -> Iterator[str]:
-    """Eager: what runs beneath is the kit's to prove."""
+    """Server that runs eager, since the kit tests what runs beneath."""
     first = adapters[0]
     arguments = [part for name, value in LIMITS.items() for part in (f"--{name}", str(value))]
     lora = ["--enable-lora", "--lora-modules", f"{first.name}={first.path}", "--served-model-name", "base"]
@@ -112,7 +112,7 @@ def test_load_use_and_unload(
 def test_clients_that_mix_adapters(
     server: str, client: openai.OpenAI, model: TinyModel, adapters: Sequence[TinyAdapter]
 ) -> None:
-    """Sixteen at once, over more adapters than slots and than places on the host; one client loads and unloads."""
+    """Sixteen clients at once use more adapters than slots and than places on the host, while one loads and unloads."""
     rng = np.random.default_rng(3)
     for adapter in adapters[1:]:
         assert load(server, adapter.name, adapter.path).status_code == 200
@@ -201,7 +201,7 @@ def test_bad_adapter_is_refused(
 def test_name_that_is_taken(
     server: str, client: openai.OpenAI, model: TinyModel, adapters: Sequence[TinyAdapter], tmp_path: Path
 ) -> None:
-    """Also one that stood for other files before: prefixes are cached by name."""
+    """A name that is taken is refused; so is one that stood for other files before, as prefixes are cached by name."""
     first = adapters[0]
     other = make_adapter(model.path, tmp_path, 80)
     answer = load(server, first.name, other.path)

@@ -17,7 +17,7 @@ ONLY_ONE = "Only one platform plugin can be activated"
 
 
 def install(folder: Path, name: str, target: str) -> None:
-    """Writes what an installer leaves of a distribution with this entry point."""
+    """Writes the files that an installer leaves of a distribution with this entry point."""
     metadata = folder / f"{name}-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
@@ -25,7 +25,7 @@ def install(folder: Path, name: str, target: str) -> None:
 
 
 def ask(folder: Path, code: str = ASK, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Has a new process resolve vLLM's platform."""
+    """Starts a process that resolves vLLM's platform."""
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{folder}:{ACME}:{ROOT}", "PYTHONWARNINGS": "ignore"}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment | variables, capture_output=True, text=True, timeout=120
@@ -81,7 +81,7 @@ def test_on_a_neuron_device_a_warning_says_how_to_choose(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["acme", "zeta"])
 def test_a_plugin_that_asks_others_in_turn_ends(name: str, tmp_path: Path) -> None:
-    """One of the two answers, and which one depends on their names alone."""
+    """One of the two plugins answers; which one depends on their names alone."""
     install(tmp_path, name, "acme_plugin:register")
     out = ask(tmp_path, ACME="yields")
     platform = "AcmePlatform" if name < "neuron" else "NeuronPlatform"
@@ -90,7 +90,7 @@ def test_a_plugin_that_asks_others_in_turn_ends(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["acme", "zeta"])
 def test_a_plugin_with_the_same_rule_ends(name: str, tmp_path: Path) -> None:
-    """The rule copied to another distribution."""
+    """The rule of this distribution is copied to another one, and one of the two answers."""
     twin = tmp_path / "twin_runner"
     twin.mkdir()
     for file in ("__init__.py", "environment.py", "plugins.py"):

@@ -89,7 +89,7 @@ def test_several_choices_differ(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_of_prompt_and_answer(client: openai.OpenAI) -> None:
-    """Echoed and sampled tokens against HF transformers."""
+    """Log probabilities of echoed and of sampled tokens are those of HF transformers."""
     out = client.completions.create(model="kjv", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2, echo=True)
     logprobs = out.choices[0].logprobs
     assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None

@@ -24,7 +24,7 @@ STEP_TYPES = {
     "KVCacheConfig",
     "CommonAttentionMetadata",
 }
-"""vLLM's, which change from release to release; so do the specs of ``SPECS``."""
+"""vLLM's step types, which change from release to release; so do the specs of ``SPECS``."""
 SPECS = "vllm.v1.kv_cache_interface"
 INSIDE = [
     path
@@ -66,7 +66,8 @@ def is_step_type(name: str) -> bool:
 
 @pytest.mark.parametrize("path", INSIDE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_one_room_alone_reads_vllms_step_types(path: Path) -> None:
-    """model_runner_base/vllm_compat/types: a release that changes them changes nothing else.
+    """No module but those of model_runner_base/vllm_compat/types reads step types, so a release that changes them
+    changes nothing else.
 
     model_runner_base/scheduling is a piece of vLLM's own scheduler, which makes them.
     """
@@ -74,7 +75,7 @@ def test_one_room_alone_reads_vllms_step_types(path: Path) -> None:
 
 
 def test_whoever_reads_a_step_type_is_found() -> None:
-    """However the module names it; the port itself is full of them."""
+    """A module that reads a step type is found, however it names the type; the port itself is full of them."""
     for line in (
         "from vllm.v1.core.sched.output import SchedulerOutput",
         "from vllm.v1.outputs import ModelRunnerOutput as Output",

@@ -1,4 +1,4 @@
-"""Sounds in the real server, by the real client: what is read of them is what HF transformers reads."""
+"""Sounds in the real server, by the real client: the texts are those of HF transformers."""
 
 import io
 import wave

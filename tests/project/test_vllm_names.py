@@ -69,7 +69,7 @@ def test_a_name_that_is_gone_is_found() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_who_asks_for_a_version(path: Path) -> None:
-    """No import of vLLM's is tried and given up, nothing reads its version or looks for a module but the kernels."""
+    """No import of vLLM's is tried and given up. Nothing reads its version, or looks for a module but the kernels."""
     tree = ast.parse(path.read_text())
     text = ast.unparse(tree).replace("find_spec('vllm._C')", "")
     for question in ("vllm.__version__", "version('vllm')", "find_spec('vllm", "import_module('vllm"):

@@ -69,7 +69,7 @@ def test_main_job_prints_text_and_a_summary() -> None:
     common = """
         the and of to that in he shall unto for i his a lord they be is him not them it with all thou thy was
         god which my me said but ye their have thee from as are when this out were upon man by you israel king
-        up came had son people there house come she behold will land men before let day one also forth go
+        up came had son people there come she behold will land men before let day one also forth go
         saying what children hand because an earth your good our god am so went no if at we who these into on
         do then now us did or answered great say speak made heart her done know am david servant servants sons
         life name art hath make any
