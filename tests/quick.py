@@ -9,7 +9,8 @@ from tqdm import tqdm
 KINDS = {
     "the code's structure": ("project/test_structure.py::test_device_runner", 1),
     "the arrays of a step": ("base/test_batch_builder.py", 10),
-    "attention": ("base/test_attention.py", 25),
+    "attention": ("base/test_attention.py", 15),
+    "an attention plan": ("base/test_attention_plan.py", 10),
     "what is drawn": ("base/test_sampling.py::test_draws_follow_the_distribution", 10),
     "requests that are refused": ("base/test_errors.py::test_bad_parameters_are_refused", 15),
     "an engine on openxla": ("neuron/test_compilation.py::test_every_bucket_serves", 25),

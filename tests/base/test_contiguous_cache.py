@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import dense_attention, first_key
 from bare_step import BareStep, scheduled
 from conftest import engine
 from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
-from test_attention import dense_attention, first_key
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser

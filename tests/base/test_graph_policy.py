@@ -5,10 +5,10 @@ from math import lcm
 
 import numpy as np
 import pytest
+from attention_cases import KEY_RANGES, batch_of
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import KEY_RANGES, batch_of
 
 from model_runner_base.attention.key_range import KeyRange
 from model_runner_base.attention.plan import kv_tile_for

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from attention_cases import first_key
 from bare_step import BareStep, padded, scheduled
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import first_key
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.attention.key_range import CAUSAL, KeyRange

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from attention_cases import batch_of, dense_attention
 from bare_step import BareStep, padded
 from hypothesis import strategies as st
-from test_attention import batch_of, dense_attention
 
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.metadata import PagedAttentionMetadata
