@@ -62,7 +62,7 @@ class FakeDevice:
 
 
 class FakeModel(nn.Module):
-    """Model with hidden states [T, 2]: the token that comes next, a hash of id and position, and the index in the
+    """Model with hidden states [T, 2]: the next token, which is a hash of id and position, and the index in the
     step."""
 
     def __init__(self, device: FakeDevice) -> None:

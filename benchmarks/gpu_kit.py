@@ -35,8 +35,7 @@ def takes_any_size(head_size: int) -> bool:
 
 
 def without_kernels() -> dict[str, Any]:
-    """Engine options without kernels. Models are inspected in this process, since another one would lack the
-    stand-ins."""
+    """Engine options without kernels. Models are inspected in this process: another one would lack the stand-ins."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = run_here

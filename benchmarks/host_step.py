@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     choose_platform("examples.plain_device.PlainPlatform")
-    # What imports vLLM's engine asks for the platform.
+    # Modules that import vLLM's engine ask for the platform.
     from benchmarks.host_drive import check_random, measure
     from benchmarks.host_engine import Sides, init_process
 

@@ -138,8 +138,7 @@ class Server:
         return {"prompt": "<image> what is it?", "multi_modal_data": {"image": Image.fromarray(pixels)}}
 
     def decode_beside(self, arriving: Callable[[], Any] | None) -> list[float]:
-        """Milliseconds of each of ``NUM_STEPS`` steps of requests that decode; a request that arrives makes one
-        token."""
+        """Milliseconds of each of ``NUM_STEPS`` steps of requests that decode; what arrives makes one token."""
         engine = self.llm.llm_engine
         for _ in range(NUM_TEXTS):
             params = SamplingParams(temperature=0, max_tokens=2 * NUM_STEPS, ignore_eos=True)

@@ -29,8 +29,7 @@ class Weights:
 
 
 CPU = Weights(row=0.2, decode_pair=0.75, chunk_pair=2.5)
-"""Weights of the bundled model on PJRT CPU: pairs as `python -m benchmarks.growth` fits them, a row by its
-arithmetic."""
+"""Weights of the bundled model on PJRT CPU: pairs as `python -m benchmarks.growth` fits them, a row by arithmetic."""
 _TOKEN = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 _KEY = 4 * 32 * 4096
 FLOPS = Weights(
@@ -62,8 +61,7 @@ def grid(limits: StepLimits) -> OpenXlaPolicy:
 
 
 def padding(limits: StepLimits, policy: OpenXlaPolicy, traces: list[Trace]) -> dict[str, float]:
-    """Per cent of each kind of work, and of all of it, that is padding. The neutral pairs of a step count as
-    padding."""
+    """Per cent of each kind of work, and of all of it, that is padding. The neutral pairs of a step count as such."""
     needed, paid = np.zeros(len(PARTS)), np.zeros(len(PARTS))
     for one in traces:
         for need, count in one.needs.items():

@@ -100,7 +100,7 @@ class _Bench:
     """Engines of a soak, one at a time."""
 
     def __init__(self, directory: Path, worker: str, enforce_eager: bool, options: dict[str, Any]) -> None:
-        # What imports vLLM's engine asks for the platform.
+        # Modules that import vLLM's engine ask for the platform.
         from benchmarks.soak_requests import MAX_LENGTH
         from model_runner_base.testing.engine import Engines
         from model_runner_base.testing.models import make_checkpoint

@@ -148,7 +148,7 @@ def pack(case: Case, padding: int) -> Packed:
     bare = BareStep([PagedCaches([group], limits, spans_of_case)], limits, len(table.table), MAX_LENGTH)
     longer = batch.query_len + np.where(batch.query_len > 1, padding // 2, 0)
     more = batch_of(longer, batch.num_computed + padding // 2, batch.rows)
-    # Behind a window the longer requests may need fewer pairs.
+    # With a window the longer requests may need fewer pairs.
     size = padded(limits, [need for step in (batch, more) for need in bare.layout.needs(step)], padding)
     if padding % 2:
         bare.fill_padding(size)

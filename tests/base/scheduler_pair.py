@@ -310,8 +310,7 @@ class Pair:
                 self.look()
 
     def run(self, num_steps: int, look: float = 0.5) -> "Pair":
-        """Steps both schedulers. Their state is compared in some steps only, since looking brings requests up to
-        date."""
+        """Steps both schedulers. Their state is compared in some steps, since looking brings requests up to date."""
         try:
             for _ in range(num_steps):
                 self.step(self.random.random() < look)

@@ -140,8 +140,7 @@ class Step:
         return call
 
     def check_trace(self, call: ModelCall, batch: InputBatch) -> None:
-        """Checks that each layer is told every key of its range once, in the slots where the request's own tokens
-        lie."""
+        """Checks that each layer is told each key of its range once, in the slots of the request's own tokens."""
         layers = self.bare.trace(call, batch)
         is_padding = np.ones(call.size.num_tokens, bool)
         for name, (slots, seen) in layers.items():

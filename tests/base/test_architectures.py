@@ -37,8 +37,8 @@ def check(model: TinyModel, prompts: list[tuple[int, ...]], tokens: list[list[in
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_transformers(name: str, tiny_model: Tiny) -> None:
-    """Prompts in parts and mixed batches, longer than a sliding window and than several chunks, give the reference's
-    tokens."""
+    """Tokens are the reference's for prompts in parts and mixed batches, longer than windows and than several
+    chunks."""
     model = tiny_model(name)
     with engine(model.path, max_model_len=256, enforce_eager=True) as llm:
         check(model, PROMPTS, tokens_of(generate(llm, PROMPTS, greedy(NEW_TOKENS))))

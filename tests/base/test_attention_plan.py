@@ -82,7 +82,7 @@ def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: Case, padding:
         assert seen[token] == set(keys.tolist())
         assert slot_blocks[token] == table[row, position // block_size]
         assert slot_offsets[token] == position % block_size
-        # What the kit is told of it.
+        # The kit is told the same.
         slots = table[row, keys // block_size].astype(np.int64) * block_size + keys % block_size
         assert trace.slots[token] == slots[keys == position]
         np.testing.assert_array_equal(trace.seen[token].positions, keys)

@@ -62,7 +62,7 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         requests.admit(req_id, info, known[req_id], computed[req_id])
 
     for _ in range(data.draw(st.integers(1, 5))):
-        # What is left of the known tokens, in chunks; then a token a step, which the device has sampled.
+        # The rest of the known tokens comes in chunks; then a token a step, which the device has sampled.
         wanted = {
             req_id: data.draw(st.integers(1, max(1, len(tokens) - computed[req_id])))
             for req_id, tokens in known.items()
@@ -92,7 +92,7 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         padding = data.draw(st.integers(0, 3))
         size = padded(limits, bare.layout.needs(batch), padding)
         for section in bare.tokens.sections(size):
-            bare.packer.at(size).views[section.name][:] = 77  # Of another step.
+            bare.packer.at(size).views[section.name][:] = 77  # Numbers of another step.
         step = bare.send(batch, size)
         views = {name: view.tolist() for name, view in step.views.items()}
         call = bare.run(batch, step)
@@ -131,7 +131,7 @@ def test_packed_arrays_say_what_every_token_is(data: st.DataObject) -> None:
         assert views["logits_indices"][num_reqs:] == [0] * (size.num_logits - num_reqs)
         assert views["sample_rows"][num_reqs:] == [MAX_NUM_REQS] * (size.num_logits - num_reqs)
         bare.commit(call, [sampled.get(index, 99) for index in range(size.num_logits)])
-        # What the device knows of each row: the token that was sampled last, and its position.
+        # The device knows of each row the token that was sampled last, and its position.
         tokens_there, computed_there = (tensor.tolist() for tensor in bare.rows.tensors)
         for index in sampled:
             row = int(batch.rows[index])

@@ -97,7 +97,7 @@ def test_drafts_beside_images(family: str, kind: str, counted: str, tmp_path: Pa
     asked = prompts(model)
     want = expected(model, asked, 24)
     config = speculation(kind, TinyModel(model.path))
-    options = OPTIONS | ({"async_scheduling": False} if family == "gemma3" else {})  # It has windows.
+    options = OPTIONS | ({"async_scheduling": False} if family == "gemma3" else {})  # Gemma 3 has windows.
     with engine(model.path, **options, speculative_config=config) as llm:
         assert read(ask(llm, asked, 24)) == want
         assert read(ask(llm, asked[::-1], 24)) == want[::-1]
@@ -117,7 +117,7 @@ def test_heads_draft_what_they_draft_in_plain_torch(
     config = speculation(kind, TinyModel(model.path))
     seeing, _ = reference(model.path)
     head = head_class(Path(config["model"]), Target(seeing.get_input_embeddings().weight, []))
-    if head_class is Eagle:  # It shares the target's.
+    if head_class is Eagle:  # An EAGLE head shares the target's.
         head.logits = lambda out: seeing.lm_head(out)  # type: ignore[method-assign]
     num_compared = 0
     with engine(model.path, **OPTIONS, speculative_config=config, async_scheduling=False) as llm, torch.no_grad():

@@ -100,8 +100,7 @@ def test_compiled_tokens_equal_the_reference(tiny_model: Callable[[str], TinyMod
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
 def test_random_schedules(name: str, tiny_model: Callable[[str], TinyModel]) -> None:
-    """Schedules of the kit hold, step by step against a model without memory, with lines for all requests or for
-    some."""
+    """Schedules of the kit hold, step by step against a model without memory, with lines for all requests or some."""
     model = tiny_model(name)
     # Gemma's requests take a line in each of its two KV-cache groups, so that half of the lines are not a group's.
     options = OPTIONS | {"block_size": 352, "num_gpu_blocks_override": 4 if name == "llama" else 5}
@@ -234,7 +233,7 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
                 None,
             )
             np.testing.assert_allclose(out[index].view(num_heads, head_size), want, atol=2e-5)
-            # What the kit is told of it.
+            # The kit is told the same.
             keys = np.arange(first_key(key_range, context + step - 1), context + step)
             np.testing.assert_array_equal(trace.seen[index].positions, keys)
             np.testing.assert_array_equal(trace.seen[index].slots, line * parts * tile + keys)
@@ -262,8 +261,7 @@ def test_tiles_of_kernels_are_what_they_multiply_at_a_time(count: int) -> None:
 def test_useful_memory_holds_every_request(
     num_full: int, num_sliding: int, tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    """Memory is useful for a line a request in each of vLLM's groups of layers, and the null block, by vLLM's own
-    count."""
+    """Memory is useful for a line a request in each of vLLM's groups of layers, and the null block, as vLLM counts."""
     config = EngineArgs(
         str(tiny_model("llama").path), max_model_len=MAX_LENGTH, block_size=MAX_LENGTH, max_num_seqs=64
     ).create_engine_config()

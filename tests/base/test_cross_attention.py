@@ -43,8 +43,8 @@ def batch_of(decodes: list[int], chunks: list[int]) -> InputBatch:
 @pytest.mark.parametrize("length", [1, 30, 32, 75])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_every_token_sees_all_of_its_output(length: int, padding: int) -> None:
-    """A token sees its encoder output in decode, in decode with chunks, and in chunks alone. Steps of one kind share a
-    buffer."""
+    """A token sees its encoder output in decode, with chunks or without, and in chunks alone. Steps of a kind share
+    a buffer."""
     limits = StepLimits(
         400, NUM_ROWS, MAX_LENGTH, DECODE, CHUNK, (*COMMON_DIMS, *plan_dims(DECODE, CHUNK, length)), cross_len=length
     )

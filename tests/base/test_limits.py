@@ -154,7 +154,7 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ("compilation_config.compile_mm_encoder", True, "leave out compile_mm_encoder"),
         ("speculative_config", draft(**HEAD, method="mtp"), "drafts by mtp are not .* eagle"),
         ("model_config.multimodal_config.is_multimodal_pruning_enabled", lambda: True, "video_pruning_rate"),
-        # Where tokens of an image see each other.
+        # Models in which tokens of an image see each other.
         ("scheduler_config.long_prefill_token_threshold", 16, "leave out long_prefill_token_threshold"),
         ("model_config.hf_text_config.sliding_window", 15, "set enable_prefix_caching=False"),
     ],

@@ -214,8 +214,7 @@ def test_structured_output(tiny_model: Callable[[str], TinyModel], tmp_path: Pat
 
 @pytest.mark.openxla
 def test_twenty_adapters_compile_nothing(compiled: LLM, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Adapters are loaded, unloaded and mixed at random while requests run, over four slots and eight places on the
-    host."""
+    """Adapters come, go and are mixed at random while requests run, over four slots and eight places on the host."""
     model, rng = tiny_model("llama"), np.random.default_rng(5)
     adapters = [
         make_adapter(model.path, tmp_path, number, rank=int(rng.choice([1, 2, 8])), targets=targets)

@@ -106,8 +106,7 @@ def test_workers_share_the_hosts_memory_and_no_devices(
 
 
 def test_device_without_a_report_needs_to_be_told() -> None:
-    """A device without a report is refused before anything is loaded, unless a size is set, which is then taken as
-    it is."""
+    """A device without a report is refused before anything is loaded, unless a size is set, which is taken as it is."""
     ops = SimpleNamespace(memory_info=lambda: MemoryInfo(free=0, total=0))
     worker = SimpleNamespace(
         model_runner=runner_that_needs(700, ops),

@@ -1,5 +1,4 @@
-"""Images given as embeddings that do not fit are refused before they are queued, each time; later requests are
-served."""
+"""Images given as embeddings that do not fit are refused before they are queued, each time; others are served."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ def embeddings(model: SeeingModel) -> Any:
     grid = {name: inputs[name] for name in ("image_grid_thw",) if name in inputs}
     with torch.no_grad():
         features = seeing.model.get_image_features(inputs["pixel_values"], *grid.values())
-    if not isinstance(features, list | tuple):  # Of transformers 5.
+    if not isinstance(features, list | tuple):  # As transformers 5 returns them.
         levels = getattr(features, "deepstack_features", None) or ()
         features = features.pooler_output, [torch.cat(list(each)) for each in levels]
     elif isinstance(features[0], torch.Tensor):
@@ -164,8 +163,7 @@ def test_more_items_than_allowed(served: Served, good: Any) -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1), (3, 7)], ids=str)
 def test_odd_images(size: tuple[int, int], served: Served) -> None:
-    """Odd images are served as the reference has them, or refused where its processor refuses them; nothing is left
-    over."""
+    """Odd images are served as the reference has them, or refused where its processor refuses them; nothing is left."""
     model, asked = served.model, [(f"{served.model.placeholder}?", [picture(50, *size)])]
     try:
         want = expected(model, asked)

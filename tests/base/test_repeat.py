@@ -1,5 +1,4 @@
-"""A step that repeats the last one: the data on the device has the same meaning as if the step were built from
-scratch."""
+"""A step that repeats the last one: data on the device means the same as if the step were built from scratch."""
 
 from dataclasses import replace
 

@@ -91,8 +91,7 @@ def test_refused_before_it_is_queued(llm: LLM, model: TinyModel, params: dict[st
 
 
 def test_as_many_tokens_as_there_may_be(llm: LLM, model: TinyModel) -> None:
-    """An output whose ``max_tokens`` exceeds all that a column holds ends where the cache does, at 4 blocks of 32
-    tokens."""
+    """An output whose ``max_tokens`` exceeds all that a column holds ends with the cache, at 4 blocks of 32 tokens."""
     for count in (2**31, 2**62, 2**63 - 1):
         output = check_beside(llm, model, greedy(count))
         assert output.finish_reason == "length" and len(output.token_ids) == LONGEST - 2

@@ -98,8 +98,8 @@ def test_calls_to_worker_and_model(tiny_model: Callable[[str], TinyModel]) -> No
 
 
 def test_profile_is_written(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """A profile is written as ``profiler_config`` asks, with what ran in between. Without that setting the call says
-    what to set."""
+    """A profile is written as ``profiler_config`` asks, with what ran in between. Without it the call says what to
+    set."""
     model = tiny_model("llama")
     prompts = random_prompts(64, [5, 9])
     config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}

@@ -77,8 +77,7 @@ def test_lockstep(setting: Setting, habits: Habits, seed: int, look: float) -> N
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 def test_most_of_what_runs_has_rows(is_async: bool, caching: bool) -> None:
-    """Requests have rows for the most part in a crowd that comes and goes, with preemption; else these tests would
-    say little."""
+    """Requests mostly have rows in a crowd that comes and goes, with preemption; else these tests would say little."""
     pair = Pair(Setting(is_async, caching, num_blocks=45), Habits(0.5, sessions=0), seed=1).run(300, 0.1)
     assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
     assert pair.num_preempted

@@ -91,8 +91,7 @@ class Client:
 @pytest.mark.parametrize("is_queued", [True, False], ids=["queued", "idle"])
 @pytest.mark.parametrize("total", [LONGEST - 1, LONGEST, LONGEST + 1, 2 * LONGEST])
 def test_a_session_that_grows_too_long(llm: LLM, model: TinyModel, total: int, is_queued: bool) -> None:
-    """A session has a token left one below the model's length. From there on it ends with an error, and no other
-    does."""
+    """A session has one token left just below the model's length. From there on it alone ends with an error."""
     first, other = random_prompts(80, [40, 9])
     (second,) = random_prompts(81, [total - 40 - 4])  # 5 outputs of the first turn, less the last.
     client = Client(llm)
@@ -113,7 +112,7 @@ def test_a_session_that_grows_too_long(llm: LLM, model: TinyModel, total: int, i
         assert client.turns["session"][1] == model.greedy((*first, *kept[:-1], *second), 1)
     else:
         assert reason == FinishReason.ERROR and f"{total} tokens" in words and str(LONGEST) in words
-        client.send("session", (5, 6))  # What was under way.
+        client.send("session", (5, 6))  # Input that was under way when the session ended.
         client.send("session", (0,), is_session=False)
     client.close("session")
 
@@ -135,8 +134,7 @@ def test_each_turn_has_its_own_max_tokens(llm: LLM, model: TinyModel, is_queued:
 
 @pytest.mark.parametrize("is_queued", [True, False], ids=["queued", "idle"])
 def test_each_turn_has_its_own_grammar(llm: LLM, model: TinyModel, is_queued: bool) -> None:
-    """An unfinished grammar binds its own turn alone. The last token of a turn does not count for the next one's
-    grammar."""
+    """An unfinished grammar binds its own turn alone. A turn's last token does not count for the next one's grammar."""
     decode = llm.get_tokenizer().decode
     grammars = [StructuredOutputsParams(regex="[0-9]{40}"), None, StructuredOutputsParams(regex="yes")]
     chunks, client, prompt = random_prompts(83, [9, 6, 12]), Client(llm), ()

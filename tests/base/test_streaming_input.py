@@ -270,8 +270,7 @@ def test_prompt_logprobs_come_with_the_first_chunk_alone(tiny_model: Callable[[s
 
 
 def test_a_dropped_output_is_in_no_prefix_cache(tiny_model: Callable[[str], TinyModel]) -> None:
-    """A turn ends where a cache block would be full. The next input's first token comes in place of the dropped
-    output."""
+    """A turn ends where a cache block would be full. The next input's first token takes the dropped output's place."""
     model = tiny_model("llama")
     chunks = random_prompts(53, [32 - OUTPUTS, 40])
     with engine(model.path, max_model_len=128, enforce_eager=True) as llm:

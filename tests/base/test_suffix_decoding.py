@@ -15,8 +15,7 @@ PACKAGE = "arctic-inference==0.1.1"
 
 
 def test_suffix_decoding(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output that was seen before is drafted again, so later requests take few steps. Without the package vLLM names
-    it."""
+    """Output that was seen before is drafted again, so later requests take few steps. vLLM names a missing package."""
     model, config = tiny_model("llama"), {"method": "suffix", "num_speculative_tokens": 4}
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), PACKAGE]
     if subprocess.run(install, capture_output=True, check=False).returncode:

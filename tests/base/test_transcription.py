@@ -86,8 +86,7 @@ def test_preempted_requests_are_encoded_again(model: Transcriber) -> None:
 
 
 def test_few_prompts_arrive_in_a_step(llm: LLM) -> None:
-    """A step takes as many new prompts as the encoder's budget has sounds for, here one; memory is counted for no
-    more."""
+    """A step takes as many new prompts as the encoder's budget has sounds for, here one; memory counts no more."""
     limits = runner_of(llm).step_limits()
     assert (limits.max_num_reqs, limits.max_chunks) == (4, 1)
     mixed = limits.named(limits.largest_sizes[1])

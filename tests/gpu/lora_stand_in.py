@@ -69,8 +69,7 @@ class Kernels:
 
 
 def replace_kernels(fixed: Fixed) -> None:
-    """Replaces vLLM's kernels. Triton's interpreter keeps them, but adds a product's parts in one program instead of
-    64."""
+    """Replaces vLLM's kernels. Triton's interpreter keeps them, but adds up a product in one program instead of 64."""
     if HAS_TRITON:
         utils.is_batch_invariant = True
         return

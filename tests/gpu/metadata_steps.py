@@ -95,8 +95,7 @@ class Request:
     start: int
     count: int
     ahead: int | None
-    """Tokens by which the host's bound exceeds a start that the device alone knows; None if the host knows the
-    start."""
+    """Tokens by which the host's bound exceeds a start that the device alone knows; None if the host knows it."""
 
 
 @st.composite

@@ -85,7 +85,7 @@ class LateDevice:
 )
 def test_a_host_array_may_change_as_soon_as_its_copy_was_launched(steps: list[tuple[int, bool, int]]) -> None:
     """Steps give the array's length, whether it goes where the last of that length went, and how much the device
-    then runs."""
+    runs."""
     device = LateDevice()
     copy = torch.Tensor.copy_
 

@@ -76,8 +76,7 @@ def test_weights_are_offloaded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("has_embeds", [False, True])
 def test_the_pool_of_prompt_embeddings_is_part_of_what_a_step_needs(has_embeds: bool) -> None:
-    """The pool is allocated after the measurement: 8 tokens of 24 float32, a row of padding, and 8 on their way to
-    it."""
+    """The pool is allocated after the measurement: 8 tokens of 24 float32, a row of padding, and 8 that are copied."""
     model_config = SimpleNamespace(enable_prompt_embeds=has_embeds, get_inputs_embeds_size=lambda: 24)
     runner = SimpleNamespace(
         device_ops=SimpleNamespace(peak_memory=lambda run: 1000),
@@ -220,7 +219,7 @@ def test_models_that_need_the_base_s_attention_are_refused() -> None:
 def test_encoders_are_measured_on_the_largest_items_of_a_step(
     is_skipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encoders are measured on as many items as fit the scheduler's budget, each as large as the processor makes
+    """Encoders are measured on as many items as the scheduler's budget holds, each as large as the processor makes
     them."""
     model = make_seeing_model("qwen3-vl", tmp_path)
     options = {"skip_tokenizer_init": False, "enforce_eager": True, "limit_mm_per_prompt": {"video": 0}}

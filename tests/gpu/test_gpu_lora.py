@@ -146,8 +146,7 @@ print("RIGHT")
 
 
 def test_products_of_vllms_kernels() -> None:
-    """Products of tokens whose slots a graph bound equal a loop over the tokens, in Triton's interpreter and
-    float16."""
+    """Products of tokens whose slots a graph bound equal a loop over them, in Triton's interpreter and float16."""
     assert "RIGHT\n" in run("-c", PRODUCTS, **TRITON)
 
 

@@ -45,8 +45,7 @@ class CountingGpu:
         self.peak = self.allocated
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Memory functions under their names in torch.cuda, in vLLM's platforms, and for all of torch's
-        accelerators."""
+        """Memory functions under their names in torch.cuda, in vLLM's platforms, and for torch's accelerators."""
         return {
             "empty_cache": self.empty_cache,
             "reset_peak_memory_stats": self.reset_peak,

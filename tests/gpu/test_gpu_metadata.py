@@ -35,8 +35,7 @@ from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Step
 def test_kernels_are_told_of_every_token(
     backend: type[ViewsBackend], every: list[tuple[list[Request], StepSize]], seed: int
 ) -> None:
-    """Kernels are told of every token by number, and always at the same addresses, where a captured graph reads
-    again."""
+    """Kernels are told of every token by number, always at the addresses where a captured graph reads again."""
     bench, random = Bench(backend), np.random.default_rng(seed)
     addresses: set[tuple[int, ...]] = set()
     for requests, size in every:

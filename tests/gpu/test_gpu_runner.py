@@ -145,8 +145,7 @@ PROMISES = {
         "prefix_hits and llama or interrupted or no_compilation or random_schedules and llama": 4,
     },
 }
-"""Checks of the kit by pytest's -k expressions, each with how many it chooses that the others of its platform do
-not."""
+"""Checks of the kit by pytest's -k expressions, each with how many it adds to the others of its platform."""
 
 
 @pytest.mark.parametrize("platform", PROMISES)

@@ -132,7 +132,7 @@ def plan_step(case: Case) -> Planned:
         batch.rows,
     )
     batches = [longer, batch] if case.padding else [batch]
-    # Behind a window longer contexts may need fewer pairs.
+    # With a window longer contexts may need fewer pairs.
     size = padded(bare.layout.limits, [bare.layout.needs(each)[0] for each in batches], case.padding)
     for each in batches:
         step = bare.send(each, size)

@@ -30,8 +30,7 @@ BUCKETS = {
 
 
 def test_every_bucket_serves_captured_once_and_compiled_ahead(tiny_model: Callable[[str], TinyModel]) -> None:
-    """Requests of every length and sampling mode arrive at random; further ones then hit the buckets that are left
-    over."""
+    """Requests of every length and sampling mode arrive at random; further ones then hit the remaining buckets."""
     rng = np.random.default_rng(0)
     options = {"max_num_seqs": 6, "max_model_len": 512, "additional_config": {"neuron_config": BUCKETS}}
     before_start = CompilationCount.now()

@@ -21,8 +21,7 @@ from neuron_runner.nki.attention import NkiAttentionBackend, NkiAttentionImpl
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    """Clears the choice of a backend, which vLLM keeps for the process, and the kernels that were imported on the
-    stand-in."""
+    """Clears vLLM's choice of a backend, which it keeps for the process, and kernels imported on the stand-in."""
     _cached_get_attn_backend.cache_clear()
     yield
     _cached_get_attn_backend.cache_clear()
@@ -34,8 +33,7 @@ def nothing_remembered() -> Iterator[None]:
 def test_engine_through_the_kernels(
     query_tile: int, kv_tile: int, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma 2: GQA, layers with and without a window, soft caps; chunked prompts together with decode, then steady
-    decode."""
+    """Gemma 2: GQA, layers with and without a window, soft caps; chunked prompts with decode, then steady decode."""
     for name, module in nki_standin.install().items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in OURS:

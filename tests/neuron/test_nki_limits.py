@@ -227,7 +227,7 @@ def test_whole_cache_lines_are_not_asked_for() -> None:
     assert not NkiAttentionBackend.reads_lines
 
 
-# Who runs them.
+# ---- Where the kernels run ----
 
 
 @pytest.mark.usefixtures("standin")

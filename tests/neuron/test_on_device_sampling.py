@@ -146,7 +146,7 @@ def test_neuron_graph_sorts_no_vocabulary(mode: SamplingMode) -> None:
     arguments = torch.randn(2, vocab), slots, *states.tables(), *device_rows(2)
     assert sorted_rows(hlo_of(partial(sample, mode, False, NEURON_LIMITS), *arguments)) == [(12500, 256), (1024, 256)]
     if mode == SamplingMode.SORTED:
-        # What the check is there to see.
+        # The check does see a sort of the whole vocabulary.
         assert sorted_rows(hlo_of(partial(sample, mode, False, SortLimits()), *arguments)) == [(vocab, vocab)]
     logprobs = partial(_top, False, NEURON_LIMITS.max_width)
     tokens = torch.zeros(2, dtype=torch.int32)
@@ -155,8 +155,7 @@ def test_neuron_graph_sorts_no_vocabulary(mode: SamplingMode) -> None:
 
 @pytest.mark.parametrize(("limits", "temperature"), [(SortLimits(), 0.0), (NEURON_LIMITS, 0.01)], ids=str)
 def test_ids_above_two_to_the_24_are_exact(limits: SortLimits, temperature: float) -> None:
-    """Ids that are odd and this large have no number in float32: passed through it they would come out as a
-    neighbour."""
+    """Ids that are odd and this large have no number in float32, where they would become a neighbour."""
     vocab, token = (1 << 24) + 40, (1 << 24) + 33
     logits = torch.zeros(1, vocab)
     logits[0, token] = 50.0

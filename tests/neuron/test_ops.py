@@ -243,8 +243,7 @@ def test_the_platform_alone_registers_nothing() -> None:
 
 @pytest.mark.parametrize(("lengths", "reach"), [([400, 1, 350], 400), ([64] * 11 + [16, 30], 64)])
 def test_patches_of_a_segment_see_each_other(lengths: list[int], reach: int) -> None:
-    """Patches see those of their segment, as in vLLM segment by segment. Patches of padding after them change
-    nothing."""
+    """Patches see those of their segment, as in vLLM segment by segment. Padding after them changes nothing."""
     count, padding = sum(lengths), 37
     random = torch.Generator().manual_seed(0)
     given = [torch.randn(1, count + padding, 3, 8, generator=random) for _ in "qkv"]

@@ -142,8 +142,7 @@ def test_a_running_batch_changes_over_to_a_size_that_stands(
 def test_a_failing_compilation_harms_nobody(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compilation that fails, here every third, is left out: larger sizes serve in its place, with one warning for
-    each."""
+    """A compilation that fails, here every third, is left out: larger sizes serve in its place, with a warning each."""
     model, warnings = tiny_model("llama"), list[str]()
     reference, compile_one = expected(model, PROMPTS), _XLAC._xla_warm_up_cache
     monkeypatch.setattr(background.logger, "warning", lambda text, *values: warnings.append(text % values))

@@ -99,7 +99,7 @@ def test_what_is_drawn_is_what_one_worker_draws(pair: LLM, model: TinyModel) -> 
         sampled(16, top_k=20, top_p=0.8),
         sampled(16, min_p=0.05, seed=1 << 40, prompt_logprobs=2),
     ]
-    # Nothing of these needs whole rows.
+    # None of these needs whole rows.
     plain = [sampled(16, temperature=0.8), sampled(16, min_p=0.05, seed=1 << 40), greedy(16), sampled(16, seed=7)]
     drawn = []
     before = pair.collective_rpc(count_of_rank)
@@ -151,8 +151,7 @@ def test_a_worker_that_dies_ends_the_engine(pair: LLM) -> None:
 def test_four_workers_replicate_heads_and_pad_the_vocabulary(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model has two KV heads for four ranks, 509 tokens, and experts. It runs eager, with collectives of gloo's,
-    too."""
+    """A model has two KV heads for four ranks, 509 tokens, and experts. It runs eager, with gloo's collectives."""
     shape: dict[str, Any] = architectures._UNTIED | {"vocab_size": 509}
     config = partial(Qwen3MoeConfig, **shape, **architectures._EXPERTS, head_dim=32, norm_topk_prob=True)
     monkeypatch.setitem(architectures.CONFIGS, "qwen3-moe-509", config)

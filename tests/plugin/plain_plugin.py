@@ -1,5 +1,4 @@
-"""The example device as a vendor would install it: with this folder on its path, a process finds the entry point in
-it."""
+"""The example device as a vendor would install it: a process with this folder on its path finds the entry point."""
 
 
 def register() -> str:

@@ -1,5 +1,4 @@
-"""A worker of ours on a platform that knows nothing of it, such as vLLM's own of CUDA: the plugin checks requests
-there."""
+"""A worker of ours on a platform that knows nothing of it, such as vLLM's own of CUDA, whose requests are checked."""
 
 import subprocess
 import sys

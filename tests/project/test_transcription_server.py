@@ -59,7 +59,8 @@ def transcribe(client: openai.OpenAI, file: bytes, **options: Any) -> Any:
 
 
 def complaint(client: openai.OpenAI, file: bytes) -> str:
-    """Message of a request that failed: vLLM 0.16 gives it with status 200 if a file's reading raised no ValueError."""
+    """Message of a failed request: vLLM 0.16 gives it with status 200 for any error in reading a file but a
+    ValueError."""
     message: str = transcribe(client, file).model_extra["error"]["message"]
     return message
 

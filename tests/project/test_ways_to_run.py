@@ -1,5 +1,4 @@
-"""Ways to run besides in process: vLLM's engine core in a process of its own, and the main job as the README starts
-it."""
+"""Ways to run besides in process: vLLM's engine core in one of its own, and the main job as the README starts it."""
 
 import re
 import subprocess
