@@ -13,7 +13,7 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
 # vLLM inspects a model's class in a process of its own, which takes ten seconds for each architecture. That process
-# spares the caller a start of CUDA, which a test process has anyway.
+# spares its caller the start of an accelerator, which tests start anyway.
 _registry: Any = vllm.model_executor.models.registry
 _registry._run_in_subprocess = lambda function: function()
 

@@ -65,7 +65,7 @@ def is_step_type(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", INSIDE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_one_room_alone_reads_vllms_step_types(path: Path) -> None:
+def test_one_module_alone_reads_vllms_step_types(path: Path) -> None:
     """No module but those of model_runner_base/vllm_compat/types reads step types, so a release that changes them
     changes nothing else.
 
@@ -114,7 +114,7 @@ def test_rows_and_corrections_of_the_scheduler_import_neither_the_other(part: st
     assert [path.name for path in paths if f"model_runner_base.scheduling.{other}" in path.read_text()] == []
 
 
-def test_repeat_is_one_room() -> None:
+def test_one_module_repeats_steps() -> None:
     """One module, step/repeat.py, follows schedules; no other module knows of a step that is like the last one."""
     files = (ROOT / "model_runner_base").rglob("*.py")
     assert [path.name for path in files if "_steady" in path.read_text()] == []
