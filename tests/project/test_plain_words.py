@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if has_docstring and (text := ast.get_docstring(node)):
             yield node.body[0].lineno, text
         body = getattr(node, "body", None)
-        for before, after in zip(body, body[1:], strict=False) if isinstance(body, list) else ():
+        for before, after in pairwise(body) if isinstance(body, list) else ():
             is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             if isinstance(before, ast.Assign | ast.AnnAssign) and is_text and isinstance(after.value.value, str):
                 yield after.lineno, after.value.value
