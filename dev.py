@@ -1,4 +1,4 @@
-"""Sets up an environment beside this file, then runs one of the project's jobs in it. Needs Python 3.11 and pip alone.
+"""Sets up an environment in this folder, then runs one of the project's jobs in it. Needs Python 3.11 and pip alone.
 
     python3.11 dev.py generate [options]   text from the bundled model, through vLLM
     python3.11 dev.py test [options]       the tests in up to four processes, with pytest's options (-n 0: in one)
@@ -52,7 +52,7 @@ class Lane:
         return ROOT / "constraints" / f"{self.name}.txt"
 
     def set_up(self) -> None:
-        """Makes the environment, unless it stands already."""
+        """Makes the environment, unless it is up to date."""
         override = [ROOT / "constraints" / self.overrides] if self.overrides else []
         files = (ROOT / "pyproject.toml", self.constraints, *override)
         wanted = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
         "generate": [str(lane.bin / "python"), str(ROOT / "examples" / "generate.py")],
         "test": [str(lane.bin / "python"), "-m", "pytest", *SIDE_BY_SIDE],
         "check": ["sh", "-c", CHECK],
-        "docs": ["sh", "-c", f"{BUILD_DOCS} && exec mkdocs serve --strict"],
+        "docs": ["mkdocs", "serve", "--strict"],
         "run": [],
     }
     if not arguments or arguments[0] not in jobs:
