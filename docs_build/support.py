@@ -9,21 +9,22 @@ NOT_RUN = "not run on hardware"
 NO_CUDA = "tests without a GPU"
 H200 = "one H200"
 
+NOT_TESTED = "not tested"
+
 FEATURES = {
-    "eager steps": ("tests", NOT_RUN, H200, "tests"),
+    "eager steps, chunked prefill, asynchronous scheduling, log probabilities": ("tests", NOT_RUN, H200, "tests"),
     "steps as graphs": ("tests", NOT_RUN, H200, "-"),
-    "chunked prefill": ("tests", NOT_RUN, H200, "tests"),
     "prefix caching, preemption": ("tests", NOT_RUN, NO_CUDA, "tests"),
-    "asynchronous scheduling": ("tests", NOT_RUN, H200, "tests"),
-    "all sampling parameters, log probabilities": ("tests", NOT_RUN, NO_CUDA, "tests"),
-    "structured output": ("tests", NOT_RUN, NO_CUDA, "tests"),
+    "sampling parameters": ("tests", NOT_RUN, NO_CUDA, "tests"),
+    "structured output": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "speculative decoding": ("tests", NOT_RUN, NO_CUDA, "tests"),
     "LoRA adapters": ("tests", NOT_RUN, NO_CUDA, "tests"),
-    "images, video, sounds": ("tests", NOT_RUN, NO_CUDA, "tests"),
-    "tensor parallelism": ("tests", NOT_RUN, NOT_RUN, "tests"),
-    "contiguous KV cache": ("tests", NOT_RUN, "-", "not tested"),
+    "images": ("tests", NOT_RUN, NO_CUDA, "tests"),
+    "video, sounds": ("tests", NOT_RUN, NOT_TESTED, "tests"),
+    "tensor parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
+    "contiguous KV cache": ("tests", NOT_RUN, "-", NOT_TESTED),
     "int8 weights": ("tests", NOT_RUN, "-", "-"),
     "attention kernel in NKI": ("tests on a stand-in for NKI", NOT_RUN, "-", "-"),
-    "sleep and wake": ("refused", "refused", NO_CUDA, "refused"),
+    "sleep and wake": ("refused", "refused", NOT_TESTED, "refused"),
 }
 """A row for each feature, a cell for each of ``DEVICES``."""
