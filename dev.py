@@ -1,9 +1,10 @@
-"""Sets up an environment beside this file, then runs one of the project's jobs in it. Needs Python 3.11 and pip alone.
+"""Sets up an environment in this folder, then runs one of the project's jobs in it. Needs Python 3.11 and pip alone.
 
     python3.11 dev.py generate [options]   text from the bundled model, through vLLM
     python3.11 dev.py test [options]       the tests in up to four processes, with pytest's options (-n 0: in one)
     python3.11 dev.py test --quick         a test of each kind, about five minutes; --full: every random case, too
-    python3.11 dev.py check                style and types, by ruff and mypy
+    python3.11 dev.py check                style and types, by ruff and mypy, and the docs, by mkdocs
+    python3.11 dev.py docs                 the docs as a site, served on this machine; --build: built only
     python3.11 dev.py run COMMAND ...      any command of the environment, such as `vllm serve`
 
 The environment is .venv, whose vLLM is the last one with torch_xla. `--lane newest` before the job takes .venv-newest,
@@ -22,7 +23,11 @@ ROOT = Path(__file__).resolve().parent
 # Whole files, since the tests of one share engines; the longest come first (tests/conftest.py).
 SIDE_BY_SIDE = ["-n", "logical", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
 
-CHECK = "ruff check . && ruff format --check . && mypy model_runner_base gpu_runner neuron_runner benchmarks"
+BUILD_DOCS = "mkdocs build --strict --quiet"
+CHECK = (
+    "ruff check . && ruff format --check . && mypy model_runner_base gpu_runner neuron_runner benchmarks docs_build && "
+    + BUILD_DOCS
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Lane:
         return ROOT / "constraints" / f"{self.name}.txt"
 
     def set_up(self) -> None:
-        """Makes the environment, unless it stands already."""
+        """Makes the environment, unless it is up to date."""
         override = [ROOT / "constraints" / self.overrides] if self.overrides else []
         files = (ROOT / "pyproject.toml", self.constraints, *override)
         wanted = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
@@ -88,18 +93,20 @@ def main(arguments: list[str]) -> None:
         "generate": [str(lane.bin / "python"), str(ROOT / "examples" / "generate.py")],
         "test": [str(lane.bin / "python"), "-m", "pytest", *SIDE_BY_SIDE],
         "check": ["sh", "-c", CHECK],
+        "docs": ["mkdocs", "serve", "--strict"],
         "run": [],
     }
     if not arguments or arguments[0] not in jobs:
         raise SystemExit(__doc__)
     lane.set_up()
-    command = [*jobs[arguments[0]], *arguments[1:]]
+    command = BUILD_DOCS.split() if arguments == ["docs", "--build"] else [*jobs[arguments[0]], *arguments[1:]]
     if not command:
         raise SystemExit("run needs a command, such as: run vllm serve examples/models/kjv-2m")
     environment = {**os.environ, "PATH": f"{lane.bin}{os.pathsep}{os.environ.get('PATH', '')}"}
+    environment["NO_MKDOCS_2_WARNING"] = "1"  # The theme's notice of a release that constraints/ leave out.
     # The tests start some fifty processes, each of which would compile vLLM's modules for ten seconds.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    if arguments[0] in ("test", "check"):
+    if arguments[0] in ("test", "check", "docs"):
         os.chdir(ROOT)
     if arguments == ["test"]:
         print(f"Lane {lane.name} on two cores: all tests take about {lane.minutes} minutes, --quick 5", flush=True)

@@ -4,12 +4,23 @@
     python -m benchmarks.gpu --rehearse
 
 Sections: tokens (the same greedy tokens), memory (size of the KV cache, graph capture), sleep, speed (tokens a second,
-host microseconds a step). docs/gpu_hardware.md says how to run it, also without network, and what the columns mean.
-Every engine runs in a process of its own with time limits, so a failure or crash costs its rows and not the call.
+host microseconds a step). benchmarks/gpu_hardware.md says how to run it, also without network. Every engine runs in a
+process of its own with time limits, so a failure or crash costs its rows and not the call.
 ``--rehearse`` runs the same code without a GPU, examples/plain_device.py on both sides.
 
 Ends with status 1 if a check failed or a case could not be run, 2 if there is no CUDA device; missed targets are
-shown, and do not count as failures. docs/gpu_hardware.md has what an H200 showed.
+shown, and do not count as failures. benchmarks/gpu_hardware.md has what an H200 showed.
+
+Columns of tokens: ``differing``, requests with other tokens; ``gap``, nats between vLLM's two likeliest tokens at the
+first difference, the widest of all requests; ``allowed``, the gap that passes as a tie (0 in float32, 0.1 in bfloat16).
+
+Rows of memory: ``kv_limit_bytes``, the answer of ``determine_available_memory`` (target: within 5 % of vLLM's);
+``kv_bytes``, the blocks that the engine made; ``capture_bytes`` and ``capture_s``, memory and time of graph capture;
+``start_s``, seconds to a ready engine.
+
+Columns of speed: tokens a second of both engines, which are on the device at once and take turns; ``host_us``, CPU time
+of a step's calls, measured in a run of its own, with the device idle before each call; ``target``, 1.2 where the host
+takes over 70 % of vLLM's step, else 1.0; ``met``. "fell back" lists cases that ran in another mode than asked for.
 """
 
 import json

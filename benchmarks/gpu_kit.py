@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_kit [OPTIONS OF THE KIT]
 
-such as ``-k hostile``; docs/gpu_hardware.md says how to reach a host without network. Without vLLM's kernels
+such as ``-k hostile``; benchmarks/gpu_hardware.md says how to reach a host without network. Without vLLM's kernels
 gpu_kernels.py stands in. Graphs are captured for decodes and models are not compiled, so an engine starts in seconds.
 Where the host lacks xgrammar, leave the rows of structured output out.
 """

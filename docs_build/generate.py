@@ -1,0 +1,106 @@
+"""Tables of the docs that the code knows, written between markers.
+
+    python -m docs_build.generate [--check]     write them; with --check only say which files differ
+
+A page has ``<!-- generated: NAME -->`` before such a table and ``<!-- end of NAME -->`` after it. What lies between is
+written by the function of that name in ``TABLES``. ``tests/project/test_docs.py`` checks that it is up to date.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from docs_build.refusals import refusals
+from docs_build.support import DEVICES, FEATURES
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("architectures", "configuration", "conformance"))]
+PAGES += ["docs/refusals.md", "docs/support.md"]
+REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = ["| " + " | ".join(row) + " |\n" for row in (columns, *rows)]
+    return "".join([lines[0], "|---" * len(columns), "|\n", *lines[1:]]).replace("|  |", "| |")
+
+
+def settings() -> str:
+    """Options of ``neuron_config``."""
+    from neuron_runner.config_help import options
+
+    rows = []
+    for option in options():
+        variable = f"`{option.variable}`" if option.variable else ""
+        rows.append((f"`{option.key}`", option.type, f"`{option.default}`", option.description, variable))
+    return table(("option", "type", "default", "meaning", "environment"), rows)
+
+
+def faults() -> str:
+    """Deliberate faults of the kit's own tests."""
+    sys.path.insert(0, str(ROOT / "tests" / "kit"))
+    try:
+        from mutations import MUTATIONS
+    finally:
+        sys.path.pop(0)
+    rows = [(fault.name, f"`{fault.file}`", f"`{fault.selection}`") for fault in MUTATIONS]
+    return table(("fault", "file under `model_runner_base`", "checks that catch it (`-k`)"), rows)
+
+
+def architectures() -> str:
+    """Text architectures whose greedy tokens tests compare with HF transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    from model_runner_base.testing.architectures import CONFIGS, EXERCISES, VLLM_NAMES
+
+    rows = []
+    for name, make in CONFIGS.items():
+        config = make()
+        architecture = VLLM_NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+        _, served_by = _TEXT_GENERATION_MODELS.get(architecture, ("", "TransformersForCausalLM"))
+        rows.append((f"`{name}`", str(served_by), type(config).__name__, EXERCISES.get(name, ""), "equal", "equal"))
+    return table(("config", "vLLM's class", "transformers' config", "exercises", "eager", "openxla"), rows)
+
+
+def refused() -> str:
+    """Messages of refused settings and models."""
+    rows = [(f"`{message.replace('|', '/')}`", f"`{file}`") for message, file in refusals()]
+    return table(("message", "raised in"), rows)
+
+
+def support() -> str:
+    return table(("", *DEVICES), [(feature, *cells) for feature, cells in FEATURES.items()])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "faults": faults,
+    "architectures": architectures,
+    "refusals": refused,
+    "support": support,
+}
+
+
+def written(text: str) -> str:
+    """The page's text with its tables written anew."""
+    return REGION.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+def main(arguments: list[str]) -> None:
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text()
+        if (new := written(text)) != text:
+            stale.append(page)
+            if "--check" not in arguments:
+                path.write_text(new)
+    print("\n".join(stale) or "All tables are up to date.")
+    if stale and "--check" in arguments:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

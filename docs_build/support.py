@@ -1,0 +1,30 @@
+"""Support of features by device: the one table that README.md and docs/support.md show.
+
+A cell says how a feature was shown to work on a device. "tests" is the test suite of this repository.
+"""
+
+DEVICES = ("Neuron runner on PJRT CPU", "Neuron hardware", "GPU runner", "example device (torch CPU)")
+
+NOT_RUN = "not run on hardware"
+NO_CUDA = "tests without a GPU"
+H200 = "one H200"
+
+NOT_TESTED = "not tested"
+
+FEATURES = {
+    "eager steps, chunked prefill, asynchronous scheduling, log probabilities": ("tests", NOT_RUN, H200, "tests"),
+    "steps as graphs": ("tests", NOT_RUN, H200, "-"),
+    "prefix caching, preemption": ("tests", NOT_RUN, NO_CUDA, "tests"),
+    "sampling parameters": ("tests", NOT_RUN, NO_CUDA, "tests"),
+    "structured output": ("tests", NOT_RUN, NOT_TESTED, "tests"),
+    "speculative decoding": ("tests", NOT_RUN, NO_CUDA, "tests"),
+    "LoRA adapters": ("tests", NOT_RUN, NO_CUDA, "tests"),
+    "images": ("tests", NOT_RUN, NO_CUDA, "tests"),
+    "video, sounds": ("tests", NOT_RUN, NOT_TESTED, "tests"),
+    "tensor parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
+    "contiguous KV cache": ("tests", NOT_RUN, "-", NOT_TESTED),
+    "int8 weights": ("tests", NOT_RUN, "-", "-"),
+    "attention kernel in NKI": ("tests on a stand-in for NKI", NOT_RUN, "-", "-"),
+    "sleep and wake": ("refused", "refused", NOT_TESTED, "refused"),
+}
+"""A row for each feature, a cell for each of ``DEVICES``."""

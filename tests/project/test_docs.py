@@ -1,0 +1,68 @@
+"""The docs' generated tables are those of the code, and links from pages that mkdocs does not see lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs_build.generate import PAGES, REGION, TABLES
+from docs_build.hooks import site_links
+from docs_build.refusals import refusals
+
+ROOT = Path(__file__).parents[2]
+REGIONS = [(page, found[2]) for page in PAGES for found in REGION.finditer((ROOT / page).read_text())]
+
+
+def test_every_table_is_in_a_page() -> None:
+    assert {name for _, name in REGIONS} == TABLES.keys()
+
+
+@pytest.mark.parametrize(("page", "name"), REGIONS)
+def test_table_is_up_to_date(page: str, name: str) -> None:
+    """``python -m docs_build.generate`` writes it."""
+    text = (ROOT / page).read_text()
+    (region,) = [found[0] for found in REGION.finditer(text) if found[2] == name]
+    assert region == f"<!-- generated: {name} -->\n{TABLES[name]()}<!-- end of {name} -->"
+
+
+def test_refusals_are_read_from_the_source() -> None:
+    messages = [message for message, _ in refusals()]
+    assert "KV transfer is not supported yet: leave out kv_transfer_config" in messages
+    assert "speculative method <method> is not supported yet: use one of <speculative_methods>" in messages
+
+
+def test_links_of_the_site() -> None:
+    """A page keeps its place or gets another; a source file becomes text; a link to nothing is left to mkdocs."""
+    assert site_links("[a](nki.md#x) [b](../dev.py) [c](../benchmarks/NOTEBOOK.md)", "gpu.md") == (
+        "[a](nki.md#x) b [c](benchmarks/NOTEBOOK.md)"
+    )
+    assert site_links("[a](../docs/nki.md) [b](none.md)", "benchmarks/NOTEBOOK.md") == "[a](../nki.md) [b](none.md)"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_to_files(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)[^)]*\)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_public_names_exist() -> None:
+    """Classes and their attributes in docs/public_api.md: ``Class.a``, and ``b`` after it for the same class."""
+    import model_runner_base
+    from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
+
+    classes = {name: getattr(model_runner_base, name) for name in model_runner_base.__all__}
+    classes |= {cls.__name__: cls for cls in (PagedAttentionBackend, PagedAttentionImpl)}
+    text = (ROOT / "docs" / "public_api.md").read_text().partition("## Attributes")[0]
+    found, missing = 0, []
+    for cell in re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE):
+        owner = None
+        for name in re.findall(r"`([A-Za-z_.]+)`", cell):
+            first, _, attribute = name.partition(".")
+            owner = classes.get(first, owner)
+            attribute = attribute if first in classes else name
+            if isinstance(owner, type) and attribute:
+                found += 1
+                annotated = {key for cls in owner.__mro__ for key in vars(cls).get("__annotations__", ())}
+                if not hasattr(owner, attribute) and attribute not in annotated:
+                    missing.append(name)
+    assert missing == [] and found > 30
