@@ -53,14 +53,16 @@ def architectures() -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-    from model_runner_base.testing.architectures import CONFIGS, EXERCISES, VLLM_NAMES
+    from model_runner_base.testing.architectures import CONFIGS, EXERCISES, RECURRENT, VLLM_NAMES
 
     rows = []
-    for name, make in CONFIGS.items():
+    for name, make in (CONFIGS | RECURRENT).items():
         config = make()
         architecture = VLLM_NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
         _, served_by = _TEXT_GENERATION_MODELS.get(architecture, ("", "TransformersForCausalLM"))
-        rows.append((f"`{name}`", str(served_by), type(config).__name__, EXERCISES.get(name, ""), "equal", "equal"))
+        # Of recurrent models, tests compile two.
+        compiled = "not run" if name in RECURRENT and name not in ("lfm2", "qwen3-next") else "equal"
+        rows.append((f"`{name}`", str(served_by), type(config).__name__, EXERCISES.get(name, ""), "equal", compiled))
     return table(("config", "vLLM's class", "transformers' config", "exercises", "eager", "openxla"), rows)
 
 

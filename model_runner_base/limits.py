@@ -13,9 +13,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.front_end import SCHEDULER
 from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_second_runner
+from model_runner_base.vllm_compat.probes.recurrent import SERVES_STATES
+from model_runner_base.vllm_compat.types.recurrent import has_states
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
 
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
@@ -50,6 +53,18 @@ missing."""
 ENCODER_DECODER_ARCHITECTURES = ("WhisperForConditionalGeneration",)
 """Encoder-decoder architectures whose encoder outputs have one length, and whose cross-attention layers project them by
 a ``kv_proj``."""
+RECURRENT_ARCHITECTURES = (
+    "BambaForCausalLM",
+    "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
+    "Qwen3NextForCausalLM",
+)
+"""Architectures with recurrent layers whose tokens are held against another implementation."""
 WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", *multimodal.VIDEOS_UNTRIED)
 """Architectures whose videos are refused. For the first two, vLLM's M-RoPE counts the frames of a video, but not the
 text between them."""
@@ -85,8 +100,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         ),
         "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
         "models with multi-head latent attention (MLA) are not supported yet": model and model.use_mla,
-        "layers with a recurrent state (Mamba, linear attention, convolution) are not supported yet: serve a model of"
-        " attention layers": model and _has_recurrent_layers(model),
         "routed experts are not returned yet: leave out enable_return_routed_experts": (
             returns_routed_experts(vllm_config)
         ),
@@ -118,6 +131,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         ),
     }
     _refuse(refusals)
+    if has_states(vllm_config):
+        _check_recurrent(vllm_config)
     if model and model.is_encoder_decoder:
         _check_encoder_decoder(vllm_config)
     if vllm_config.speculative_config is not None:
@@ -174,6 +189,36 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         read_speculation(vllm_config)
     except ValueError as error:
         raise UnsupportedConfigError(str(error)) from None
+
+
+def _check_recurrent(vllm_config: VllmConfig) -> None:
+    """Refuses what recurrent layers do not have yet, and models that vLLM computes otherwise than their authors."""
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    refusals = {
+        "models with recurrent layers are not supported on this release of vLLM yet: use vLLM 0.16, or a model of "
+        "attention layers": not SERVES_STATES,
+        f"{model.architecture} is not supported yet: use a model of attention layers, or one of "
+        f"{', '.join(RECURRENT_ARCHITECTURES)}": model.architecture not in RECURRENT_ARCHITECTURES,
+        "prefix caching is not supported with recurrent layers yet: set enable_prefix_caching=False": (
+            vllm_config.cache_config.enable_prefix_caching
+        ),
+        "speculative decoding is not supported with recurrent layers yet: leave out speculative_config": (
+            vllm_config.speculative_config
+        ),
+        "adapters are not supported with recurrent layers yet: leave out enable_lora": vllm_config.lora_config,
+        "tensor parallelism is not supported with recurrent layers yet: use tensor_parallel_size=1": (
+            vllm_config.parallel_config.tensor_parallel_size > 1
+        ),
+        "states of recurrent layers are given out by the base's own scheduler: leave out scheduler_cls": (
+            vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER)
+        ),
+        "vLLM shares the embeddings of LFM2 with its head, and this checkpoint does not (tie_word_embeddings): use a "
+        "checkpoint that does": config.model_type == "lfm2" and not config.tie_word_embeddings,
+        "vLLM applies the gate of Falcon-H1 after its norm, and this checkpoint before it: use a checkpoint without "
+        "mamba_norm_before_gate": config.model_type == "falcon_h1" and getattr(config, "mamba_norm_before_gate", True),
+    }
+    _refuse(refusals)
 
 
 def _check_encoder_decoder(vllm_config: VllmConfig) -> None:
@@ -243,14 +288,6 @@ def _plugins() -> list[str]:
 
 def _size_of(parallel_config: ParallelConfig | None) -> int | None:
     return None if parallel_config is None else parallel_config.tensor_parallel_size
-
-
-def _has_recurrent_layers(model: ModelConfig) -> bool:
-    """Whether the config lists layers with a recurrent state. If it lists no layers, ``collect_specs`` refuses them
-    later."""
-    config = model.hf_text_config
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    return model.is_attention_free or any(kind in ("mamba", "linear_attention", "conv") for kind in kinds)
 
 
 def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:

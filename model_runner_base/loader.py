@@ -16,7 +16,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import use_plain_experts
+from model_runner_base.recurrent.layers import use_plain_recurrences
 from model_runner_base.vllm_compat.probes.experts import experts_layers
+from model_runner_base.vllm_compat.types.recurrent import has_states
 from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
 
 
@@ -30,6 +32,10 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
 
     ``use_plain_layers`` puts the base's plain torch in place of layers whose kernels vLLM has for some devices only.
     """
+    if has_states(vllm_config) and not use_plain_layers:
+        raise UnsupportedConfigError(
+            "recurrent layers run in plain torch, which this device does not use: serve a model of attention layers"
+        )
     # vLLM shares rotary embeddings of equal settings, and some models change theirs; the next model must not find
     # these.
     rotary_embedding._ROPE_DICT.clear()
@@ -41,6 +47,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         is_draft = False
         if use_plain_layers:
             use_plain_experts(model)
+            use_plain_recurrences(model)
         return model
     except (NotImplementedError, UnsupportedConfigError, torch.OutOfMemoryError):
         raise  # A layer or the platform lacks something, or memory is full: no fault of the checkpoint.

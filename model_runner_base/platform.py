@@ -91,6 +91,11 @@ class PagedPlatform(Platform):
         return cls.device_name
 
     @classmethod
+    def current_device(cls) -> str:
+        """The device of layers that ask for it as they are made: models are loaded on the host."""
+        return "cpu"
+
+    @classmethod
     def set_device(cls, device: torch.device) -> None:
         """Does nothing: a process has one device."""
 
@@ -142,6 +147,8 @@ class PagedPlatform(Platform):
         from vllm.usage.usage_lib import UsageContext
 
         from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
+        from model_runner_base.vllm_compat.patches.hybrid_config import keep_block_size, know_mamba2
+        from model_runner_base.vllm_compat.probes.recurrent import SERVES_STATES
 
         def batch_defaults(world_size: int) -> tuple[dict[UsageContext | None, int], dict[UsageContext | None, int]]:
             contexts = (None, *UsageContext)
@@ -157,6 +164,9 @@ class PagedPlatform(Platform):
                 option.choices = None
         EngineArgs.get_batch_defaults = staticmethod(batch_defaults)  # type: ignore[assignment, method-assign]
         recognise_marked_heads(EngineArgs)
+        if SERVES_STATES:
+            keep_block_size()
+            know_mamba2()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -54,6 +54,8 @@ def check_fits(num_tokens: int, vllm_config: VllmConfig) -> None:
 
 def _frees_blocks(vllm_config: VllmConfig) -> bool:
     """Whether every layer may see only a part of the tokens, so that a request need not hold all of its blocks."""
+    if vllm_config.model_config.is_attention_free:
+        return True
     config = vllm_config.model_config.hf_text_config
     kinds = getattr(config, "layer_types", None)
     if kinds:

@@ -21,6 +21,7 @@ from vllm.utils.system_utils import suppress_stdout
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import WorkerBase
 
+from model_runner_base.caches.allocation import check_states_fit, states_memory
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.start.memory import DeviceMemoryProfiler
@@ -147,21 +148,22 @@ class ModelRunnerWorker(WorkerBase):
             step_memory = self.model_runner.profile_run() + self.model_runner.adapters.step_memory()
             step_memory += self.model_runner.encoder.step_memory()
         memory = self.model_runner.device_ops.memory_info()
-        useful = self.model_runner.useful_cache_memory()
+        useful, states = self.model_runner.useful_cache_memory(), states_memory(self.vllm_config)
         if asked := self.cache_config.kv_cache_memory_bytes:
-            asked = int(min(asked, useful))
+            check_states_fit(self.vllm_config)
+            asked = int(min(asked - states, useful))
             # All ranks have loaded their weights by now, so they share the free memory.
             free = memory.free // self._num_sharing()
-            if memory.total and asked + step_memory > free:
+            if memory.total and asked + states + step_memory > free:
                 raise ValueError(
-                    f"a KV cache of {asked / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for the largest "
-                    f"step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: lower "
+                    f"a KV cache of {(asked + states) / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for "
+                    f"the largest step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: lower "
                     "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len (-1 fits it to the "
                     "KV cache alone: give a number)"
                 )
             return asked
         taken = self._memory_at_start.free - memory.free
-        return int(min(useful, max(0, self._allowed_memory - taken - step_memory)))
+        return int(min(useful, max(0, self._allowed_memory - taken - step_memory - states)))
 
     def _num_sharing(self) -> int:
         """Number of workers, this one included, that share one device memory."""
@@ -170,6 +172,7 @@ class ModelRunnerWorker(WorkerBase):
         return self.num_local_workers if shares else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        check_states_fit(self.vllm_config)  # A model without attention is not asked for the memory that is left.
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:

@@ -14,7 +14,9 @@ from model_runner_base.caches.scratch import scratch_caches
 from model_runner_base.caches.tiles import stored_size
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.recurrent.layers import state_tensors
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers, bind_cache, shared_caches
+from model_runner_base.vllm_compat.types.recurrent import num_states, recurrent_layers
 
 
 def allocate(
@@ -59,7 +61,28 @@ def allocate(
     for scratch, names in scratch_caches(vllm_config, kv_tile_target).items():
         index_of.update(dict.fromkeys(names, (len(caches),)))
         caches.append(device_ops.zeros(*scratch))
+    for name, layer in recurrent_layers(vllm_config).items():
+        count = 1 + num_states(vllm_config)
+        states = [device_ops.zeros((count, *shape), dtype) for shape, dtype in state_tensors(layer)]
+        index_of[name] = tuple(range(len(caches), len(caches) + len(states)))
+        caches += states
     return caches, index_of
+
+
+def states_memory(vllm_config: VllmConfig) -> int:
+    """Bytes of the states of recurrent layers, which no block of the KV cache holds."""
+    shapes = [each for layer in recurrent_layers(vllm_config).values() for each in state_tensors(layer)]
+    return (1 + num_states(vllm_config)) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+
+def check_states_fit(vllm_config: VllmConfig) -> None:
+    """Raises ValueError where ``kv_cache_memory_bytes`` is no more than the states of recurrent layers take."""
+    asked, taken = vllm_config.cache_config.kv_cache_memory_bytes, states_memory(vllm_config)
+    if asked and taken and taken >= asked:
+        raise ValueError(
+            f"states of recurrent layers for {num_states(vllm_config)} requests take {taken} bytes, and "
+            f"kv_cache_memory_bytes is {asked}: raise it, or lower max_num_seqs"
+        )
 
 
 class _Form(NamedTuple):
@@ -115,6 +138,6 @@ class _Form(NamedTuple):
 
 def bind(caches: Sequence[torch.Tensor], index_of: Mapping[str, Sequence[int]], vllm_config: VllmConfig) -> None:
     """Gives every layer its cache: the tensors at its indices."""
-    layers = attention_layers(vllm_config)
+    layers = attention_layers(vllm_config) | recurrent_layers(vllm_config)
     for name, indices in index_of.items():
         bind_cache(layers[name], [caches[index] for index in indices])

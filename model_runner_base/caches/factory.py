@@ -11,12 +11,15 @@ from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
 from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
+from model_runner_base.caches.states import StateCaches
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.request_layout import RequestLayout
 from model_runner_base.step.rows_and_tiles import RowsAndTiles
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.token_layout import TokenLayout
+from model_runner_base.vllm_compat.types.recurrent import has_states, recurrent_layers
 
 
 def make_caches(
@@ -58,6 +61,24 @@ def make_caches(
     if built:
         kinds.append(BuilderCaches(built, limits, vllm_config, device_ops))
     return kinds
+
+
+def make_state_caches(
+    vllm_config: VllmConfig, limits: StepLimits, kinds: Sequence[CacheKind]
+) -> tuple[BlockTable, StateCaches] | None:
+    """The states of a model's recurrent layers, and the table of which request has which; None if it has no such layer.
+
+    The scheduler's last group is theirs. Raises UnsupportedConfigError beside ``kinds`` that the base does not plan.
+    """
+    layers = recurrent_layers(vllm_config)
+    if not has_states(vllm_config):
+        if layers:
+            raise UnsupportedConfigError(f"layer {next(iter(layers))} keeps a state, but the model is not a hybrid one")
+        return None
+    if any(isinstance(kind, BuilderCaches) for kind in kinds):
+        raise UnsupportedConfigError("recurrent layers need the base's own attention in all other layers")
+    table = BlockTable(limits.max_num_reqs, limits.max_model_len, limits.max_model_len, 1)
+    return table, StateCaches(table, list(layers), limits)
 
 
 def make_layout(kinds: Sequence[CacheKind], limits: StepLimits) -> TokenLayout:

@@ -14,7 +14,7 @@ from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import bind
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.contiguous import num_lines
-from model_runner_base.caches.factory import make_layout
+from model_runner_base.caches.factory import make_layout, make_state_caches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
@@ -126,6 +126,8 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     limits = runner.step_limits(num_lines(layout, config) if reads_lines else 0)
     policy.configure(limits)
     caches = runner.make_caches(groups, limits, runner.encoder.spans(requests))
+    if states := make_state_caches(config, limits, caches):
+        block_tables, caches = [*block_tables, states[0]], [*caches, states[1]]
     token_layout = make_layout(caches, limits)
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
     runner.encoder.connect(requests, groups, kv_caches, index_of)

@@ -39,6 +39,17 @@ _BLOOM = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4
 _FALCON = {name: value for name, value in _UNTIED.items() if name != "num_key_value_heads"} | {"ffn_hidden_size": 256}
 _MLA = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 _DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+_MAMBA2 = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "num_hidden_layers": 2,
+    **_TOKENS,
+}
 _MAMBA = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, **_TOKENS}
 
 Configs = dict[str, Callable[[], PretrainedConfig]]
@@ -237,15 +248,52 @@ REFUSED: Configs = {
     "longcat-flash": lambda: hf.LongcatFlashConfig(
         **{**_UNTIED, **_MLA, "q_lora_rank": 16}, num_layers=2, n_routed_experts=8, moe_topk=2, ffn_hidden_size=128
     ),
+}
+
+RECURRENT: Configs = {
+    "lfm2": lambda: hf.Lfm2Config(
+        **_SHAPE,
+        tie_word_embeddings=True,
+        layer_types=["conv", "full_attention"],
+        # vLLM reads what the published configurations have beside.
+        conv_dim=64,
+        conv_dim_out=64,
+        block_dim=64,
+        block_ff_dim=128,
+    ),
     "mamba": lambda: hf.MambaConfig(**_MAMBA),
     "falcon-mamba": lambda: hf.FalconMambaConfig(**_MAMBA),
-    "jamba": lambda: hf.JambaConfig(**_SHAPE, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
-    "bamba": lambda: hf.BambaConfig(**_SHAPE, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16),
-    "falcon-h1": lambda: hf.FalconH1Config(**_SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16),
+    "jamba": lambda: hf.JambaConfig(
+        **_SHAPE, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False
+    ),
+    "mamba2": lambda: hf.Mamba2Config(**_MAMBA2),
+    "bamba": lambda: hf.BambaConfig(
+        **_SHAPE, attn_layer_indices=[1], attn_rotary_emb=8, mamba_n_heads=8, mamba_d_head=16, mamba_chunk_size=16
+    ),
+    "falcon-h1": lambda: hf.FalconH1Config(
+        **_SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_norm_before_gate=False, mamba_chunk_size=16
+    ),
+    "granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
+        **_SHAPE,
+        layer_types=["mamba", "attention"],
+        num_local_experts=0,
+        shared_intermediate_size=128,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_chunk_size=16,
+    ),
     "qwen3-next": lambda: hf.Qwen3NextConfig(
-        **_UNTIED, **_EXPERTS, head_dim=32, layer_types=["linear_attention", "full_attention"]
+        **_UNTIED,
+        **_EXPERTS,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
     ),
 }
+"""Architectures with recurrent layers."""
 
 CONFIGS: Configs = {**LLAMAS, **GPTS, **SEVERAL_GROUPS, **MIXTURES}
 """The architectures that run."""
@@ -257,6 +305,15 @@ VLLM_NAMES = {"phimoe": "PhiMoEForCausalLM"}
 """Names in vLLM's registry of architectures whose class in transformers has another name."""
 
 EXERCISES = {
+    "lfm2": "gated short convolutions",
+    "mamba": "Mamba, no attention",
+    "falcon-mamba": "Mamba with norms of what a token selects, no attention",
+    "jamba": "Mamba and attention, no rotary positions",
+    "mamba2": "Mamba 2, no attention",
+    "bamba": "Mamba 2 and attention",
+    "falcon-h1": "Mamba 2 and attention in one layer, multipliers",
+    "granite-hybrid": "Mamba 2 and attention, multipliers",
+    "qwen3-next": "gated delta nets and gated attention, experts",
     "llama": "rotary positions, grouped heads",
     "qwen2": "biases, tied embeddings",
     "qwen3": "norms of queries and keys, a head size of its own",

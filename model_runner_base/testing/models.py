@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from model_runner_base.testing.architectures import CONFIGS, IGNORED_BY_VLLM, REFUSED, VLLM_NAMES
+from model_runner_base.testing.architectures import CONFIGS, IGNORED_BY_VLLM, RECURRENT, REFUSED, VLLM_NAMES
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,16 @@ def reference_model(path: Path) -> Any:
 @torch.no_grad()
 def _greedy(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = reference_model(path).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+    model = reference_model(path)
+    # The states that transformers keeps are wrong for prompts shorter than a convolution.
+    is_recurrent = type(model.config).__name__ in {type(make()).__name__ for make in RECURRENT.values()}
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        use_cache=not is_recurrent,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -49,7 +57,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     path = directory / name
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = AutoModelForCausalLM.from_config((CONFIGS | REFUSED)[name]())
+        model = AutoModelForCausalLM.from_config((CONFIGS | RECURRENT | REFUSED)[name]())
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name == IGNORED_BY_VLLM.get(name):
                 torch.nn.init.zeros_(tensor)

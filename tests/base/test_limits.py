@@ -20,8 +20,11 @@ MODEL = {
     "is_encoder_decoder": False,
     "use_mla": False,
     "is_attention_free": False,
+    "is_hybrid": False,
     "enable_return_routed_experts": False,
-    "hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=24),
+    "hf_text_config": SimpleNamespace(
+        layer_types=["full_attention", "sliding_attention"], sliding_window=24, model_type="llama"
+    ),
     "hf_config": SimpleNamespace(mm_tokens_per_image=16),
     "is_mm_prefix_lm": False,
 }
@@ -39,7 +42,9 @@ SERVED = SimpleNamespace(
     parallel_config=SimpleNamespace(**PARALLEL),
     cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False, enable_prefix_caching=True),
     compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-    scheduler_config=SimpleNamespace(policy="fcfs", long_prefill_token_threshold=0, async_scheduling=False),
+    scheduler_config=SimpleNamespace(
+        policy="fcfs", long_prefill_token_threshold=0, async_scheduling=False, scheduler_cls=None
+    ),
     lora_config=None,
     speculative_config=None,
     kv_transfer_config=None,
@@ -113,8 +118,8 @@ def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
         ("compilation_config.pass_config.enable_sp", True, "leave enable_sp and fuse_gemm_comms out of pass_config"),
         ("model_config.runner_type", "pooling", "use a model that generates"),
         ("model_config.use_mla", True, r"multi-head latent attention \(MLA\) are not supported yet"),
-        ("model_config.is_attention_free", True, "serve a model of attention layers"),
-        ("model_config.hf_text_config.layer_types", ["full_attention", "mamba"], "serve a model of attention layers"),
+        ("model_config.is_attention_free", True, "a model of attention layers"),
+        ("model_config.is_hybrid", True, "a model of attention layers"),
         ("model_config.enable_return_routed_experts", True, "leave out enable_return_routed_experts"),
         ("aux_output_config", SimpleNamespace(enable_return_routed_experts=True), "enable_return_routed_experts"),
         ("watermark_config", object(), "leave out watermark_config"),
@@ -186,7 +191,7 @@ def test_what_the_second_runner_alone_would_do_is_refused() -> None:
     ``VLLM_USE_V2_MODEL_RUNNER`` chooses that runner, or vLLM itself where it has Triton."""
     config: Any = deepcopy(SERVED)
     config.use_v2_model_runner = True
-    message = "logits processors are not supported with what vLLM says"
+    message = "logits processors are not supported with vLLM's second runner"
     check_refused(config, "model_config.logits_processors", ["my.Processor"], message)
 
 

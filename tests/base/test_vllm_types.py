@@ -329,7 +329,8 @@ def test_a_layer_of_several_tensors_gets_them_all(monkeypatch: pytest.MonkeyPatc
     """A layer of recurrent states finds its tensors where vLLM reads them; a layer of one tensor has that one."""
     config: Any = None
     states, attention = SimpleNamespace(kv_cache=(torch.zeros(0),) * 2), SimpleNamespace(kv_cache=torch.zeros(0))
-    monkeypatch.setattr(allocation, "attention_layers", lambda _: {"states": states, "attention": attention})
+    monkeypatch.setattr(allocation, "attention_layers", lambda _: {"attention": attention})
+    monkeypatch.setattr(allocation, "recurrent_layers", lambda _: {"states": states})
     caches = [torch.full((2,), float(index)) for index in range(3)]
     allocation.bind(caches, {"states": (0, 2), "attention": (1,)}, config)
     # As vllm/model_executor/layers/mamba/mamba_mixer2.py takes them.

@@ -53,7 +53,7 @@ def bad_starts(text: str) -> list[Finding]:
 
 
 def banned_words(text: str) -> list[Finding]:
-    """In comments, docstrings and other strings."""
+    """Finds the words in comments, docstrings and other strings."""
     found = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.STRING, tokenize.COMMENT):

@@ -4,6 +4,8 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from model_runner_base.scheduling.state_group import StateSpec
+
 
 def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int) -> int:
     """Length of the longest request that the whole cache of ``num_blocks`` can hold: at most ``max_model_len`` tokens.
@@ -25,7 +27,9 @@ def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int) -> i
 
 def _num_blocks(config: KVCacheConfig, num_tokens: int, scheduler: Any) -> int:
     """Number of blocks, over all groups, that a request with ``num_tokens`` computed tokens holds at a time."""
-    return sum(_num_group_blocks(group.kv_cache_spec, num_tokens, scheduler) for group in config.kv_cache_groups)
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    # States of recurrent layers are not blocks of the cache.
+    return sum(_num_group_blocks(spec, num_tokens, scheduler) for spec in specs if not isinstance(spec, StateSpec))
 
 
 def _num_group_blocks(spec: Any, num_tokens: int, scheduler: Any) -> int:

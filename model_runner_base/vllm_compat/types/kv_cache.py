@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
@@ -54,8 +55,9 @@ __all__ = [
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Layers that may keep a cache, by name."""
-    return get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+    """Attention layers by name, which may keep a cache; vLLM counts recurrent layers among them, this does not."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+    return {name: layer for name, layer in layers.items() if not isinstance(layer, MambaBase)}
 
 
 def cross_length(vllm_config: VllmConfig) -> int:
@@ -187,7 +189,7 @@ def bind_cache(layer: Any, caches: Sequence[torch.Tensor]) -> None:
 
     vLLM makes a layer of one tensor with that list, but not a layer of several tensors.
     """
-    cache, is_list = caches[0], isinstance(layer.kv_cache, list)
+    cache, is_list = caches[0], isinstance(getattr(layer, "kv_cache", None), list)
     if len(caches) > 1:
         cache, is_list = tuple(caches), HAS_VIRTUAL_ENGINES  # type: ignore[assignment]
     layer.kv_cache = [cache] if is_list else cache

@@ -1,0 +1,60 @@
+"""States of recurrent layers: a kind of cache with one entry a request, however long it is.
+
+The scheduler numbers states by a group of its own (scheduling/state_group.py), which stands last among a
+request's blocks. A request's state stays where it is for as long as the request runs: a repeated step sends nothing.
+A request at position 0 reads zeros, whatever the last owner of its state left there.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from model_runner_base.attention.trace import LayerTrace
+from model_runner_base.caches.group import CacheKind
+from model_runner_base.recurrent.step import RecurrentStep, TileSteps
+from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.packing import PackedStep, Section, pad_into
+from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+
+ROWS, TILES = "decode_states", "chunk_tile_states"
+
+
+class StateCaches(CacheKind):
+    """States of all recurrent layers; a request has the same index in each.
+
+    Args:
+        table: one entry a row, the request's index.
+        layer_names: recurrent layers.
+    """
+
+    def __init__(self, table: BlockTable, layer_names: Sequence[str], limits: StepLimits) -> None:
+        self._table, self._layer_names, self._limits = table, layer_names, limits
+
+    def sections(self, size: StepSize) -> list[Section]:
+        num_rows, _, _, num_tiles, _ = size.plan_dims()
+        sections = [Section(ROWS, (num_rows,))]
+        if size.kind == StepKind.MIXED:
+            sections.append(Section(TILES, (num_tiles,)))
+        return sections
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        states, num_rows = self._table.table[batch.rows, 0], batch.num_decodes
+        pad_into(views[ROWS], states[:num_rows], 0)
+        if size.kind == StepKind.MIXED:
+            num_tiles = -(-batch.query_len[num_rows:] // self._limits.chunk.query)
+            pad_into(views[TILES], np.repeat(states[num_rows:], num_tiles), 0)
+
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+        return ()
+
+    def bind(self, call: ModelCall) -> None:
+        assert call.rows is not None, "states are read in the layout of rows and tiles"
+        tiles = None if call.tiles is None else TileSteps.of(call.tiles, call.arrays[TILES])
+        step = RecurrentStep(call.arrays[ROWS], call.rows.positions[:, 0] > 0, tiles)
+        call.metadata.update(dict.fromkeys(self._layer_names, step))
+
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
+        return {}

@@ -1,0 +1,183 @@
+"""vLLM's recurrent layers by the base's recurrences: their forwards are replaced on the instances, after loading.
+
+A device with kernels of its own replaces the two functions of a kind in ``RECURRENCES``, and no layer.
+"""
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.recurrent.convolution import convolve
+from model_runner_base.recurrent.delta_rule import delta_rows, delta_tiles
+from model_runner_base.recurrent.mamba1 import mamba1_rows, mamba1_tiles
+from model_runner_base.recurrent.mamba2 import mamba2_rows, mamba2_tiles
+from model_runner_base.recurrent.step import RecurrentStep
+
+
+class Recurrence(NamedTuple):
+    """A kind of recurrence: ``rows(inputs, params, states, step)`` and ``tiles(inputs, params, states, tiles)``.
+
+    ``inputs`` have a row for each token, and the first of them the output's shape; ``params`` belong to the layer;
+    ``states`` [S, ...] are read and updated in place.
+    """
+
+    rows: Callable[..., torch.Tensor]
+    tiles: Callable[..., torch.Tensor]
+
+    def run(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        params: tuple[torch.Tensor, ...],
+        states: torch.Tensor,
+        step: RecurrentStep,
+    ) -> torch.Tensor:
+        """[T, ...] outputs of all tokens of a step, decode rows first."""
+        num_rows = step.states.shape[0]
+        out = self.rows(tuple(each[:num_rows] for each in inputs), params, states, step)
+        if step.tiles is None:
+            return out
+        return torch.cat((out, self.tiles(tuple(each[num_rows:] for each in inputs), params, states, step.tiles)))
+
+
+RECURRENCES: dict[str, Recurrence] = {
+    "mamba1": Recurrence(mamba1_rows, mamba1_tiles),
+    "mamba2": Recurrence(mamba2_rows, mamba2_tiles),
+    "gated delta rule": Recurrence(delta_rows, delta_tiles),
+}
+"""Kinds of recurrences; a device may replace them before a model is loaded."""
+
+
+def use_plain_recurrences(model: nn.Module) -> None:
+    """Replaces the forward of every recurrent layer of a loaded model, on the instance.
+
+    Raises UnsupportedConfigError for a kind of layer that there is no recurrence for.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MambaBase):
+            layer: Any = module
+            layer.forward = MethodType(forward_of(name, layer), layer)
+            # A view of the convolution's weight: moved to a device, it would be a tensor of its own.
+            layer._buffers.pop("conv_weights", None)
+
+
+def forward_of(name: str, layer: object) -> Callable[..., Any]:
+    """Forward of a layer by its class; raises UnsupportedConfigError for one that is not known."""
+    for cls in type(layer).__mro__:
+        if cls.__name__ in FORWARDS:
+            return FORWARDS[cls.__name__]
+    raise UnsupportedConfigError(f"layer {name} is a {type(layer).__name__}, which is not supported yet")
+
+
+def state_tensors(layer: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what a layer keeps of a request.
+
+    First the inputs of its convolution, in the model's dtype, then the state of its recurrence, in
+    ``mamba_ssm_cache_dtype``: float32 unless it is given.
+    """
+    conv, *others = (tuple(shape) for shape in layer.get_state_shape())
+    if layer.mamba_type == "gdn_attention":
+        others = [(heads, key, value) for heads, value, key in others]
+    asked = layer.cache_config.mamba_ssm_cache_dtype if others else "auto"
+    dtype = torch.float32 if asked == "auto" else STR_DTYPE_TO_TORCH_DTYPE[asked]
+    return [(conv, layer.model_config.dtype), *((shape, dtype) for shape in others)]
+
+
+def _step_of(layer: Any) -> RecurrentStep | None:
+    """The step's states; None where memory is measured, and no request has one."""
+    metadata: Any = get_forward_context().attn_metadata
+    return None if metadata is None else metadata[layer.prefix]
+
+
+def _states_of(layer: Any) -> Sequence[torch.Tensor]:
+    cache = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
+    return (cache,) if isinstance(cache, torch.Tensor) else cache
+
+
+def _convolve(layer: Any, conv: Any, x: torch.Tensor) -> torch.Tensor:
+    step = _step_of(layer)
+    return x if step is None else convolve(x, conv.weight, conv.bias, _states_of(layer)[0], step)
+
+
+def _recur(layer: Any, kind: str, inputs: tuple[torch.Tensor, ...], *params: torch.Tensor) -> torch.Tensor:
+    step = _step_of(layer)
+    return inputs[0] if step is None else RECURRENCES[kind].run(inputs, params, _states_of(layer)[1], step)
+
+
+# ---- Forwards, by vLLM's classes ----
+
+
+def short_conv(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+    """LFM2's gated short convolution."""
+    b, c, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
+    output.copy_(self.out_proj(c * _convolve(self, self.conv, b * x))[0])
+
+
+def mamba1(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+    """Mamba's block."""
+    x, gate = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
+    x = F.silu(_convolve(self, self.conv1d, x))
+    dt, b, c = self._ssm_transform(x)
+    # vLLM returns dt transposed, as its kernels read it.
+    dt = F.softplus(dt.transpose(-2, -1).float() + self._time_proj_bias())
+    x = x.float()
+    out = _recur(self, "mamba1", (x, dt, b.float(), c.float()), self.A)
+    out = (out + self.D.float() * x) * F.silu(gate.float())
+    output.copy_(self.out_proj(out.to(hidden_states.dtype))[0])
+
+
+def mamba2(self: Any, hidden_states: torch.Tensor, mup_vector: torch.Tensor | None = None) -> torch.Tensor:
+    """Mamba 2's block; ``mup_vector`` scales what is projected."""
+    projected = self.in_proj(hidden_states)[0]
+    if mup_vector is not None:
+        projected = projected * mup_vector
+    gate, mixed, dt = projected.split([self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size], dim=-1)
+    mixed = F.silu(_convolve(self, self.conv1d, mixed))
+    x, b, c = self.split_hidden_states_B_C_fn(mixed)
+    num_groups = self.n_groups // self.tp_size
+    x = x.float().view(x.shape[0], -1, self.head_dim)
+    b, c = (each.float().view(each.shape[0], num_groups, -1) for each in (b, c))
+    out = _recur(self, "mamba2", (x, F.softplus(dt.float() + self.dt_bias.float()), b, c), self.A)
+    out = (out + self.D.float().unsqueeze(1) * x).flatten(1).to(hidden_states.dtype)
+    return self.out_proj(self.norm.forward_native(out, gate))[0]
+
+
+def gated_delta_net(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+    """Qwen3-Next's gated delta net."""
+    parts = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+    q, k, v, z, b, a = self.fix_query_key_value_ordering(*parts)
+    mixed = torch.cat([each.flatten(1) for each in (q, k, v)], dim=-1)
+    mixed = F.silu(_convolve(self, self.conv1d, mixed)).float()
+    num_keys, num_values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+    q, k, v = mixed.split([num_keys, num_keys, num_values], dim=-1)
+    values_of_key = self.num_v_heads // self.num_k_heads
+    q, k = (
+        unit_length(each.view(each.shape[0], -1, self.head_k_dim)).repeat_interleave(values_of_key, dim=1)
+        for each in (q, k)
+    )
+    v = v.view(v.shape[0], -1, self.head_v_dim)
+    log = -torch.exp(self.A_log.float()) * F.softplus(a.float() + self.dt_bias.float())
+    inputs = v, q * self.head_k_dim**-0.5, k, log, torch.sigmoid(b.float())
+    out = self.norm.forward_native(_recur(self, "gated delta rule", inputs).to(hidden_states.dtype), z)
+    output.copy_(self.out_proj(out.flatten(1))[0])
+
+
+def unit_length(x: torch.Tensor) -> torch.Tensor:
+    """Vectors [..., N] of length 1, with the epsilon that transformers' kernels have."""
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
+
+
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "ShortConv": short_conv,
+    "MambaMixer": mamba1,
+    "MambaMixer2": mamba2,
+    "Qwen3NextGatedDeltaNet": gated_delta_net,
+}
+"""Forwards by the name of vLLM's class, whose module may fail to import on some release."""

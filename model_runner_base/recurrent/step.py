@@ -1,0 +1,104 @@
+"""Step of recurrent layers: which state each decode row and each chunk tile reads and writes.
+
+A request keeps one state a layer, at an index that the scheduler gives out; index 0 belongs to no request, and padding
+writes there. Tokens of chunks lie in tiles (step/chunk_tiles.py), and a request's tiles follow each other, so a tile is
+its request's first or last one where its neighbour has another index.
+
+Example: tiles of 64 tokens; "a" has 100 tokens of its prompt and state 3, "b" has 20 tokens and state 1; one tile of
+padding. ``states`` of the tiles are [3, 3, 1, 0], ``is_first`` [yes, no, yes, yes], ``written`` [0, 3, 1, 0].
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from model_runner_base.step.chunk_tiles import ChunkTiles
+
+
+class TileSteps(NamedTuple):
+    """Chunk tiles of a step: NT tiles of Q tokens, C tokens of chunks.
+
+    Fields and no properties, which Dynamo does not read off a tuple.
+    """
+
+    states: torch.Tensor
+    """[NT] int32: index of the state of each tile's request; 0: padding."""
+    written: torch.Tensor
+    """[NT] int32: index that the state after each tile goes to; 0 unless the tile is its request's last."""
+    has_state: torch.Tensor
+    """[NT] bool: whether the request had tokens before this step."""
+    is_first: torch.Tensor
+    """[NT] bool: whether the tile is its request's first in this step."""
+    begins: torch.Tensor
+    """[NT] int32: index among the chunks' tokens of the request's first token in this step."""
+    ends: torch.Tensor
+    """[NT] int32: index of each tile's last token."""
+    tokens: torch.Tensor
+    """[NT, Q] int32: indices of each tile's tokens."""
+    is_token: torch.Tensor
+    """[NT, Q] bool: not padding."""
+    slots: torch.Tensor
+    """[C] int32: where in the flattened tiles each token lies."""
+    tile_of: torch.Tensor
+    """[C] int32: each token's tile."""
+
+    @classmethod
+    def of(cls, tiles: ChunkTiles, states: torch.Tensor) -> "TileSteps":
+        """Tiles whose requests have ``states`` [NT]."""
+        starts, none = tiles.starts[:-1], torch.full_like(states[:1], -1)
+        is_first = states != torch.cat((none, states[:-1]))
+        is_last = states != torch.cat((states[1:], none))
+        tile = torch.arange(states.shape[0], dtype=torch.int32, device=states.device)
+        # Starts rise with the tiles: the request's first token is the latest start of a first tile up to here.
+        begins = torch.where(is_first & (tile <= tile.unsqueeze(1)), starts, 0).amax(dim=1)
+        return cls(
+            states=states,
+            written=torch.where(is_last, states, 0),
+            has_state=tiles.first - (starts - begins) > 0,
+            is_first=is_first,
+            begins=begins,
+            ends=tiles.starts[1:] - 1,
+            tokens=tiles.tokens,
+            is_token=tiles.is_token,
+            slots=tiles.slots,
+            tile_of=tiles.slots // tiles.query,
+        )
+
+    def load(self, states: torch.Tensor) -> torch.Tensor:
+        """[NT, ...] the states of the tiles' requests before this step; zeros for a request that begins in it."""
+        return load(states, self.states, self.has_state)
+
+    def tiled(self, values: torch.Tensor) -> torch.Tensor:
+        """[NT, Q, ...] values of tokens [C, ...] in tiles, zero where a tile has no token."""
+        is_token = self.is_token.view(*self.is_token.shape, *[1] * (values.dim() - 1))
+        return torch.where(is_token, values[self.tokens], 0)
+
+    def flat(self, values: torch.Tensor) -> torch.Tensor:
+        """[C, ...] values of tokens, from those in tiles [NT, Q, ...]."""
+        return values.flatten(0, 1)[self.slots]
+
+
+class RecurrentStep(NamedTuple):
+    """States of a step: those of R decode rows, then those of the chunks' tiles."""
+
+    states: torch.Tensor
+    """[R] int32: index of each row's state, which the row reads and overwrites; 0: padding."""
+    has_state: torch.Tensor
+    """[R] bool: whether the request had tokens before this step."""
+    tiles: TileSteps | None
+    """Tiles of the chunks; None in a step of decode rows alone."""
+
+    def load(self, states: torch.Tensor) -> torch.Tensor:
+        """[R, ...] the rows' states; zeros for a request that begins in this step."""
+        return load(states, self.states, self.has_state)
+
+
+def load(states: torch.Tensor, indices: torch.Tensor, has_state: torch.Tensor) -> torch.Tensor:
+    """[N, ...] ``states`` at ``indices`` [N]; zeros where ``has_state`` [N] is False, whatever lies there."""
+    found = states[indices]
+    return torch.where(has_state.view(-1, *[1] * (found.dim() - 1)), found, 0)
+
+
+def store(states: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrites ``states`` at ``indices`` [N] with ``values`` [N, ...]; what belongs to no request goes to index 0."""
+    states.index_put_((indices,), values.to(states.dtype))

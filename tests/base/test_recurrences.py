@@ -1,0 +1,196 @@
+"""Recurrences in steps of decode rows and chunk tiles equal loops over each request's tokens in float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from counts import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_runner_base.recurrent.convolution import convolve
+from model_runner_base.recurrent.delta_rule import delta_rows, delta_tiles, unit_lower_inverse
+from model_runner_base.recurrent.layers import Recurrence
+from model_runner_base.recurrent.mamba1 import mamba1_rows, mamba1_tiles
+from model_runner_base.recurrent.mamba2 import mamba2_rows, mamba2_tiles
+from model_runner_base.recurrent.scan import scan
+from model_runner_base.recurrent.step import RecurrentStep, TileSteps
+from model_runner_base.step.chunk_tiles import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles
+from model_runner_base.step.rows_and_tiles import fill_tiles
+
+D, N, H, G, P, K, V, TAPS = 6, 4, 4, 2, 3, 5, 3, 4
+
+
+def conv_case(rng: np.random.Generator, length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return [rng.normal(size=(length, D))], [rng.normal(size=(D, 1, TAPS)), rng.normal(size=D)]
+
+
+def conv_loop(inputs: list[np.ndarray], params: list[np.ndarray]) -> np.ndarray:
+    (x,), (weight, bias) = inputs, params
+    padded = np.concatenate((np.zeros((TAPS - 1, D)), x))
+    return np.stack([(padded[t : t + TAPS] * weight[:, 0].T).sum(0) + bias for t in range(len(x))])
+
+
+def mamba1_case(rng: np.random.Generator, length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    inputs = [rng.normal(size=(length, D)), rng.uniform(0, 2, (length, D)), *rng.normal(size=(2, length, N))]
+    return inputs, [-rng.uniform(0, 1.5, (D, N))]
+
+
+def mamba1_loop(inputs: list[np.ndarray], params: list[np.ndarray]) -> np.ndarray:
+    state, outs = np.zeros((D, N)), []
+    for x, dt, b, c in zip(*inputs, strict=True):
+        state = state * np.exp(dt[:, None] * params[0]) + (dt * x)[:, None] * b
+        outs.append(state @ c)
+    return np.stack(outs)
+
+
+def mamba2_case(rng: np.random.Generator, length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    inputs = [rng.normal(size=(length, H, P)), rng.uniform(0, 2, (length, H)), *rng.normal(size=(2, length, G, N))]
+    return inputs, [-rng.uniform(0, 1.5, H)]
+
+
+def mamba2_loop(inputs: list[np.ndarray], params: list[np.ndarray]) -> np.ndarray:
+    state, outs = np.zeros((H, P, N)), []
+    for x, dt, b, c in zip(*inputs, strict=True):
+        b, c = b.repeat(H // G, axis=0), c.repeat(H // G, axis=0)
+        state = state * np.exp(dt * params[0])[:, None, None] + (dt[:, None] * x)[:, :, None] * b[:, None]
+        outs.append((state * c[:, None]).sum(2))
+    return np.stack(outs)
+
+
+def delta_case(rng: np.random.Generator, length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    # Keys of length 1, often nearly equal, and decays from none to strong ones.
+    k = rng.normal(size=(length, H, K)) * rng.choice([0.01, 1]) + rng.normal(size=(1, H, K))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    log, beta = -rng.uniform(0, rng.choice([0.01, 2]), (length, H)), rng.uniform(0, 1, (length, H))
+    return [rng.normal(size=(length, H, V)), rng.normal(size=(length, H, K)), k, log, beta], []
+
+
+def delta_loop(inputs: list[np.ndarray], params: list[np.ndarray]) -> np.ndarray:
+    state, outs = np.zeros((H, K, V)), []
+    for v, q, k, log, beta in zip(*inputs, strict=True):
+        state = state * np.exp(log)[:, None, None]
+        wrong = v - np.einsum("hk,hkv->hv", k, state)
+        state = state + k[:, :, None] * (beta[:, None] * wrong)[:, None]
+        outs.append(np.einsum("hk,hkv->hv", q, state))
+    return np.stack(outs)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A recurrence, random inputs for it, the loop that it equals, and the shape of its state."""
+
+    case: Callable[..., tuple[list[np.ndarray], list[np.ndarray]]]
+    loop: Callable[..., np.ndarray]
+    state: tuple[int, ...]
+    run: Callable[..., torch.Tensor]
+
+
+def run_conv(inputs: Any, params: Any, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+    return convolve(inputs[0], *params, states, step)
+
+
+KINDS = {
+    "convolution": Kind(conv_case, conv_loop, (TAPS - 1, D), run_conv),
+    "mamba1": Kind(mamba1_case, mamba1_loop, (D, N), Recurrence(mamba1_rows, mamba1_tiles).run),
+    "mamba2": Kind(mamba2_case, mamba2_loop, (H, P, N), Recurrence(mamba2_rows, mamba2_tiles).run),
+    "delta rule": Kind(delta_case, delta_loop, (H, K, V), Recurrence(delta_rows, delta_tiles).run),
+}
+
+
+class Requests:
+    """Requests that are computed in steps of chunks of any size, each with a state of its own among dirty ones."""
+
+    def __init__(self, kind: Kind, lengths: list[int], tile: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.kind, self.tile, self.done = kind, tile, [0] * len(lengths)
+        cases = [kind.case(rng, length) for length in lengths]
+        self.params = cases[0][1]
+        self.inputs = [case[0] for case in cases]
+        self.outs: list[list[np.ndarray]] = [[] for _ in lengths]
+        self.states = torch.full((len(lengths) + 2, *kind.state), float("nan"))
+        self.state_of = rng.permutation(len(lengths) + 1)[: len(lengths)] + 1
+
+    def step(self, counts: dict[int, int], spare: int) -> None:
+        """Runs ``counts`` tokens of each request, one token as a decode row; adds ``spare`` rows, tiles and tokens."""
+        rows = [index for index, count in counts.items() if count == 1]
+        chunks = [index for index, count in counts.items() if count > 1]
+        num_rows = len(rows) + spare
+        order = [*rows, *[None] * spare, *chunks]
+        states = torch.zeros(num_rows, dtype=torch.int32)
+        states[: len(rows)] = torch.from_numpy(self.state_of[rows].astype(np.int32))
+        has_state = torch.tensor([self.done[index] > 0 for index in rows] + [False] * spare, dtype=torch.bool)
+        step = RecurrentStep(states, has_state, self._tiles(chunks, counts, spare) if chunks else None)
+        parts = [self._part(index, counts) for index in order] + [self._part(None, {})] * (spare if chunks else 0)
+        inputs = tuple(torch.from_numpy(np.concatenate(each)).float() for each in zip(*parts, strict=True))
+        params = tuple(torch.from_numpy(each).float() for each in self.params)
+        out = self.kind.run(inputs, params, self.states, step).double().numpy()
+        start = 0
+        for index in order:
+            count = 1 if index is None else counts[index]
+            if index is not None:
+                self.outs[index].append(out[start : start + count])
+                self.done[index] += count
+            start += count
+
+    def _part(self, index: int | None, counts: dict[int, int]) -> list[np.ndarray]:
+        if index is None:
+            return [np.ones((1, *each.shape[1:])) for each in self.inputs[0]]
+        return [each[self.done[index] : self.done[index] + counts[index]] for each in self.inputs[index]]
+
+    def _tiles(self, chunks: list[int], counts: dict[int, int], spare: int) -> TileSteps:
+        lengths = np.array([counts[index] for index in chunks], np.int64)
+        num_tiles = -(-lengths // self.tile)
+        arrays = {
+            TILE_STARTS: np.zeros(num_tiles.sum() + spare + 1, np.int32),
+            TILE_POSITIONS: np.zeros(num_tiles.sum() + spare, np.int32),
+            TOKEN_SLOTS: np.zeros(lengths.sum() + spare, np.int32),
+        }
+        computed = np.array([self.done[index] for index in chunks], np.int64)
+        fill_tiles(self.tile, lengths, computed, *arrays.values())
+        tiles = ChunkTiles.of({name: torch.from_numpy(each) for name, each in arrays.items()}, self.tile)
+        states = np.zeros(num_tiles.sum() + spare, np.int32)
+        states[: num_tiles.sum()] = self.state_of[chunks].repeat(num_tiles)
+        return TileSteps.of(tiles, torch.from_numpy(states))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    tile=st.sampled_from([8, 16, 32]),
+    spare=st.integers(0, 2),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=examples(100), deadline=None)
+def test_steps_equal_a_loop(name: str, lengths: list[int], tile: int, spare: int, seed: int) -> None:
+    """Chunks of 1 to 40 tokens, requests in any order, states that held NaN before: nothing of them is seen."""
+    kind, rng = KINDS[name], np.random.default_rng(seed)
+    requests = Requests(kind, lengths, tile, seed)
+    while any(done < length for done, length in zip(requests.done, lengths, strict=True)):
+        left = {index: length - requests.done[index] for index, length in enumerate(lengths)}
+        names = [index for index in rng.permutation(len(lengths)).tolist() if left[index] and rng.random() < 0.8]
+        if names:
+            requests.step({index: min(left[index], int(rng.choice([1, 1, 2, 7, 16, 40]))) for index in names}, spare)
+    for inputs, outs in zip(requests.inputs, requests.outs, strict=True):
+        want = kind.loop(inputs, requests.params)
+        np.testing.assert_allclose(np.concatenate(outs), want, rtol=1e-4, atol=2e-5 * max(1, np.abs(want).max()))
+
+
+def test_inverse_of_nearly_equal_keys() -> None:
+    """I + L with all entries of L near 1, as equal keys give it."""
+    strict = torch.full((2, 64, 64), 0.999).tril(-1)
+    inverse = unit_lower_inverse(strict)
+    product = inverse.double() @ (strict + torch.eye(64)).double()
+    torch.testing.assert_close(product, torch.eye(64).double().expand(2, -1, -1), rtol=0, atol=1e-4)
+
+
+def test_scan_equals_a_loop() -> None:
+    factors, terms = torch.randn(13, 3, 3), torch.randn(13, 3, 2)
+    state, want = torch.zeros(3, 2), []
+    for factor, term in zip(factors, terms, strict=True):
+        state = factor @ state + term
+        want.append(state)
+    torch.testing.assert_close(scan(factors, terms, torch.matmul), torch.stack(want), rtol=1e-4, atol=1e-4)

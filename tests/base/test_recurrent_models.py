@@ -1,0 +1,153 @@
+"""Models with recurrent layers, alone and among layers of attention, equal HF transformers in float32."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import compilations, engine
+from test_streaming_input import OUTPUTS, Driver, Session
+from vllm import LLM
+
+from model_runner_base.testing.architectures import RECURRENT, hf
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.models import TinyModel, make_checkpoint
+
+Tiny = Callable[[str], TinyModel]
+PROMPTS = random_prompts(90, [1, 2, 3, 5, 16, 33, 64, 90, 130, 200])
+NEW_TOKENS = 16
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "enforce_eager": True}
+KINDS = ["lfm2", "mamba", "bamba", "qwen3-next"]
+"""A model of each kind of recurrent layer; the second has no other layers."""
+
+
+def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int = NEW_TOKENS) -> None:
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts))
+
+
+def spoil(llm: LLM) -> None:
+    """Overwrites all states: those of requests that are over, and the one that padding writes."""
+    for layer in runner_of(llm).vllm_config.compilation_config.static_forward_context.values():
+        if hasattr(layer, "get_state_shape"):
+            (cache,) = layer.kv_cache if isinstance(layer.kv_cache, list) else (layer.kv_cache,)
+            for state in [cache] if isinstance(cache, torch.Tensor) else cache:
+                state.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_equals_transformers(name: str, tiny_model: Tiny) -> None:
+    """Requests alone and in batches, prompts cut into chunks, with states that earlier requests have left, or NaN."""
+    model = tiny_model(name)
+    with engine(model.path, **OPTIONS) as llm:
+        for prompt in PROMPTS[:6]:
+            check(llm, model, [prompt])
+        spoil(llm)
+        check(llm, model, PROMPTS)
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("num_tokens", [3, 16])
+@pytest.mark.parametrize("name", KINDS)
+def test_small_steps(name: str, num_tokens: int, is_async: bool, tiny_model: Tiny) -> None:
+    """Chunks of a few tokens; requests that arrive at any step; some are aborted, or all preempted every 30 steps."""
+    model, rng = tiny_model(name), np.random.default_rng(4)
+    options = OPTIONS | {"max_num_batched_tokens": num_tokens, "max_num_seqs": 3, "async_scheduling": is_async}
+    with engine(model.path, **options) as llm:
+        counts = rng.integers(1, NEW_TOKENS + 1, len(PROMPTS)).tolist()
+        check_equal(model, PROMPTS, run_with_arrivals(llm, PROMPTS, counts, rng), counts)
+        if num_tokens == 16:  # Else a long prompt would never be done before the next reset.
+            check_equal(model, PROMPTS[:8], run_with_resets(llm, PROMPTS[:8], NEW_TOKENS), [NEW_TOKENS] * 8)
+
+
+def test_few_blocks_preempt(tiny_model: Tiny) -> None:
+    model = tiny_model("bamba")
+    with engine(model.path, **OPTIONS, block_size=16, num_gpu_blocks_override=14) as llm:
+        check(llm, model, random_prompts(91, [60, 70, 50, 40]), 40)
+        assert metric(llm, "vllm:num_preemptions") > 0, "nothing was preempted"
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_sessions(name: str, is_async: bool, tiny_model: Tiny) -> None:
+    """Sessions whose turns end by a stop token while a step is in flight, more of them than there are states."""
+    model, rng = tiny_model(name), np.random.default_rng(7)
+    prompts = random_prompts(92, [5, 30, 70, 1, 20, 45, 3, 3, 60, 12, 1, 9, 5, 7, 11])
+    with engine(model.path, **OPTIONS, max_num_seqs=2, async_scheduling=is_async) as llm:
+        driver = Driver(llm)
+        driver.stops = sorted({model.greedy(prompts[3 * index], OUTPUTS)[3] for index in range(4)})
+        for index in range(4):
+            driver.open(Session(f"session-{index}", prompts[3 * index : 3 * index + 3]))
+            driver.ask(f"plain-{index}", prompts[11 + index])
+            driver.step()
+        for _ in range(1000):
+            if not driver.is_open():
+                break
+            for session in driver.sessions.values():
+                if session.sent <= len(session.chunks) and rng.random() < 0.1:
+                    driver.feed(session)
+            driver.step()
+        assert not driver.is_open()
+        driver.check(model)
+
+
+@pytest.mark.openxla
+@pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
+def test_compiled(name: str, tiny_model: Tiny) -> None:
+    """The same tokens by graphs, and no compilation after warm-up."""
+    model = tiny_model(name)
+    largest = {"neuron_config": {"max_padding": 1}}
+    with engine(model.path, **OPTIONS | {"enforce_eager": False}, additional_config=largest) as llm:
+        before = compilations()
+        for prompt in PROMPTS[:5]:
+            check(llm, model, [prompt])
+        spoil(llm)
+        check(llm, model, PROMPTS)
+        assert compilations() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("bamba", {"enable_prefix_caching": True}, "set enable_prefix_caching=False"),
+        ("bamba", {"tensor_parallel_size": 2}, "use tensor_parallel_size=1"),
+        ("bamba", {"enable_lora": True}, "leave out enable_lora"),
+        (
+            "qwen3-next",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "leave out speculative_config",
+        ),
+        (
+            "bamba",
+            {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"},
+            "leave out scheduler_cls",
+        ),
+        ("mamba2", {"kv_cache_memory_bytes": 1 << 10}, "raise it, or lower max_num_seqs"),
+        ("bamba", {"kv_cache_memory_bytes": 1 << 10}, "raise it, or lower max_num_seqs"),
+    ],
+)
+def test_what_is_not_served_is_refused(name: str, options: dict[str, Any], words: str, tiny_model: Tiny) -> None:
+    with pytest.raises(Exception, match=words), engine(tiny_model(name).path, **OPTIONS | options):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("lfm2", {"tie_word_embeddings": False}, "use a checkpoint that does"),
+        ("falcon-h1", {"mamba_norm_before_gate": True}, "without mamba_norm_before_gate"),
+    ],
+)
+def test_checkpoints_that_vllm_computes_otherwise_are_refused(
+    name: str, change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(name, tmp_path).path
+    config = hf.AutoConfig.from_pretrained(path)
+    for field, value in change.items():
+        setattr(config, field, value)
+    config.save_pretrained(path)
+    with pytest.raises(ValueError, match=words), engine(path, **OPTIONS):
+        pass
