@@ -10,13 +10,11 @@ import logging
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from model_runner_base.our_engines import WORKERS, check_arriving, is_ours
+from model_runner_base.our_engines import SCHEDULER, WORKERS, check_arriving, is_ours
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SCHEDULER = "model_runner_base.scheduling.make_scheduler"
-"""Qualified name of the scheduler if the user names none. It is called like a class."""
 WORKER_MODULE = "model_runner_base.worker"
 """Module of ``ModelRunnerWorker``, which is not imported here, since it imports the platform."""
 

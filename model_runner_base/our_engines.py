@@ -1,4 +1,4 @@
-"""Register of this library's engines in a process, and the one whose front end reads a request now."""
+"""Register of this library's engines in a process, their scheduler, and the engine whose front end reads a request."""
 
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
 
+SCHEDULER = "model_runner_base.scheduling.make_scheduler"
+"""Qualified name of the scheduler if the user names none. It is called like a class."""
 WORKERS: list[Any] = []
 """``worker_cls`` of each engine of this library."""
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from model_runner_base.front_end import SCHEDULER, quiet_scheduler_warning, stand_before
-from model_runner_base.our_engines import check_arriving
+from model_runner_base.front_end import quiet_scheduler_warning, stand_before
+from model_runner_base.our_engines import SCHEDULER, check_arriving
 from model_runner_base.vllm_compat.probes.config import forgo_kv_scales, offloads_weights, set_default_block_size
 
 if TYPE_CHECKING:

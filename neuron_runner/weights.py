@@ -79,8 +79,9 @@ class TransposedLogitsMethod(RelaidWeights, UnquantizedEmbeddingMethod):
 def transpose_linear_weights(model: nn.Module) -> None:
     """Re-lays every unquantised linear weight of a loaded model; a later reload does the same to the new weights."""
     for module in model.modules():
-        is_plain = isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod
-        if is_plain and module.weight.dim() == 2:  # A short convolution is a linear layer to vLLM.
+        if not isinstance(module, LinearBase) or type(module.quant_method) is not UnquantizedLinearMethod:
+            continue
+        if module.weight.ndim == 2:  # To vLLM a short convolution is a linear layer, whose weight has three.
             module.quant_method = TransposedLinearMethod()
             module.quant_method.process_weights_after_loading(module)
     for head in logits_heads(model):
