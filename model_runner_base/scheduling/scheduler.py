@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from model_runner_base.scheduling.corrections.bidirectional_images import BidirectionalImages
 from model_runner_base.scheduling.corrections.session_turns import SessionTurns
@@ -34,14 +36,14 @@ class AsyncTurnScheduler(TurnParams, AsyncScheduler):
     """vLLM's ``AsyncScheduler`` with corrections only."""
 
 
-def make_scheduler(*args: Any, **kwargs: Any) -> TurnParams:
+def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> TurnParams:
     """Makes the scheduler that the configuration asks for; ``scheduler_cls`` names this function."""
-    config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    kwargs["kv_cache_config"] = with_states(kwargs["kv_cache_config"], config)
+    groups = with_states(kv_cache_config, vllm_config)
     sync, asynchronous = (
         (RowScheduler, AsyncRowScheduler) if has_steps_of_rows() else (TurnScheduler, AsyncTurnScheduler)
     )
-    return (asynchronous if config.scheduler_config.async_scheduling else sync)(*args, **kwargs)
+    cls = asynchronous if vllm_config.scheduler_config.async_scheduling else sync
+    return cls(vllm_config, groups, *args, **kwargs)
 
 
 make_scheduler.reads_errors = True  # type: ignore[attr-defined]

@@ -44,6 +44,16 @@ if hasattr(managers, "spec_manager_map"):  # Where it is not, models with states
     managers.spec_manager_map[StateSpec] = StateManager
 
 
+def state_spec(max_model_len: int, num_states: int) -> StateSpec:
+    """The group's spec: blocks of ``max_model_len`` tokens, of which a request has one; memory is not planned by it."""
+    return StateSpec(
+        block_size=max_model_len,
+        shapes=((1,),),
+        dtypes=(torch.uint8,),  # type: ignore[arg-type]
+        num_states=num_states,
+    )
+
+
 def with_states(config: KVCacheConfig, vllm_config: VllmConfig) -> KVCacheConfig:
     """The scheduler's configuration, with the group of states last if the model has any."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
@@ -51,11 +61,5 @@ def with_states(config: KVCacheConfig, vllm_config: VllmConfig) -> KVCacheConfig
         return config
     # vLLM switches it off without a KV cache, and a prompt longer than a step would wait for ever.
     scheduler.enable_chunked_prefill = True
-    length = model.max_model_len
-    spec = StateSpec(
-        block_size=length,
-        shapes=((1,),),
-        dtypes=(torch.uint8,),
-        num_states=scheduler.max_num_seqs,  # type: ignore[arg-type]
-    )
+    spec = state_spec(model.max_model_len, scheduler.max_num_seqs)
     return replace(config, kv_cache_groups=[*config.kv_cache_groups, KVCacheGroupSpec([GROUP], spec)])

@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
 from model_runner_base.scheduling.corrections.session_turns import SessionTurns
 from model_runner_base.scheduling.rows.row_request import RowRequest
+from model_runner_base.scheduling.state_group import GROUP, state_spec
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -53,6 +54,8 @@ class Setting:
     include_finished_set: bool = False
     depth: int = 2
     """Steps in flight, where scheduling is asynchronous; vLLM's engine has two."""
+    has_states: bool = False
+    """Whether the model has recurrent layers, too, and so a second group."""
 
 
 @dataclass
@@ -142,7 +145,10 @@ def make(cls: type[Scheduler], setting: Setting) -> Any:
     config = config_of(setting)
     layers = [f"layer {index}" for index in range(2)]
     size = setting.num_blocks * SPEC.page_size_bytes
-    caches = KVCacheConfig(setting.num_blocks, [KVCacheTensor(size, layers)], [KVCacheGroupSpec(layers, SPEC)])
+    groups = [KVCacheGroupSpec(layers, SPEC)]
+    if setting.has_states:
+        groups.append(KVCacheGroupSpec([GROUP], state_spec(MAX_MODEL_LEN, setting.max_num_seqs)))
+    caches = KVCacheConfig(setting.num_blocks, [KVCacheTensor(size, layers)], groups)
     scheduler = cls(
         config,
         caches,

@@ -14,7 +14,7 @@ from vllm import LLM
 from model_runner_base.testing.architectures import RECURRENT, hf
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
-from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel, make_checkpoint
 
 Tiny = Callable[[str], TinyModel]
@@ -57,6 +57,9 @@ def test_small_steps(name: str, num_tokens: int, is_async: bool, tiny_model: Tin
     model, rng = tiny_model(name), np.random.default_rng(4)
     options = OPTIONS | {"max_num_batched_tokens": num_tokens, "max_num_seqs": 3, "async_scheduling": is_async}
     with engine(model.path, **options) as llm:
+        core_of(llm).scheduler.least_rows = 1
+        has_rows = core_of(llm).scheduler._rows is not None
+        assert has_rows != (name == "mamba"), "requests of hybrid models are scheduled in rows"
         counts = rng.integers(1, NEW_TOKENS + 1, len(PROMPTS)).tolist()
         check_equal(model, PROMPTS, run_with_arrivals(llm, PROMPTS, counts, rng), counts)
         if num_tokens == 16:  # Else a long prompt would never be done before the next reset.

@@ -83,6 +83,15 @@ def test_most_of_what_runs_has_rows(is_async: bool, caching: bool) -> None:
     assert pair.num_preempted
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_of_models_with_states(is_async: bool) -> None:
+    """A second group, of states, changes nothing: requests have rows, and each state that one holds."""
+    setting = Setting(is_async, caching=False, num_blocks=45, has_states=True)
+    pair = Pair(setting, Habits(0.5, sessions=0), seed=1).run(300, 0.1)
+    assert pair.num_rows > 0.5 * pair.num_scheduled > 1000
+    assert pair.num_preempted
+
+
 class RowsAlone(RowSteps, AsyncScheduler):
     least_rows = 1
 

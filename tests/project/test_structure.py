@@ -103,7 +103,7 @@ def test_the_scheduler_stands_apart() -> None:
         assert all(module.startswith("model_runner_base.scheduling") for module in of_ours), path.name
     others = [path for path in (ROOT / "model_runner_base").rglob("*.py") if folder not in path.parents]
     named_in = {path.name for path in others if "model_runner_base.scheduling" in path.read_text()}
-    assert named_in == {"front_end.py", "platform.py", "worker.py"}
+    assert named_in == {"our_engines.py", "platform.py", "worker.py"}
 
 
 @pytest.mark.parametrize(("part", "other"), [("corrections", "rows"), ("rows", "corrections")])

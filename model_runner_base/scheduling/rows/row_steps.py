@@ -60,9 +60,10 @@ class RowSteps(StepHooks):
             logger.info("Requests are scheduled by vLLM's own loops, because of %s.", reason)
             return
         manager = self.kv_cache_manager
-        self._rows = ScheduledRows(
-            manager.coordinator.single_type_managers[0], manager.block_pool, self.max_model_len, self._is_async
-        )
+        attention, *others = manager.coordinator.single_type_managers
+        self._unchanged: tuple[list[int], ...] = ([],) * len(others)
+        """New blocks of the groups after the first: none."""
+        self._rows = ScheduledRows(attention, manager.block_pool, self.max_model_len, self._is_async)
 
     # ---- A step is scheduled ----
 
@@ -151,7 +152,7 @@ class RowSteps(StepHooks):
         if block_ids:
             places = events.entering if batch.rows is None else batch.rows.searchsorted(events.entering)
             for place, block_id in zip(places.tolist(), block_ids, strict=True):
-                new_blocks[place] = ([block_id],)
+                new_blocks[place] = ([block_id], *self._unchanged)
         computed = rows.computed[at]
         cached = output.scheduled_cached_reqs
         output.scheduled_cached_reqs = CachedRequestData(

@@ -7,6 +7,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from model_runner_base.scheduling.state_group import StateManager
+
 HOOKS = (
     "schedule",
     "update_from_output",
@@ -37,7 +39,10 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
         "a cache manager of its own": type(manager) is not KVCacheManager
         or type(manager.coordinator) not in (UnitaryKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache),
         "layers other than one group with full attention": [
-            type(each) for each in manager.coordinator.single_type_managers
+            # A state of recurrent layers never grows.
+            kind
+            for kind in map(type, manager.coordinator.single_type_managers)
+            if kind is not StateManager
         ]
         != [FullAttentionManager],
         "a method of its own": _has_own_hooks(type(scheduler), mixin),
