@@ -4,6 +4,7 @@ A configuration or request that would give wrong results is refused with one lin
 feature is built, its line is removed.
 """
 
+import math
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -213,12 +214,38 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
         "states of recurrent layers are given out by the base's own scheduler: leave out scheduler_cls": (
             vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER)
         ),
-        "vLLM shares the embeddings of LFM2 with its head, and this checkpoint does not (tie_word_embeddings): use a "
-        "checkpoint that does": config.model_type == "lfm2" and not config.tie_word_embeddings,
-        "vLLM applies the gate of Falcon-H1 after its norm, and this checkpoint before it: use a checkpoint without "
-        "mamba_norm_before_gate": config.model_type == "falcon_h1" and getattr(config, "mamba_norm_before_gate", True),
+        "max_model_len=-1 is fitted to a KV cache, which this model has none of: give max_model_len": (
+            model.is_attention_free and model.max_model_len <= 0
+        ),
+        "convolutions keep their inputs in the model's dtype: leave out mamba_cache_dtype": (
+            vllm_config.cache_config.mamba_cache_dtype != "auto"
+        ),
+        **_computed_otherwise(config),
     }
     _refuse(refusals)
+
+
+def _computed_otherwise(config: Any) -> dict[str, Any]:
+    """Refusals of recurrent models that vLLM, or this library, computes otherwise than their authors."""
+    kind, limit = config.model_type, getattr(config, "time_step_limit", None)
+    half = config.hidden_size // config.num_attention_heads // 2 if kind == "bamba" else 0
+    return {
+        "vLLM shares the embeddings of LFM2 with its head, and this checkpoint does not (tie_word_embeddings): use a "
+        "checkpoint that does": kind == "lfm2" and not config.tie_word_embeddings,
+        "vLLM applies the gate of Falcon-H1 after its norm, and this checkpoint before it: use a checkpoint without "
+        "mamba_norm_before_gate": (
+            kind == "falcon_h1" and config.mamba_rms_norm and getattr(config, "mamba_norm_before_gate", True)
+        ),
+        f"Bamba rotates half of each head, and vLLM attn_rotary_emb numbers of it: set that to {half} in config.json": (
+            kind == "bamba" and getattr(config, "attn_rotary_emb", None) != half
+        ),
+        "recurrent layers are computed with SiLU: use a checkpoint whose hidden_act is silu": (
+            getattr(config, "hidden_act", "silu") not in ("silu", "swish")
+        ),
+        "time steps of recurrent layers are not limited: use a checkpoint whose time_step_limit is [0, Infinity]": (
+            limit is not None and tuple(limit) != (0.0, math.inf)
+        ),
+    }
 
 
 def _check_encoder_decoder(vllm_config: VllmConfig) -> None:

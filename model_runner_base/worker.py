@@ -24,6 +24,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from model_runner_base.caches.allocation import check_states_fit, states_memory
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
+from model_runner_base.recurrent.memory import recurrence_memory
 from model_runner_base.start.memory import DeviceMemoryProfiler
 from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
 from model_runner_base.vllm_compat.types.outputs import (
@@ -32,6 +33,7 @@ from model_runner_base.vllm_compat.types.outputs import (
     FailedOutput,
     ModelRunnerOutput,
 )
+from model_runner_base.vllm_compat.types.recurrent import recurrent_layers
 from model_runner_base.vllm_compat.types.schedule import GrammarOutput, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")
@@ -147,6 +149,8 @@ class ModelRunnerWorker(WorkerBase):
         with current_platform.inference_mode():
             step_memory = self.model_runner.profile_run() + self.model_runner.adapters.step_memory()
             step_memory += self.model_runner.encoder.step_memory()
+        layers = recurrent_layers(self.vllm_config).values()
+        step_memory += recurrence_memory(layers, self.model_runner.step_limits())
         memory = self.model_runner.device_ops.memory_info()
         useful, states = self.model_runner.useful_cache_memory(), states_memory(self.vllm_config)
         if asked := self.cache_config.kv_cache_memory_bytes:
@@ -172,7 +176,12 @@ class ModelRunnerWorker(WorkerBase):
         return self.num_local_workers if shares else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        check_states_fit(self.vllm_config)  # A model without attention is not asked for the memory that is left.
+        if not self.get_kv_cache_spec() and self.determine_available_memory() <= 0:
+            # vLLM asks this of models with attention alone.
+            raise ValueError(
+                f"the states of recurrent layers, {states_memory(self.vllm_config) / GiB_bytes:.2f} GiB, do not fit "
+                f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization}: raise it, or lower max_num_seqs"
+            )
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:

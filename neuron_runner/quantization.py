@@ -167,7 +167,7 @@ def check_quantizable(model_config: ModelConfig) -> None:
 def quantize_weights(model: nn.Module) -> None:
     """Stores a loaded model's linear, embedding and expert weights as int8; a later reload does so to the new ones.
 
-    Norms, biases and the routers of expert layers stay as they are.
+    Norms, biases, convolutions and the routers of expert layers stay as they are.
     """
     routers = _routers(model)
     heads = logits_heads(model)
@@ -176,7 +176,7 @@ def quantize_weights(model: nn.Module) -> None:
         if isinstance(layer, ExpertsLayer):
             layer.quant_method = Int8ExpertsMethod(layer.moe_config)
             layer.quant_method.quantize(layer)
-        elif layer not in routers and type(getattr(layer, "quant_method", None)) is UnquantizedLinearMethod:
+        elif layer not in routers and _is_plain_linear(layer):
             _use(Int8LinearMethod(), layer)
     embeddings: list[Any] = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     for layer in [*heads, *(embedding for embedding in embeddings if embedding not in heads)]:
@@ -190,6 +190,11 @@ def quantize_weights(model: nn.Module) -> None:
                 for name, parameter in layer.named_parameters(recurse=False):
                     if name.startswith("weight"):
                         setattr(other, name, parameter)
+
+
+def _is_plain_linear(layer: Any) -> bool:
+    """Whether a layer multiplies by a matrix; a convolution, a linear layer to vLLM, has a weight of three dims."""
+    return type(getattr(layer, "quant_method", None)) is UnquantizedLinearMethod and layer.weight.ndim == 2
 
 
 def largest_float_bytes(model: nn.Module) -> int:

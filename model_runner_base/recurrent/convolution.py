@@ -10,14 +10,14 @@ from model_runner_base.recurrent.step import RecurrentStep, TileSteps, store
 
 
 def convolve_rows(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
-    """[R, D] for decode rows ``x`` [R, D]; ``weight`` [D, K]; ``states`` [S, K - 1, D] are updated."""
+    """[R, D] float32 for decode rows ``x`` [R, D]; ``weight`` [D, K] float32; ``states`` [S, K - 1, D] are updated."""
     window = torch.cat((step.load(states), x.unsqueeze(1)), dim=1)
     store(states, step.states, window[:, 1:])
-    return (window * weight.T).sum(dim=1)
+    return (window.float() * weight.T).sum(dim=1)
 
 
 def convolve_tiles(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, tiles: TileSteps) -> torch.Tensor:
-    """[C, D] for tokens of chunks ``x`` [C, D]; what precedes a request's first token comes from its state."""
+    """[C, D] float32 for tokens of chunks ``x`` [C, D]; what precedes a request's first token comes from its state."""
     num_tokens, taps = x.shape[0], weight.shape[1]
     pool = torch.cat((x, tiles.load(states).flatten(0, 1)))
     # Tokens of padding come after all others and belong to no tile: any index that exists does for them.
@@ -31,7 +31,7 @@ def convolve_tiles(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, 
 
     token = torch.arange(num_tokens, dtype=torch.int32, device=x.device)
     begin = tiles.begins[tiles.tile_of]
-    out = x * weight[:, -1]
+    out = x.float() * weight[:, -1]
     for back in range(1, taps):
         out = out + pool[place(token, begin, tiles.tile_of, back)] * weight[:, taps - 1 - back]
     tile = torch.arange(tiles.states.shape[0], dtype=torch.int32, device=x.device)
@@ -44,8 +44,9 @@ def convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor, step: RecurrentStep
 ) -> torch.Tensor:
     """[T, D] for all tokens of a step, decode rows first; ``weight`` [D, 1, K]."""
-    weight, num_rows = weight.flatten(1), step.states.shape[0]
-    out = convolve_rows(x[:num_rows], weight, states, step)
+    # Sums are of float32, and rounded once.
+    kernel, num_rows = weight.flatten(1).float(), step.states.shape[0]
+    out = convolve_rows(x[:num_rows], kernel, states, step)
     if step.tiles is not None:
-        out = torch.cat((out, convolve_tiles(x[num_rows:], weight, states, step.tiles)))
-    return out if bias is None else out + bias
+        out = torch.cat((out, convolve_tiles(x[num_rows:], kernel, states, step.tiles)))
+    return (out if bias is None else out + bias.float()).to(x.dtype)

@@ -83,7 +83,7 @@ def state_tensors(layer: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     ``mamba_ssm_cache_dtype``: float32 unless it is given.
     """
     conv, *others = (tuple(shape) for shape in layer.get_state_shape())
-    if layer.mamba_type == "gdn_attention":
+    if layer.mamba_type == "gdn_attention":  # Keys before values, so that a product with a key needs no transpose.
         others = [(heads, key, value) for heads, value, key in others]
     asked = layer.cache_config.mamba_ssm_cache_dtype if others else "auto"
     dtype = torch.float32 if asked == "auto" else STR_DTYPE_TO_TORCH_DTYPE[asked]
@@ -165,8 +165,9 @@ def gated_delta_net(self: Any, hidden_states: torch.Tensor, output: torch.Tensor
     v = v.view(v.shape[0], -1, self.head_v_dim)
     log = -torch.exp(self.A_log.float()) * F.softplus(a.float() + self.dt_bias.float())
     inputs = v, q * self.head_k_dim**-0.5, k, log, torch.sigmoid(b.float())
-    out = self.norm.forward_native(_recur(self, "gated delta rule", inputs).to(hidden_states.dtype), z)
-    output.copy_(self.out_proj(out.flatten(1))[0])
+    # The norm is computed in its inputs' dtype.
+    out = self.norm.forward_native(_recur(self, "gated delta rule", inputs), z.float())
+    output.copy_(self.out_proj(out.flatten(1).to(hidden_states.dtype))[0])
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:

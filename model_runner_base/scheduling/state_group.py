@@ -59,7 +59,8 @@ def with_states(config: KVCacheConfig, vllm_config: VllmConfig) -> KVCacheConfig
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if not (model.is_hybrid or model.is_attention_free):
         return config
-    # vLLM switches it off without a KV cache, and a prompt longer than a step would wait for ever.
-    scheduler.enable_chunked_prefill = True
+    if not config.kv_cache_groups:
+        # vLLM switches it off without a KV cache, and a prompt longer than a step would wait for ever.
+        scheduler.enable_chunked_prefill = True
     spec = state_spec(model.max_model_len, scheduler.max_num_seqs)
     return replace(config, kv_cache_groups=[*config.kv_cache_groups, KVCacheGroupSpec([GROUP], spec)])

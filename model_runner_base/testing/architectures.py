@@ -271,7 +271,13 @@ RECURRENT: Configs = {
         **_SHAPE, attn_layer_indices=[1], attn_rotary_emb=8, mamba_n_heads=8, mamba_d_head=16, mamba_chunk_size=16
     ),
     "falcon-h1": lambda: hf.FalconH1Config(
-        **_SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_norm_before_gate=False, mamba_chunk_size=16
+        **_SHAPE,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_chunk_size=16,
     ),
     "granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
         **_SHAPE,

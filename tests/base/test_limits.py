@@ -21,6 +21,7 @@ MODEL = {
     "use_mla": False,
     "is_attention_free": False,
     "is_hybrid": False,
+    "max_model_len": 128,
     "enable_return_routed_experts": False,
     "hf_text_config": SimpleNamespace(
         layer_types=["full_attention", "sliding_attention"], sliding_window=24, model_type="llama"
@@ -40,7 +41,9 @@ PARALLEL = {
 SERVED = SimpleNamespace(
     model_config=SimpleNamespace(**MODEL),
     parallel_config=SimpleNamespace(**PARALLEL),
-    cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False, enable_prefix_caching=True),
+    cache_config=SimpleNamespace(
+        kv_offloading_size=None, kv_sharing_fast_prefill=False, enable_prefix_caching=True, mamba_cache_dtype="auto"
+    ),
     compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
     scheduler_config=SimpleNamespace(
         policy="fcfs", long_prefill_token_threshold=0, async_scheduling=False, scheduler_cls=None

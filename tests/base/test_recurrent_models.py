@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import compilations, engine
+from test_reload import other_weights, reload_weights
 from test_streaming_input import OUTPUTS, Driver, Session
 from vllm import LLM
 
+from model_runner_base.loader import CheckpointError
 from model_runner_base.testing.architectures import RECURRENT, hf
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
@@ -97,6 +99,39 @@ def test_sessions(name: str, is_async: bool, tiny_model: Tiny) -> None:
         driver.check(model)
 
 
+def test_weights_of_mamba2_are_not_loaded_again(tiny_model: Tiny) -> None:
+    model = tiny_model("bamba")
+    with engine(model.path, **OPTIONS) as llm:
+        with pytest.raises(CheckpointError, match="start another engine; nothing was changed"):
+            reload_weights(llm, weights_path=str(model.path))
+        check(llm, model, PROMPTS[:4])
+
+
+@pytest.mark.parametrize("name", ["mamba", "lfm2", "qwen3-next"])
+def test_other_weights_are_loaded(name: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    old = tiny_model(name)
+    new = other_weights(old, tmp_path / "new")
+    with engine(old.path, **OPTIONS) as llm:
+        check(llm, old, PROMPTS[:4])
+        reload_weights(llm, weights_path=str(new.path))
+        check(llm, new, PROMPTS[:4])
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bfloat16"}, {"additional_config": {"neuron_config": {"quant_dtype": "s8"}}}],
+    ids=["bfloat16", "int8"],
+)
+def test_rounded_numbers(name: str, options: dict[str, Any], tiny_model: Tiny) -> None:
+    """First tokens are mostly those of float32."""
+    model, prompts = tiny_model(name), random_prompts(93, [5, 9, 17, 30, 40, 64, 70, 90] * 3)
+    with engine(model.path, **OPTIONS | options) as llm:
+        got = tokens_of(generate(llm, prompts, greedy(1)))
+    num_equal = sum(tokens == model.greedy(prompt, 1) for tokens, prompt in zip(got, prompts, strict=True))
+    assert num_equal > 0.6 * len(prompts), f"{num_equal} of {len(prompts)}"
+
+
 @pytest.mark.openxla
 @pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
 def test_compiled(name: str, tiny_model: Tiny) -> None:
@@ -129,6 +164,8 @@ def test_compiled(name: str, tiny_model: Tiny) -> None:
             "leave out scheduler_cls",
         ),
         ("mamba2", {"kv_cache_memory_bytes": 1 << 10}, "raise it, or lower max_num_seqs"),
+        ("mamba2", {"max_model_len": -1}, "give max_model_len"),
+        ("bamba", {"mamba_cache_dtype": "float32"}, "leave out mamba_cache_dtype"),
         ("bamba", {"kv_cache_memory_bytes": 1 << 10}, "raise it, or lower max_num_seqs"),
     ],
 )
@@ -141,7 +178,10 @@ def test_what_is_not_served_is_refused(name: str, options: dict[str, Any], words
     ("name", "change", "words"),
     [
         ("lfm2", {"tie_word_embeddings": False}, "use a checkpoint that does"),
-        ("falcon-h1", {"mamba_norm_before_gate": True}, "without mamba_norm_before_gate"),
+        ("falcon-h1", {"mamba_norm_before_gate": True, "mamba_rms_norm": True}, "without mamba_norm_before_gate"),
+        ("bamba", {"attn_rotary_emb": None}, "set that to 8"),
+        ("mamba", {"hidden_act": "gelu"}, "whose hidden_act is silu"),
+        ("mamba2", {"time_step_limit": [0.0, 0.2]}, "whose time_step_limit"),
     ],
 )
 def test_checkpoints_that_vllm_computes_otherwise_are_refused(

@@ -1,7 +1,8 @@
 """Deliberate faults, each of which the conformance kit must catch: one replacement in one file."""
 
 import feature_mutations
+import recurrent_mutations
 import step_mutations
 
-MUTATIONS = [*step_mutations.MUTATIONS, *feature_mutations.MUTATIONS]
+MUTATIONS = [*step_mutations.MUTATIONS, *feature_mutations.MUTATIONS, *recurrent_mutations.MUTATIONS]
 """Deliberate faults in the order of the table in docs/conformance.md."""

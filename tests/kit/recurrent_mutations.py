@@ -1,0 +1,48 @@
+"""Deliberate faults in states of recurrent layers."""
+
+from mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "a request begins with the state of the one before",
+        "recurrent/step.py",
+        "    return torch.where(has_state.view(-1, *[1] * (found.dim() - 1)), found, 0)",
+        "    return found",
+        "test_recurrent and one_request",
+    ),
+    Mutation(
+        "a convolution leaves out its oldest input",
+        "recurrent/convolution.py",
+        "    for back in range(1, taps):",
+        "    for back in range(1, taps - 1):",
+        "test_recurrent and mixed_batches",
+    ),
+    Mutation(
+        "a token decays as the tile's first one",
+        "recurrent/mamba2.py",
+        "(x * torch.exp(whole - log).unsqueeze(3))",
+        "(x * torch.exp(whole - log[..., :1]).unsqueeze(3))",
+        "test_recurrent and mixed_batches",
+    ),
+    Mutation(
+        "a tile writes its request's state though another tile follows",
+        "recurrent/step.py",
+        "            written=torch.where(is_last, states, 0),",
+        "            written=torch.where(is_last, 0, states),",
+        "test_recurrent and mixed_batches",
+    ),
+    Mutation(
+        "a state passes from a request to the next one",
+        "recurrent/scan.py",
+        "    after = scan(torch.where(is_first, 0, factors), terms, multiply)",
+        "    after = scan(factors, terms, multiply)",
+        "test_recurrent and mixed_batches",
+    ),
+    Mutation(
+        "a repeated step takes the states of the rows before",
+        "caches/states.py",
+        "states, num_rows = self._table.table[batch.rows, 0], batch.num_decodes",
+        "states, num_rows = self._table.table[: len(batch.rows), 0], batch.num_decodes",
+        "test_recurrent and arrivals",
+    ),
+]
