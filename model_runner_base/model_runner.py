@@ -2,7 +2,8 @@
 
 This file must contain no device's name, no branch on a feature, and no formula of attention or sampling. These belong
 in the files that it calls. A device plugs itself in through four hooks (``_cache_device_properties``, ``load_model``,
-``profile_run``, ``capture_model``), and through the two objects that the first of them may install.
+``profile_run``, ``capture_model``). The first of them may also install two objects, ``device_ops`` and
+``graph_policy``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -62,7 +63,7 @@ from model_runner_base.vllm_compat.types.schedule import GrammarOutput, Schedule
 
 
 class ModelRunnerBase:
-    """Base class of a device's model runner: everything but what only the device knows."""
+    """Base class of a device's model runner. A subclass adds the four hooks."""
 
     KV_TILE = 64
     """Largest number of cache positions in an attention KV tile of a decode row, unless a block has more.
@@ -74,7 +75,7 @@ class ModelRunnerBase:
     CHUNK_QUERY_TILE = 64
     """Number of query tokens in one attention tile of a chunk of a prompt; they share every key that is read."""
     CHUNK_KV_TILE = 128
-    """Number of cache positions in a KV tile of a chunk. There are fewer of these tiles than of decode rows'."""
+    """Number of cache positions in a KV tile of a chunk; more than ``KV_TILE``, so a context has fewer of them."""
 
     parts: StepParts
     """Parts of the step, which ``initialize_kv_cache`` makes."""
@@ -94,14 +95,14 @@ class ModelRunnerBase:
         """Number of tokens of a request that tables and graphs are made for; None before they are made."""
         self.errors = RequestErrors(vllm_config.parallel_config.world_size)
         self.is_all_failed = False
-        """Whether ``execute_model`` left out every request of its step, so that nothing is pending."""
+        """Whether ``execute_model`` left out every request of its step because each failed, so nothing is pending."""
         self.pending: Forward | None = None
         """Forward pass that ``execute_model`` left for ``sample_tokens``; None if there is none."""
 
-        # Replaced by _cache_device_properties where the device asks for it.
+        # _cache_device_properties may replace these two.
         self.device_ops = DeviceOps(device)
         self.graph_policy = GraphPolicy()
-        # And by load_model, where ranks share the vocabulary.
+        # load_model replaces this if each rank has a part of the vocabulary.
         self.vocabulary: Vocabulary = WHOLE
 
         self.model: Any
@@ -130,21 +131,21 @@ class ModelRunnerBase:
         """Makes every graph that a step may need. It is called once, after ``initialize_kv_cache``."""
         raise NotImplementedError
 
-    # ---- Factories: a device with a component of its own returns it here; the defaults serve all others ----
+    # ---- Factories: a device overrides one to use a part of its own ----
 
     def make_kv_caches(self, layout: CacheLayout) -> tuple[list[torch.Tensor], dict[str, tuple[int, ...]]]:
-        """Makes the cache tensors on the device; returns them, and the indices of each layer's caches among them."""
+        """Makes the cache tensors on the device; returns them, and by layer name the indices of a layer's caches."""
         with self.device_ops.memory_pool("kv_cache"):
             return allocate(layout, self.vllm_config, self.device_ops, self.KV_TILE)
 
     def make_caches(
         self, groups: list[AttentionGroup], limits: StepLimits, spans: BidirectionalSpans
     ) -> list[CacheKind]:
-        """Makes the kinds of caches, each with some of the groups, as caches/factory.py chooses them."""
+        """Makes the kinds of caches, each with some of the groups. The default is caches/factory.py's choice."""
         return make_caches(groups, limits, spans, self.vllm_config, self.device_ops)
 
     def make_sampler(self, mode: SamplingMode) -> StepFunction:
-        """Returns a function like ``sample`` without its first three parameters."""
+        """Returns the sampler of a mode; it takes the parameters of ``sample`` after the first three."""
         return partial(sample, mode, reads_processed(self.model_config.logprobs_mode), self.graph_policy.sort_limits)
 
     def make_output(self, batch: InputBatch, sampled: SampledStep) -> AsyncModelRunnerOutput:
@@ -155,7 +156,7 @@ class ModelRunnerBase:
     # ---- The engine's contract: before the first step ----
 
     def load_adapters(self) -> None:
-        """Gives the loaded model slots for LoRA adapters, if they are enabled."""
+        """Gives the loaded model slots for LoRA adapters, if LoRA is enabled."""
         self.adapters = make_adapters(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
 
     def load_encoder(self) -> None:
@@ -184,7 +185,7 @@ class ModelRunnerBase:
         return collect_specs(self.vllm_config)
 
     def useful_cache_memory(self) -> float:
-        """Largest number of bytes of KV cache that can be used."""
+        """Largest number of bytes of KV cache that requests can make use of."""
         return useful_memory(self.vllm_config, self.get_kv_cache_spec())
 
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -211,7 +212,7 @@ class ModelRunnerBase:
 
     @property
     def tokenwise_graph_batch_sizes(self) -> list[int]:
-        """Numbers of tokens that steps are padded to by now; empty for an eager policy."""
+        """Numbers of tokens that steps are padded to. Empty for an eager policy; grows while sizes are compiled."""
         return sorted({size.num_tokens for size in self.graph_policy.offered})
 
     def step_limits(self, num_lines: int = 0) -> StepLimits:
@@ -222,7 +223,7 @@ class ModelRunnerBase:
     @contextmanager
     def changing_adapters(self) -> Iterator[Adapters]:
         """Yields the adapters between two steps. An adapter may take another's slot, so the next step is packed
-        anew."""
+        from scratch."""
         with self.step_guard.lock, torch.no_grad():
             self.parts.repeat.stop()
             yield self.adapters
@@ -263,7 +264,7 @@ class ModelRunnerBase:
         row."""
         pending, self.pending = self.pending, None
         if pending is None:
-            # If no request failed alone, then execute_model did, and the engine raises its exception.
+            # Unless every request failed alone, execute_model itself has failed, and the engine raises its exception.
             return FailedOutput([], {}, errors=self.errors.take()) if self.is_all_failed else None
         parts, batch = self.parts, pending.batch
         plan = self._prepare_sampling(batch)
@@ -284,7 +285,7 @@ class ModelRunnerBase:
         return self.parts.drafter.take(self.parts.requests.rows)
 
     def _update_states(self, schedule: Schedule) -> Schedule:
-        """Brings rows and block tables up to the scheduler's; returns the step without the requests that failed."""
+        """Updates rows and block tables by the scheduler's; returns the step without the requests that failed."""
         return self.parts.updates.apply(schedule)
 
     def _execute_encoder(self, schedule: Schedule) -> None:
@@ -294,11 +295,11 @@ class ModelRunnerBase:
                 self.encoder.run(schedule, self.parts.requests.infos)
 
     def _prepare_inputs(self, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
-        """Returns the batch, and the packed buffer on the device, at the size that the step runs at."""
+        """Returns the batch, and its packed buffer on the device: a repeat of the last step, or packed from scratch."""
         return self.parts.repeat.follow(schedule) or self._pack(self.parts.batches.build(schedule))
 
     def _pack(self, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
-        """Packs the batch at the size that holds it."""
+        """Packs the batch at the cheapest size that holds it."""
         size = self.graph_policy.choose(self.parts.layout.needs(batch))
         return batch, self.parts.graph.pack(size, batch)
 
@@ -310,10 +311,10 @@ class ModelRunnerBase:
         """Forgets all encoder outputs, for instance because the weights have changed."""
         self.encoder.reset()
 
-    # ---- Runs without requests: profiling, capture, idle data-parallel ranks ----
+    # ---- Runs without requests: profiling and warm-up ----
 
     def _dummy_run(self, size: StepSize) -> list[torch.Tensor]:
-        """Runs the model at a size on nothing but padding; returns as ``ModelGraph.run``."""
+        """Runs the model at a size on nothing but padding; returns what ``ModelGraph.run`` returns."""
         return self.parts.graph.dummy_run(size)
 
     def profile_step(self) -> None:
@@ -321,5 +322,5 @@ class ModelRunnerBase:
         profile_largest_step(self)
 
     def warm_up(self, sizes: Iterable[StepSize]) -> None:
-        """Makes the sizes, and all that sampling may need for them; see ``start/warm_up.py``."""
+        """Makes the graphs of the sizes, and all that sampling may need for them (``start/warm_up.py``)."""
         warm_up_sizes(self, sizes)

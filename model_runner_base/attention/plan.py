@@ -2,16 +2,16 @@
 
 Attention is computed over (query tile, KV tile) pairs. A query tile is up to ``tiling.query`` consecutive tokens of one
 request, a KV tile ``tiling.keys`` consecutive cache positions of the same request. Only pairs that hold a key that a
-token of the tile sees are listed, so the work is proportional to the tokens that exist and not to rows x longest
-context. Counting them says which captured size the step needs; they are then listed in the packed buffer of that size.
-Padding pairs are masked.
+token of the query tile sees are listed. So the work is proportional to the tokens that exist, and not to the number of
+rows times the longest context. First the pairs are counted, which gives the size that the step needs. Then they are
+listed in the packed buffer of the size that the step runs at. Padding pairs are masked.
 
 Example: KV tiles of 64 positions, a request in decode at position 130. Its query tile is one token; its pairs are KV
 tiles 0, 1 and 2, of which the last holds three keys that the token sees.
 
 A pair yields an unnormalised partial result with its running maximum and sum (the online-softmax state of
-FlashAttention, arXiv:2205.14135). The partial results of a tile are merged by a tree of gathers with fixed fan-in, so
-that no scatter, sort or loop is needed: level by level, a node merges ``FAN_IN`` nodes of the level below.
+FlashAttention, arXiv:2205.14135). A tree of gathers with fixed fan-in merges the partial results of a query tile: level
+by level, a node merges up to ``FAN_IN`` nodes of the level below. So no scatter, sort or loop is needed.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from model_runner_base.attention.loops import FAN_IN, count_pairs
 
 @dataclass(frozen=True)
 class PairGeometry:
-    """Fixed sizes of the pairs of one KV-cache group and key range, of decode rows or of chunks."""
+    """Fixed sizes of the pairs of one KV-cache group with one key range: of its decode rows, or of its chunks."""
 
     block_size: int
     query_tile: int
@@ -50,7 +50,8 @@ class PairGeometry:
         """Number of nodes on each level of the merge tree, from the one above the pairs to the one that holds the
         tiles.
 
-        Each tile may leave one ragged node on an inner level, and the last node of a level is neutral.
+        Each query tile may have one partly filled node on an inner level. The last node of a level is neutral: it adds
+        nothing, and padding points to it.
         """
         sizes = []
         below = num_pairs
@@ -66,19 +67,20 @@ class PairGeometry:
         num_tokens: int,
         spans: tuple[np.ndarray, np.ndarray],
     ) -> "PairCount":
-        """Counts the pairs of requests with ``query_len`` [R] int64 new tokens after ``num_computed`` [R] int64 others.
+        """Counts the pairs of requests that have ``query_len`` [R] int64 new tokens, after ``num_computed`` [R] int64
+        tokens in the cache.
 
         ``num_tokens`` is the sum of ``query_len``. ``spans`` are the first and last position of each token's span,
         int32, or empty.
         """
-        per_tile = np.empty(num_tokens // self.query_tile + len(query_len), np.int64)  # Each may leave one ragged.
+        per_tile = np.empty(num_tokens // self.query_tile + len(query_len), np.int64)  # A last tile may be ragged.
         tile, key_range = self.query_tile, self.key_range
         num_tiles, num_pairs = count_pairs(tile, self.kv_tile, *key_range, query_len, num_computed, *spans, per_tile)
         return PairCount(per_tile[:num_tiles], num_pairs)
 
 
 class PairCount(NamedTuple):
-    """Numbers of a step's pairs, before padding. NT query tiles."""
+    """Number of pairs of a step's NT query tiles, before padding."""
 
     per_tile: np.ndarray
     """[NT] number of pairs of each query tile."""
@@ -90,14 +92,14 @@ class PairCount(NamedTuple):
 
 
 def kv_tile_for(block_size: int, target: int = 64, least: int = 1) -> int:
-    """KV tile near ``target``, no less than ``least``: several blocks, or an integer fraction of a larger block.
+    """Size of a KV tile near ``target`` and no less than ``least``: some blocks, or an integer fraction of a block.
 
-    A request pays for whole tiles, so small ones suit short contexts; long ones cost the same with tiles of 64 and 256.
-    Raises ValueError for a large block that has no such fraction.
+    A request pays for whole tiles, so small tiles suit short contexts. Long contexts cost the same with tiles of 64 and
+    256. Raises ValueError for a large block that has no such fraction.
     """
     if block_size <= target:
         return max(target // block_size, -(-least // block_size)) * block_size
-    # Kernels that ask for multiples of 128 multiply so many positions at a time.
+    # A kernel that asks for a multiple of 128 multiplies 128 positions at a time.
     granule = 128 if target % 128 == 0 and block_size % 128 == 0 else 1
     parts = [size for size in range(granule, block_size + 1, granule) if block_size % size == 0 and size >= least]
     tile = min(parts, key=lambda size: max(size / target, target / size))
@@ -113,6 +115,6 @@ def kv_tile_for(block_size: int, target: int = 64, least: int = 1) -> int:
 def stored_block_size(block_size: int, target: int, least: int = 1) -> int:
     """Number of tokens in a block of the cache tensors.
 
-    A block of the scheduler's that is larger than a KV tile is stored as consecutive blocks of one tile each.
+    If a block of the scheduler is larger than a KV tile, it is stored as consecutive blocks of one tile each.
     """
     return min(block_size, kv_tile_for(block_size, target, least))

@@ -1,13 +1,13 @@
-"""Paged groups without kernels: block-sparse plans for plain torch, and what they cost."""
+"""Paged kind of cache: attention over block-sparse plans (attention/plan.py), and the costs of a plan's dims."""
 
 from model_runner_base.caches.plans import PlannedCaches
 from model_runner_base.step.sizes import Dim, Tiling
 
 
 def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, ...]:
-    """Dims of a step with plans. The cost of a pair is that of reading its keys, and of the arithmetic of its queries.
+    """Dims that plans add to a step. A pair costs the reading of its keys, and the arithmetic of its queries.
 
-    Each row and tile also meets the ``cross_len`` keys of an encoder's output.
+    In a model with cross-attention, each row and tile also meets the ``cross_len`` keys of an encoder's output.
 
     The weights are a compromise between measurements with a small model on a CPU, where pairs cost more, and the
     arithmetic of a large model, where they cost less. A KV tile that is read as part of a cache line costs less than a

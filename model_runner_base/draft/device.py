@@ -1,7 +1,8 @@
 """Base of drafters on the device: launches drafting after a step's sampling, and finds the rows to draft for.
 
-Drafts are drawn as the target's tokens are: with the row's own temperature and filters, and with the noise of their
-position. So, at any temperature, a draft is right if the same noisy token is likeliest for both models.
+The target is the model whose tokens are drafted. Drafts are drawn as the target's tokens are: with the row's own
+temperature and filters, and with the noise of their position. A draft is right if, with this noise, the same token is
+likeliest for both models. This holds at any temperature.
 """
 
 from collections.abc import Callable, MutableSequence
@@ -48,7 +49,7 @@ class DraftParts(NamedTuple):
     mask_token: int
     """Token id that a parallel pass takes in place of each token to be drafted."""
     max_length: int
-    """Number of positions that the draft model knows."""
+    """Number of positions that the draft model can take."""
     is_async: bool
     sort_limits: SortLimits
     wrap: WrapFunction
@@ -58,18 +59,18 @@ class DraftParts(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """Decode rows of a step whose drafts have been verified; R of them, padding included."""
+    """Decode rows of a step after their drafts have been verified; R of them, padding included."""
 
     row: torch.Tensor
     """[R] int32 request row; the padding row for padding."""
     is_row: torch.Tensor
     """[R] bool, False for padding."""
     position: torch.Tensor
-    """[R] int32 position of the request's last token, which no pass has taken yet."""
+    """[R] int32 position of the request's last token, which no model has taken as input yet."""
 
 
 class Shared(NamedTuple):
-    """Tensors that every launch takes as its last arguments."""
+    """Tensors that every graph of a drafter takes as its last arguments."""
 
     floats: torch.Tensor
     ints: torch.Tensor
@@ -84,7 +85,7 @@ class Outcome(NamedTuple):
     """Results of a step that drafting starts from."""
 
     yielded: torch.Tensor
-    """[S] int32 tokens sampled, -1 where a token does not count."""
+    """[S] int32 tokens sampled, -1 where a token does not count because a draft before it was wrong."""
     features: torch.Tensor
     """[T, hidden] hidden states of the target."""
     kept: tuple[torch.Tensor, ...]
@@ -121,7 +122,7 @@ class DeviceDrafter(Drafter):
         tokens = last.clip(min=0).tolist()  # -1: no drafts yet, as the request has just finished its prompt.
         batch = self._last_batch
         if not self.parts.is_async and batch is not None:
-            # Nothing was drafted for chunks. No drafts cost less than wrong ones.
+            # Nothing was drafted for chunks. Returning no drafts costs less than returning wrong ones.
             chunks = set(batch.req_ids[batch.num_decodes :])
             tokens = [[] if req_id in chunks else drafts for req_id, drafts in zip(requests, tokens, strict=True)]
         return DraftTokenIds(list(requests), tokens)
@@ -131,6 +132,7 @@ class DeviceDrafter(Drafter):
     def unpack(
         self, packed: torch.Tensor, size: StepSize, tensors: tuple[torch.Tensor, ...]
     ) -> tuple[ModelCall, DraftRows, Shared]:
+        """Takes a step's packed buffer apart, and finds its decode rows. ``tensors`` are those of ``Shared``."""
         shared = Shared(*tensors)
         call = ModelCall.unpack(size, packed, self.parts.components.sections(size), shared.tokens, shared.computed)
         is_row = call.arrays[LENGTHS] > 0
@@ -140,7 +142,7 @@ class DeviceDrafter(Drafter):
         return call, DraftRows(row, is_row, shared.computed[row]), shared
 
     def last_places(self, rows: DraftRows, yielded: torch.Tensor, num_places: int) -> torch.Tensor:
-        """Finds, for each row, the step's token after which the row's last token was sampled; returns indices [R]."""
+        """Finds the input token after which each row's last token was sampled; returns its index in the step, [R]."""
         num_rows = rows.row.shape[0]
         num_yielded = (yielded[: num_rows * num_places].view(num_rows, num_places) >= 0).sum(dim=1)
         first = torch.arange(num_rows, dtype=torch.int32, device=yielded.device) * num_places
@@ -149,7 +151,8 @@ class DeviceDrafter(Drafter):
     def put(
         self, mode: SamplingMode, rows: DraftRows, place: int | torch.Tensor, logits: torch.Tensor, shared: Shared
     ) -> torch.Tensor:
-        """Draws the drafts [R] that come after ``place`` others from logits [R, V], and writes them to the rows."""
+        """Draws a draft for each row from logits [R, V], and writes it to the row after ``place`` other drafts; returns
+        the drafts [R]."""
         get_forward_context().attn_metadata = None  # type: ignore[assignment]
         position = rows.position + place + 1
         tables = shared.floats, shared.ints

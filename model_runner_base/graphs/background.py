@@ -1,8 +1,8 @@
-"""Background compilation of step sizes: traced between two steps, compiled while steps run, then offered to dispatch.
+"""Background compilation of step sizes: traced between two steps, compiled while steps run, then offered to steps.
 
-A graph policy whose graphs take long to make names the few sizes that hold every step (``GraphPolicy.first_sizes``).
-These are made before the first request; the others are left to the threads of this file. The size at which a step runs
-changes its cost, but not its results.
+If graphs take long to make, a graph policy names a few sizes, so large that every step fits into one of them
+(``GraphPolicy.first_sizes``). These are made before the first request. The threads of this file make the others. The
+size at which a step runs changes its cost, but not its results.
 
     step 1 | trace A | step 2 | step 3 | step 4 | offer A | step 5, at size A
                      |------ compile A ------|
@@ -26,8 +26,8 @@ from model_runner_base.step.sizes import StepSize
 logger = init_logger(f"vllm.{__name__}")
 
 SizeParts = Iterator[tuple[object, Callable[[], None]]]
-"""Functions that make the parts of a size, each with a key; parts of equal keys are made once. Each function must be
-called before the next is taken from the iterator."""
+"""Functions that make the parts of a size, each with a key. Sizes share parts of equal keys, which are made once. Each
+function must be called before the next is taken from the iterator."""
 
 
 class Serving(Protocol):
@@ -42,10 +42,10 @@ class Serving(Protocol):
 
 
 class BackgroundCompiler:
-    """Compiler of the sizes that are still to be made while steps run: none, unless ``leave`` is called.
+    """Compiler of sizes while steps run. ``leave`` names the sizes; there are none before.
 
-    It does not keep the runner alive. An engine that starts in a process with another one waits for the sizes of that
-    one, since only one engine may trace at a time.
+    It does not keep the runner alive. Only one engine of a process may trace at a time. So an engine that starts while
+    another one still makes sizes waits until they are made.
     """
 
     _begun_ones: ClassVar["weakref.WeakSet[BackgroundCompiler]"] = weakref.WeakSet()
@@ -58,7 +58,7 @@ class BackgroundCompiler:
         self._is_stopped = False
         self._error: Exception | None = None
         for other in [other for other in self._begun_ones if other.is_making]:
-            gc.collect()  # An engine that was dropped makes no more sizes.
+            gc.collect()  # Then an engine that is no longer used makes no more sizes.
             logger.info("Waiting for the step sizes of another engine in this process.")
             other._join()
 
@@ -69,9 +69,9 @@ class BackgroundCompiler:
         parts_of: Callable[[Any, StepSize], SizeParts],
         runner: Serving,
     ) -> None:
-        """Takes the ``sizes`` to make once ``start`` is called; ``made`` are the keys of parts that exist already.
+        """Notes the ``sizes`` to make after ``start``. ``made`` are the keys of parts that exist already.
 
-        Raises ValueError if there are several workers, since they would choose different sizes for one step.
+        Raises ValueError if there are several workers, since they could run one step at different sizes.
         """
         if sizes and runner.vllm_config.parallel_config.world_size > 1:
             raise ValueError("several workers have to make all sizes first: first_sizes() may leave none out")
@@ -80,7 +80,7 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Number of sizes that are not begun."""
+        """Number of sizes that no thread has begun to make."""
         return len(self._waiting)
 
     @property
@@ -88,7 +88,7 @@ class BackgroundCompiler:
         return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Begins to make the sizes that were left. From now on steps must run inside the guard."""
+        """Begins to make the sizes that were left. From now on steps must run inside the ``StepGuard``."""
         if not self._waiting:
             return
         self._started, self._num_sizes, self._num_made = time.perf_counter(), len(self._waiting), 0
@@ -98,7 +98,7 @@ class BackgroundCompiler:
         self._num_running = min(runner.graph_policy.num_at_a_time, self._num_sizes)
         self._begun_ones.add(self)
         for index in range(self._num_running):
-            # No daemons: Python would end while a compiler is at work.
+            # The threads are no daemons, or Python would end while a compiler is at work.
             self._threads.append(threading.Thread(target=self._make_all, name=f"BackgroundCompiler-{index}"))
             self._threads[-1].start()
 
@@ -121,6 +121,7 @@ class BackgroundCompiler:
         return self._is_stopped or self._runner() is None or not threading.main_thread().is_alive()
 
     def _is_halfway(self) -> bool:
+        """Whether a step is between ``execute_model`` and ``sample_tokens``."""
         runner = self._runner()
         return runner is not None and runner.pending is not None
 
@@ -155,18 +156,17 @@ class BackgroundCompiler:
             return size
 
     def _make(self, size: StepSize) -> None:
-        """Makes all parts of the size, then offers it to dispatch."""
+        """Makes all parts of the size, then lets steps run at it."""
         for wait in self._begin(size):
             wait()
         with self._guard.between_steps(self._is_halfway):
             if (runner := self._runner()) is not None:
                 runner.graph_policy.offer(size)
-                runner.parts.repeat.stop()  # So the next step is dispatched anew.
+                runner.parts.repeat.stop()  # So a size is chosen for the next step.
                 self._num_made += 1
 
     def _begin(self, size: StepSize) -> list[Wait]:
-        """Traces the parts of a size, one at a time between two steps; returns functions that wait for the
-        compilations."""
+        """Traces the parts of a size, each between two steps; returns functions that wait for their compilations."""
         waits: list[Wait] = []
         runner = self._runner()
         if runner is None:

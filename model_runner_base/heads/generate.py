@@ -50,7 +50,7 @@ class LogitsOf:
 
 
 class BesideLogits(Protocol):
-    """Inputs that the model's head needs besides hidden states (``Adapters``)."""
+    """Interface of inputs that logits need besides hidden states; ``Adapters`` has these methods."""
 
     def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]: ...
 
@@ -60,7 +60,10 @@ class BesideLogits(Protocol):
 
 
 class LateLogits:
-    """Computes logits of some of a step's hidden states in a graph of its own, which runs after the step's graph."""
+    """Computes logits of some of a step's hidden states, in a graph of its own after the step's graph.
+
+    Log probabilities of prompts need them.
+    """
 
     def __init__(self, logits: LogitsOf, beside: BesideLogits, wrap: WrapFunction, device_ops: DeviceOps) -> None:
         self._logits = logits
@@ -69,7 +72,7 @@ class LateLogits:
         self._device_ops = device_ops
 
     def __call__(self, hidden_states: torch.Tensor, indices: np.ndarray, row: int | None) -> torch.Tensor:
-        """Logits [len(indices), V] of tokens of the request in ``row``; None: the tokens are padding."""
+        """Logits [len(indices), V] of tokens of the request in ``row``; if it is None, the tokens are padding."""
         arrays = indices, *self._beside.beside_logits(row, len(indices))
         return self._compute(hidden_states, *map(self._device_ops.to_device, arrays))
 
@@ -107,11 +110,11 @@ class GenerateHead(Head):
         return logits, call.sample_slots, hidden_states
 
     def plan(self, batch: InputBatch) -> SamplingPlan:
-        """Collects the rules, the sampler and the log probabilities that the batch's requests ask for."""
+        """Collects the stages, the sampler and the log probabilities that the batch's requests ask for."""
         return self.sampling.prepare(batch)
 
     def sample(self, plan: SamplingPlan, forward: Forward, grammar: Grammar | None) -> SampledStep:
-        """Launches the sampler. It waits only if a rule reads the tokens of earlier steps."""
+        """Launches the sampler. It waits for earlier steps only if a stage reads their tokens."""
         return self.sampling.run(plan, forward, grammar)
 
     def warm_up_tokens(self, hidden_states: torch.Tensor) -> None:

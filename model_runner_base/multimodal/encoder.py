@@ -1,7 +1,8 @@
 """Runs a model's encoder on the items that the scheduler names, and keeps the outputs on the device.
 
-Some towers run as graphs on devices that support it (``tile_graphs.py``, ``patch_graphs.py``). All others run eagerly,
-on ``DeviceOps.eager_device``. So any of vLLM's towers works, and nothing is compiled for the size of an image. Outputs
+An item is an image, a video or a sound. A tower is the part of the model that encodes a kind of item. On devices that
+support it, some towers run as graphs (``towers/tile_graphs.py``, ``towers/patch_graphs.py``). All others run eagerly on
+``DeviceOps.eager_device``. So any of vLLM's towers works, and nothing is compiled for the size of an image. Outputs
 become rows of one pool on the device, from which the graphs of mixed steps gather them.
 """
 
@@ -49,23 +50,26 @@ class Encoder(StepComponent):
         kv_caches: MutableSequence[torch.Tensor],
         index_of: Mapping[str, Sequence[int]],
     ) -> None:
-        """Called when the layers' caches are made, because some hold encoder outputs.
+        """Called when the layers' caches are made, because caches of cross-attention hold encoder outputs.
 
         ``index_of`` lists the indices of each layer's caches in ``kv_caches``.
         """
 
     def give_up(self, identifiers: Iterable[str]) -> None:
-        """Forgets the outputs of these items."""
+        """Forgets the outputs of the items with these identifiers."""
 
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         """Encodes the items that the scheduler asks for."""
 
     def step_memory(self) -> int:
-        """Bytes of device memory that a step may need for outputs, in addition to the model's; towers not counted."""
+        """Bytes of device memory that a step may need for encoder outputs, in addition to what the model needs.
+
+        The memory that eager towers need is not counted.
+        """
         return 0
 
     def profile(self) -> None:
-        """Runs the encoding that needs most device memory, for a device that measures its peak."""
+        """Runs the encoding that needs the most device memory, for a device that measures its peak memory."""
 
     def reset(self) -> None:
         """Forgets all outputs."""
@@ -75,7 +79,7 @@ class Encoder(StepComponent):
         return [self]
 
     def spans(self, requests: RequestStates) -> BidirectionalSpans:
-        """Spans of prompt tokens that see each other in both directions."""
+        """Spans of prompt tokens that see each other in both directions, such as those of an image."""
         return NO_SPANS
 
 
@@ -135,7 +139,7 @@ class ItemEncoder(Encoder):
             self._pool.write(self._rows.take(item.identifier, len(embeds)), embeds)
 
     def _run_eagerly(self, contents: Sequence[tuple[str, Any]]) -> list[torch.Tensor]:
-        """Outputs of the towers for items, which are given by modality and data."""
+        """Outputs of the towers for items; each item is given as its modality and its data."""
         is_pinned = current_platform.is_pin_memory_available()  # Unpinned copies would wait for earlier steps.
         groups: Any = group_by_modality(contents, device=self._device, pin_memory=is_pinned)
         return [output for _, _, kwargs in groups for output in self._model.embed_multimodal(**kwargs)]
@@ -178,7 +182,7 @@ def make_graphs(
     wrap: WrapFunction,
     device_ops: DeviceOps,
 ) -> EncoderGraphs:
-    """Makes graphs for the towers of a model, which are on the host; ``EAGER`` if it has none that can be graphs."""
+    """Makes graphs of a model's towers, whose modules are on the host; ``EAGER`` if no tower can be a graph."""
     if tiled := tiled_tower(model_config):
         return TileGraphs(tiled, model, pool, rows, wrap, device_ops)
     if patches := PATCH_TOWERS.get(model_config.architecture):

@@ -1,8 +1,9 @@
 """Components of a step: the parts that have sections of the packed buffer, or further tensors of the graph.
 
-A feature is a component in the list. All components are called in the list's order. A component may read sections that
-one before it has written (``reads``), and what one before it has bound in a ``ModelCall``. Code that needs a single
-component, as ``sample_tokens`` needs the drafter, holds it by name in addition.
+A feature of the model, such as LoRA, is a component in one list (``start/wiring.py``). All components are called in the
+list's order. A component may read sections that an earlier one has written (``reads``), and what an earlier one has
+bound in a ``ModelCall``. Code that needs one component alone also holds it by name, as ``sample_tokens`` does with the
+drafter.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,21 +24,22 @@ class RepeatPart(Protocol):
     """Upkeep of a component's sections while a step is repeated."""
 
     def begin(self, positions: np.ndarray) -> None:
-        """Called once, before the first repeat; ``positions`` [R] int64 are those of the step that was packed."""
+        """Called once, before the first repeat; ``positions`` [R] int64 are those of the R requests when packed."""
 
     def follow(self, positions: np.ndarray) -> bool:
-        """Updates the sections for ``positions``, which have moved on by one token, or by several where drafts are
-        verified. Returns False if the buffer has no space for that."""
+        """Updates the sections for the new ``positions``: one token further each, or several where drafts are verified.
+
+        Returns False if the buffer has no space for the update, so that the step must be built from scratch.
+        """
 
 
 class StepComponent:
-    """Interface of a part of the step; each default does nothing, and a method costs nothing unless it is
-    overridden."""
+    """Interface of a part of the step. Each default does nothing, and only methods that are overridden are called."""
 
     prompts_in_chunks = False
-    """Whether no token of a prompt may have a decode row."""
+    """Whether all tokens of a prompt must be in chunks, and none in a decode row."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """Sections of components before this one that ``fill``, ``repeat`` or ``bind`` reads, or writes over."""
+    """Sections of earlier components that ``fill``, ``repeat`` or ``bind`` reads or overwrites."""
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         """Called when a request takes a row; ``token_ids`` are its prompt and its output so far."""
@@ -49,24 +51,25 @@ class StepComponent:
         return []
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Writes the component's sections, padding included; the batch's ``query_start`` counts padding.
+        """Writes the component's sections, including their padding.
 
-        ``views`` are writable and hold all sections, with what the last step of this size left there.
+        ``batch.query_start`` are indices in the padded tokens. ``views`` are writable and have all sections by name,
+        with what the last step of this size left there.
         """
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Writes the numbers that are not zero in a step of nothing but padding."""
+        """Writes the component's sections for a step of nothing but padding; they are zero before."""
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        """Returns what keeps the sections up to date while the step, all decode rows, is repeated.
+        """Returns the objects that keep the sections up to date while the step is repeated; it has decode rows only.
 
-        None: the step cannot be repeated. ``()``: the sections stay as they were packed, which a component that fills
-        sections has to say.
+        None: the step cannot be repeated. ``()``: the sections stay as they were packed. A component that fills
+        sections must override this, or no step is ever repeated.
         """
         return None
 
     def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:
-        """Called before every run, when the buffer is on the device; not part of the graph.
+        """Called before every run, once the buffer is on the device; not part of the graph.
 
         ``batch`` is None for a run on padding.
         """
@@ -75,24 +78,24 @@ class StepComponent:
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Tensors that the graph takes with the packed buffer and the rows; their number never changes."""
+        """Tensors that the graph takes besides the packed buffer and the rows. How many there are never changes."""
         return ()
 
     def bind(self, call: ModelCall) -> None:
         """Adds to the model's arguments and to its layers' metadata.
 
-        ``call.tensors`` are the component's own ``tensors``, as the graph has them.
+        ``call.tensors`` are the component's own ``tensors`` inside the graph.
         """
 
     def unbind(self) -> None:
-        """Releases tensors that the graph computed; called once the model has run and its logits are computed."""
+        """Releases what ``bind`` computed in the graph; called after the model has run and its logits are computed."""
 
     def warm_up(self) -> None:
         """Runs once each function that the component runs on the device outside of the step's graph."""
 
 
 class StepComponents:
-    """List of components in order. Only methods that a component overrides are called."""
+    """List of all components in order. Each of its methods calls the components that override this method."""
 
     def __init__(self, components: Iterable[StepComponent]) -> None:
         self.prompts_in_chunks = False
@@ -146,7 +149,7 @@ class StepComponents:
         return [section for sections in self._sections for section in sections(size)]
 
     def checked_sections(self, size: StepSize) -> list[Section]:
-        """Returns ``sections``; raises ValueError if one has two writers, or is read before its writer in the list."""
+        """Returns ``sections``; raises ValueError if a section has two writers, or a reader before its writer."""
         written: set[str] = set()
         for component in self._all:
             name = type(component).__name__
@@ -167,7 +170,7 @@ class StepComponents:
             fill_padding(size, views)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> list[RepeatPart] | None:
-        """Returns what keeps all sections up to date; None if a component cannot do so for its own."""
+        """Returns the objects that keep all sections up to date; None if a component has none for its own sections."""
         parts: list[RepeatPart] = []
         for repeat in self._repeat:
             of_component = repeat(batch, step)

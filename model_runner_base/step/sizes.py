@@ -1,12 +1,12 @@
-"""Size of a step: its kind, and one number for everything that a device has to know in advance.
+"""Size of a step: its kind, and the numbers that a device has to know in advance.
 
-A size has a dim for each number: tokens, requests and rows of logits, which every step has, and those that the kinds of
-KV-cache groups contribute (``Dim``), such as the attention pairs of a plan. Captured device graphs and compiled buckets
-are sizes; a step is padded to one that holds it.
+Each number is a dim (``Dim``). Every step has the dims tokens, requests and rows of logits. Kinds of caches add others,
+such as the attention pairs of a plan. A device captures or compiles one graph for each size of a list, and a step is
+padded to a size that holds it.
 
 Example, with dims (tokens, requests, logits, decode_rows, decode_pairs, chunk_tokens, chunk_tiles, chunk_pairs): three
-requests in decode and a prompt of 100 tokens need ``StepSize(MIXED, (103, 4, 4, 3, 8, 100, 2, 4))``; they may run at
-``StepSize(MIXED, (136, 16, 16, 8, 33, 128, 4, 9))``.
+requests in decode and a prompt of 100 tokens need ``StepSize(MIXED, (103, 4, 4, 3, 8, 100, 2, 4))``. They may run at
+``StepSize(MIXED, (136, 16, 16, 8, 33, 128, 4, 9))``. Both numbers of pairs include one that is always padding.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ class StepKind(IntEnum):
     MIXED = 1
     """Step of decode rows and chunks of prompts."""
     DECODE_CONTIGUOUS = 2
-    """Decode that reads every line of a contiguous cache, used or not (caches/contiguous_decode.py)."""
+    """Step of decode rows that reads every line of a contiguous cache, used or not (caches/contiguous_decode.py)."""
 
     __hash__ = int.__hash__  # Enum's own is a Python function, which is slow: sizes are looked up in every step.
 
@@ -55,12 +55,12 @@ COMMON_DIMS = (
 
 
 PLAN_DIMS = ("decode_rows", "decode_pairs", "chunk_tokens", "chunk_tiles", "chunk_pairs")
-"""Dims of a step with attention plans, after those of every step."""
+"""Dims that attention plans add to those of every step."""
 PLANNED = (*(dim.name for dim in COMMON_DIMS), *PLAN_DIMS)
 
 
 class StepSize(NamedTuple):
-    """The static sizes of one step; ``dims`` in the order of ``StepLimits.dims``: tokens, requests, logits first."""
+    """Size of one step. ``dims`` are in the order of ``StepLimits.dims``: tokens, requests and logits come first."""
 
     kind: StepKind
     dims: tuple[int, ...]
@@ -96,7 +96,7 @@ class StepSize(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Tile sizes of attention: a tile of queries meets tiles of keys."""
+    """Sizes of the query tiles and KV tiles that attention pairs up."""
 
     query: int
     """Number of query tokens in a tile."""
@@ -145,8 +145,8 @@ class StepLimits:
 
     @property
     def decode_reach(self) -> int:
-        """Number of positions that a decode row may touch in one step, since the host does not know exactly where it
-        is."""
+        """Number of positions that a decode row may touch in one step. There may be more than it has tokens: the host
+        does not know its exact position, and drafting reaches further."""
         return self.unread + self.decode.query + self.ahead
 
     @property
@@ -159,8 +159,8 @@ class StepLimits:
         return -(-self.max_model_len // self.chunk.keys)
 
     def cross_pairs(self, size: StepSize) -> dict[str, int]:
-        """Number of attention pairs of a cross-attention layer, by names of dims: each row or tile meets all of the
-        keys."""
+        """Number of attention pairs of a cross-attention layer, by names of dims. Each row or tile meets all keys of
+        the encoder's output."""
         dims = self.named(size)
         return {
             "decode_pairs": dims["decode_rows"] * -(-self.cross_len // self.decode.keys),
@@ -185,7 +185,7 @@ class StepLimits:
 
     @cached_property
     def _pick(self) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-        """Function from the numbers of PLANNED, followed by a 0 for any other dim, to the dims of a size.
+        """Function that picks the dims of a size from the numbers of PLANNED, followed by a 0 for any other dim.
 
         Every step calls it, and a dictionary by names takes five times as long.
         """
@@ -193,17 +193,17 @@ class StepLimits:
         return itemgetter(*places)
 
     def decode_size(self, num_rows: int, num_pairs: int) -> StepSize:
-        """Size of a step of decode rows with ``num_pairs`` pairs, and a neutral pair in addition."""
+        """Size of a step of decode rows with ``num_pairs`` pairs, and one neutral pair: it stays padding."""
         tokens = num_rows * self.decode.query
         return StepSize(StepKind.DECODE, self._pick((tokens, num_rows, tokens, num_rows, num_pairs + 1, 0, 0, 0, 0)))
 
     def mixed_size(
         self, num_rows: int, num_pairs: int, chunk_tokens: int, num_chunks: int, chunk_pairs: int, num_tiles: int = 0
     ) -> StepSize:
-        """Size of a step of decode rows and chunks, with a neutral pair in addition for both kinds of pairs.
+        """Size of a step of decode rows and chunks, each with one neutral pair in addition.
 
-        ``num_tiles`` is 0 for as many tiles as the chunks may take. There is at least one decode row, if only of
-        padding, so that no array of a graph is empty.
+        If ``num_tiles`` is 0, there are as many tiles as the chunks may take. There is at least one decode row, which
+        may be padding, so that no array of a graph is empty.
         """
         num_logits = num_rows * self.decode.query + num_chunks
         num_rows = max(1, num_rows)
@@ -222,16 +222,16 @@ class StepLimits:
         return StepSize(StepKind.MIXED, self._pick(planned))
 
     def num_tiles(self, num_tokens: int, num_chunks: int) -> int:
-        """Largest number of query tiles that ``num_chunks`` chunks of ``num_tokens`` tokens in all can make: each may
-        leave one ragged."""
+        """Largest number of query tiles of ``num_chunks`` chunks that have ``num_tokens`` tokens in all. Each chunk's
+        last tile may be partly filled."""
         return num_tokens // self.chunk.query + min(num_chunks, num_tokens)
 
     @property
     def largest_sizes(self) -> tuple[StepSize, StepSize]:
         """The largest step of pure decode and the largest mixed step: no step needs more memory.
 
-        Any request of a mixed step may have a decode row, any a chunk unless ``max_arrivals`` are fewer, and any token
-        may be a chunk's.
+        In the mixed step, each request may have a decode row, ``max_chunks`` requests may have a chunk, and
+        ``max_chunk_tokens`` tokens may be in chunks.
         """
         rows, chunks, tokens = self.max_num_reqs, self.max_chunks, self.max_chunk_tokens
         pairs, tiles = rows * self.max_kv_tiles, self.num_tiles(tokens, chunks)
@@ -241,7 +241,7 @@ class StepLimits:
 
 @compiled
 def first_that_holds(sizes: np.ndarray, kind: int, dims: tuple[int, ...]) -> int:
-    """Index of the first row of ``sizes`` [N, 1 + dims] int32 that holds a need of this kind and dims, or -1.
+    """Index of the first row of ``sizes`` [N, 1 + dims] int32 that holds a step of this kind and these dims, or -1.
 
     ``StepSize.holds`` has the rule.
     """

@@ -1,7 +1,7 @@
-"""Steps of a scheduler that keeps requests in steady decode in rows.
+"""Scheduler steps in which each request in steady decode is a row of a few arrays (``scheduled_rows.py``).
 
-A step hides the rows from vLLM, lets vLLM's own code schedule the other requests, and joins both. Rows are the first of
-the running requests, so vLLM would have scheduled them first, too.
+A step hides the requests in rows from vLLM, lets vLLM's own code schedule the others, and puts both together. Rows are
+the first of the running requests, so vLLM would have scheduled them first, too.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 logger = init_logger(__name__)
 
 MAX_IN_FLIGHT = 16
-"""Number of steps whose rows are remembered. Outputs of older steps are read by vLLM's own code."""
+"""Number of steps in flight that are remembered. vLLM's own code reads the outputs of older ones."""
 
 
 class RowStep(NamedTuple):
@@ -42,8 +42,9 @@ class RowStep(NamedTuple):
 class RowSteps(StepHooks):
     """Mixin that schedules steps with rows, and leaves steps that rows cannot serve to vLLM.
 
-    A class lists it before ``Scheduler``, ``AsyncScheduler`` or a class of the user's that changes neither.
-    Corrections, if any, come between the two; rows need none.
+    List it among a class's bases before ``Scheduler``, ``AsyncScheduler`` or a user's subclass of them. The subclass
+    may override no method that rows take over (``support.py``). Corrections (``../corrections/``) come between the
+    two. Rows do not need them.
     """
 
     least_rows = 4
@@ -80,9 +81,9 @@ class RowSteps(StepHooks):
         return self._schedule_rows(rows, events)
 
     def _row_events(self, rows: ScheduledRows) -> RowEvents | None:
-        """Events of the rows in this step; None if vLLM's own code must decide on all requests."""
+        """Rows that have an event in this step, such as a new block; None if vLLM must schedule all requests."""
         if self._steps and not self._is_async:
-            return None  # The step before has not been read yet, and its tokens are the next step's input.
+            return None  # The output of the last step has not been read yet, and its tokens are this step's input.
         rows.settle(self.running, self.prev_step_scheduled_req_ids, [step.batch for step in self._steps])
         num_rows = len(rows.requests)
         events = rows.events() if num_rows else None
@@ -93,7 +94,7 @@ class RowSteps(StepHooks):
         if budget < 0 or num_free < 0:
             return None
         if self.policy == SchedulingPolicy.PRIORITY:
-            # vLLM may preempt a request of the rows for another one.
+            # vLLM may preempt a request in a row to run another one.
             num_others = len(self.running) - num_rows
             if num_others and num_free < budget // rows.block_size + num_others:
                 return None
@@ -146,7 +147,7 @@ class RowSteps(StepHooks):
     def _join(
         self, rows: ScheduledRows, batch: Batch, events: RowEvents, block_ids: list[int], output: SchedulerOutput
     ) -> None:
-        """Puts the batch in front of the requests that vLLM has scheduled."""
+        """Adds the batch to ``output``, in front of the requests that vLLM has scheduled."""
         at: Any = slice(None) if batch.rows is None else batch.rows
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(batch.req_ids)
         if block_ids:
@@ -191,6 +192,7 @@ class RowSteps(StepHooks):
             return super().update_from_output(scheduler_output, model_runner_output)
         places, token_lists, token_ids = found
         batch = step.batch
+        # ``apart`` are the places in the batch whose requests are left to vLLM's own code.
         told = model_runner_output.prompt_logprobs_dict
         set_apart = [place for place, req_id in enumerate(batch.req_ids) if req_id in told] if told else ()
         apart = self._rows.receive(batch, token_ids, set_apart)
@@ -219,7 +221,7 @@ class RowSteps(StepHooks):
         return None
 
     def _let_go(self, rows: ScheduledRows, req_ids: Iterable[str]) -> None:
-        """Takes requests out of their rows, because vLLM's own code is about to read and write them."""
+        """Takes requests out of their rows before vLLM's own code reads and writes them."""
         for req_id in req_ids:
             request = self.requests.get(req_id)
             if isinstance(request, RowRequest):
@@ -242,9 +244,9 @@ class RowSteps(StepHooks):
 def _plain_tokens(
     batch: Batch, output: ModelRunnerOutput
 ) -> tuple[range | list[int], list[list[int]], list[int]] | None:
-    """Places of a batch's requests in an output, their lists of tokens, and all tokens.
+    """Places of a batch's requests in the output, the token list of each request, and all tokens in one list.
 
-    None if the output has anything else, such as errors or several tokens of a request.
+    None if there is anything but one token for each request, such as an error.
     """
     sampled = output.sampled_token_ids
     if (
