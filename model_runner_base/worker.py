@@ -149,8 +149,8 @@ class ModelRunnerWorker(WorkerBase):
         with current_platform.inference_mode():
             step_memory = self.model_runner.profile_run() + self.model_runner.adapters.step_memory()
             step_memory += self.model_runner.encoder.step_memory()
-        layers = recurrent_layers(self.vllm_config).values()
-        step_memory += recurrence_memory(layers, self.model_runner.step_limits())
+        if recurrent := recurrent_layers(self.vllm_config):
+            step_memory += recurrence_memory(recurrent.values(), self.model_runner.step_limits())
         memory = self.model_runner.device_ops.memory_info()
         useful, states = self.model_runner.useful_cache_memory(), states_memory(self.vllm_config)
         if asked := self.cache_config.kv_cache_memory_bytes:

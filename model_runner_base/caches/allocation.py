@@ -71,14 +71,18 @@ def allocate(
 
 def states_memory(vllm_config: VllmConfig) -> int:
     """Bytes of the states of recurrent layers, which no block of the KV cache holds."""
-    shapes = [each for layer in recurrent_layers(vllm_config).values() for each in state_tensors(layer)]
+    layers = recurrent_layers(vllm_config)
+    if not layers:
+        return 0
+    shapes = [each for layer in layers.values() for each in state_tensors(layer)]
     return (1 + num_states(vllm_config)) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
 def check_states_fit(vllm_config: VllmConfig) -> None:
     """Raises ValueError where ``kv_cache_memory_bytes`` is no more than the states of recurrent layers take."""
-    asked, taken = vllm_config.cache_config.kv_cache_memory_bytes, states_memory(vllm_config)
-    if asked and taken and taken >= asked:
+    taken = states_memory(vllm_config)
+    asked = vllm_config.cache_config.kv_cache_memory_bytes if taken else None
+    if asked and taken >= asked:
         raise ValueError(
             f"states of recurrent layers for {num_states(vllm_config)} requests take {taken} bytes, and "
             f"kv_cache_memory_bytes is {asked}: raise it, or lower max_num_seqs"

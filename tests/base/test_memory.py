@@ -52,6 +52,10 @@ def test_plain_host_reports_its_memory() -> None:
     assert 0 < info.free <= info.total
 
 
+WITHOUT_LAYERS = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+"""Config of a model whose layers keep no states."""
+
+
 def runner_that_needs(step: int, ops: object, useful: float = float("inf")) -> SimpleNamespace:
     return SimpleNamespace(
         device_ops=ops,
@@ -82,6 +86,7 @@ def test_available_memory(asked: int | None, used: int, step: int, useful: float
         _memory_at_start=MemoryInfo(free=1000, total=1000),
         _allowed_memory=900,
         _num_sharing=lambda: sharing,
+        vllm_config=WITHOUT_LAYERS,
     )
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
 
@@ -112,6 +117,7 @@ def test_device_without_a_report_needs_to_be_told() -> None:
         model_runner=runner_that_needs(700, ops),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
         _num_sharing=lambda: 1,
+        vllm_config=WITHOUT_LAYERS,
     )
     with pytest.raises(ValueError, match="does not report its memory: set kv_cache_memory_bytes"):
         ModelRunnerWorker.measure_at_start(worker)  # type: ignore[arg-type]
@@ -159,6 +165,7 @@ def test_asking_for_more_than_is_free_names_the_limits(step: int, sharing: int) 
         model_runner=runner_that_needs(step, ops),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=400, gpu_memory_utilization=0.9),
         _num_sharing=lambda: sharing,
+        vllm_config=WITHOUT_LAYERS,
     )
     with pytest.raises(ValueError, match="lower kv_cache_memory_bytes, max_num_batched_tokens"):
         ModelRunnerWorker.determine_available_memory(worker)  # type: ignore[arg-type]
