@@ -44,6 +44,7 @@ LONGEST = [
     "quantization",
     "reload",
     "errors",
+    "recurrent_models",
     "drafts",
     "trained_heads",
     "speculation",
