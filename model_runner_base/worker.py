@@ -176,10 +176,11 @@ class ModelRunnerWorker(WorkerBase):
         return self.num_local_workers if shares else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        if not self.get_kv_cache_spec() and self.determine_available_memory() <= 0:
-            # vLLM asks this of models with attention alone.
+        states = states_memory(self.vllm_config)
+        # vLLM does not ask for the memory that is left where no layer has a KV cache.
+        if states and not self.get_kv_cache_spec() and self.determine_available_memory() <= 0:
             raise ValueError(
-                f"the states of recurrent layers, {states_memory(self.vllm_config) / GiB_bytes:.2f} GiB, do not fit "
+                f"the states of recurrent layers, {states / GiB_bytes:.2f} GiB, do not fit "
                 f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization}: raise it, or lower max_num_seqs"
             )
         self.model_runner.initialize_kv_cache(kv_cache_config)

@@ -68,7 +68,7 @@ def make_state_caches(
 ) -> tuple[BlockTable, StateCaches] | None:
     """The states of a model's recurrent layers, and the table of which request has which; None if it has no such layer.
 
-    The scheduler's last group is theirs. Raises UnsupportedConfigError beside ``kinds`` that the base does not plan.
+    The scheduler's last group is theirs. Raises UnsupportedConfigError where the base does not plan all ``kinds``.
     """
     layers = recurrent_layers(vllm_config)
     if not has_states(vllm_config):

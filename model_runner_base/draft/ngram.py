@@ -18,8 +18,8 @@ class NgramDrafter(HostDrafter):
         super().__init__(requests)
         self._lengths = shortest, longest
         self._num_drafts = num_drafts
-        nobody = np.zeros(1, np.int64)
-        self.look_up([], nobody, nobody, nobody)  # Compiles ``find_matches`` at start-up.
+        zero = np.zeros(1, np.int64)
+        self.look_up([], zero, zero, zero)  # Compiles ``find_matches`` at start-up.
 
     def look_up(
         self, req_ids: list[str], rows: np.ndarray, num_tokens: np.ndarray, num_new: np.ndarray

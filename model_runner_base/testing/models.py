@@ -38,18 +38,22 @@ def reference_model(path: Path) -> Any:
 @torch.no_grad()
 def _greedy(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
     ids = torch.tensor([prompt])
-    model = reference_model(path)
-    # The states that transformers keeps are wrong for prompts shorter than a convolution.
-    is_recurrent = type(model.config).__name__ in {type(make()).__name__ for make in RECURRENT.values()}
-    out = model.generate(
+    out = reference_model(path).generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
-        use_cache=not is_recurrent,
+        use_cache=not _is_recurrent(path),
     )
     return out[0, len(prompt) :].tolist()
+
+
+@cache
+def _is_recurrent(path: Path) -> bool:
+    """Whether a checkpoint has recurrent layers, whose states in transformers are wrong after very short prompts."""
+    kinds = {make().model_type for make in RECURRENT.values()}
+    return reference_model(path).config.model_type in kinds
 
 
 def make_checkpoint(name: str, directory: Path) -> TinyModel:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention_cases import batch_of
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -124,18 +125,7 @@ def fill(bench: Bench, requests: list[Request], size: StepSize) -> tuple[InputBa
     rows = np.array([request.row for request in requests])
     query_len = np.array([request.count for request in requests])
     num_computed = np.array([request.start + (request.ahead or 0) for request in requests])
-    batch = InputBatch(
-        req_ids=[str(request.row) for request in requests],
-        num_tokens=int(query_len.sum()),
-        rows=rows,
-        query_len=query_len,
-        query_start=np.cumsum(query_len) - query_len,
-        num_computed=num_computed,
-        seq_lens=num_computed + query_len,
-        is_sampled=np.ones(len(rows), np.bool_),
-        num_sampled=len(rows),
-        num_decodes=int((query_len == 1).sum()),
-    )
+    batch = batch_of(query_len, num_computed, rows)
     step = bench.packer.at(size)
     _, computed = bench.rows.tensors
     for request, bound in zip(requests, num_computed, strict=True):

@@ -12,12 +12,13 @@ import pytest
 from lane import ROOT
 
 FOLDERS = ["model_runner_base", "neuron_runner", "gpu_runner", "examples", "benchmarks", "tests"]
-BAD_STARTS = set(
-    """It Its They Their Them Those These This That He She We You Who Whose Whom Which What Whatever Whoever Nobody
-    Of As So Such Within Around Behind Beside Besides Beyond For From In On At To By With Without Under Over Among
-    Between Before After Where When While Until If Unless Else And But Or Nor Than Then There Here Each Every All Any
-    Both Some None Neither Either Most Many Few Same Ours Likewise""".split()
-)
+BAD_STARTS = {
+    *"it its they their them those these this that he she we you who whose whom which what whatever same ours".split(),
+    *"of as so such within around behind beside besides beyond for from in on at to by with without under over".split(),
+    *"among between before after where when while until if unless else and but or nor than then there here".split(),
+    *"each every all any both some none neither either most many few likewise".split(),
+}
+"""Pronouns, prepositions, relatives and quantities."""
 BANNED = re.compile(r"\b(rooms?|houses?|joint|storeys?|nobody|whoever)\b", re.IGNORECASE)
 ALLOWED = {"tests/project/test_plain_words.py"}
 """Files that name the words to say that they are not used."""
@@ -47,7 +48,7 @@ def bad_starts(text: str) -> list[Finding]:
     found = []
     for line, docstring in docstrings(ast.parse(text)):
         first = re.match(r"[^\w`\[(*]*([A-Za-z]+)?", docstring)
-        if first and first[1] in BAD_STARTS:
+        if first and first[1] and first[1].istitle() and first[1].lower() in BAD_STARTS:
             found.append((line, docstring.strip().splitlines()[0]))
     return found
 
