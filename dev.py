@@ -1,6 +1,7 @@
 """Sets up an environment in this folder, then runs one of the project's jobs in it. Needs Python 3.11 and pip alone.
 
     python3.11 dev.py generate [options]   text from the bundled model, through vLLM
+    python3.11 dev.py rank [options]       sentences by how close they are to a query, with the bundled embedding model
     python3.11 dev.py test [options]       the tests in up to four processes, with pytest's options (-n 0: in one)
     python3.11 dev.py test --quick         a test of each kind, about five minutes; --full: every random case, too
     python3.11 dev.py check                style and types, by ruff and mypy, and the docs, by mkdocs

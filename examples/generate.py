@@ -1,6 +1,8 @@
-"""Continues several prompts with vllm.LLM on NeuronModelRunner; prints the texts, the speed and the compilations.
+"""Continues several prompts with vllm.LLM on NeuronModelRunner: one bar until it is ready, then the texts as they come.
 
 python3.11 dev.py generate --prompt "In the beginning" --temperature 0
+
+The speed and the number of compilations come last.
 """
 
 import argparse

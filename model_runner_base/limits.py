@@ -320,7 +320,7 @@ def _size_of(parallel_config: ParallelConfig | None) -> int | None:
 def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:
     """Raises RequestError, a ValueError that the API server answers with status 400.
 
-    It refuses pooling requests, parameters out of their ranges (``request_ranges.py``) and ids that are no tokens.
+    It refuses parameters out of their ranges (``request_ranges.py``) and ids that are no tokens.
     """
     check_prompt(token_ids, vocab_size)
     check_params(params, vocab_size)

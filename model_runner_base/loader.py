@@ -89,10 +89,10 @@ def reload_checkpoint(
     Args:
         weights_iterator: names and tensors as the checkpoint has them; layers that it leaves out stay as they are.
         weights_path: a checkpoint of the same config, if there is no iterator; without either, the model's own is read
-            again.
+            again. It may be quantised otherwise than the model's own, if that is not served by kernels.
 
-        Raises CheckpointError. A misfit of a checkpoint on disk is found before any weight changes. A layer that gets
-        only a part of its weights keeps its old ones.
+        Raises CheckpointError. A misfit of a checkpoint on disk is found before any weight changes, but for scales of
+        an 8-bit KV cache. A layer that gets only a part of its weights keeps its old ones.
     """
     _check_reloadable(model)
     if not is_checkpoint_format:

@@ -66,16 +66,16 @@ class ModelRunnerBase:
     """Base class of a device's model runner. A subclass adds the four hooks."""
 
     KV_TILE = 64
-    """Largest number of cache positions in an attention KV tile of a decode row, unless a block has more.
+    """Number of cache positions in an attention KV tile of a decode row; ``kv_tile_for`` fits it to the block size.
 
     A request pays for whole tiles, so small ones suit short contexts. In plain torch long contexts cost the same with
     tiles of 64 and 256; a kernel may need larger ones. A device sets this and the next two in
     ``_cache_device_properties``.
     """
     CHUNK_QUERY_TILE = 64
-    """Number of query tokens in one attention tile of a chunk of a prompt; they share every key that is read."""
+    """Number of query tokens in a query tile of a chunk. The tokens of a tile share each key that is read."""
     CHUNK_KV_TILE = 128
-    """Number of cache positions in a KV tile of a chunk; more than ``KV_TILE``, so a context has fewer of them."""
+    """Number of cache positions in a KV tile of a chunk. It is more than ``KV_TILE``, so a context has fewer tiles."""
 
     parts: StepParts
     """Parts of the step, which ``initialize_kv_cache`` makes."""
@@ -160,8 +160,8 @@ class ModelRunnerBase:
         self.adapters = make_adapters(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
 
     def load_encoder(self) -> None:
-        """Makes the encoder for images and other items, and allocates memory for its outputs, if the loaded model has
-        one."""
+        """Makes the encoder of images and other items if the loaded model has one, and allocates memory for its
+        outputs."""
         self.encoder = choose_encoder(self.vllm_config, self.model, self.graph_policy.wrap, self.device_ops)
 
     def get_model(self) -> nn.Module:
@@ -285,7 +285,7 @@ class ModelRunnerBase:
         return self.parts.drafter.take(self.parts.requests.rows)
 
     def _update_states(self, schedule: Schedule) -> Schedule:
-        """Updates rows and block tables by the scheduler's; returns the step without the requests that failed."""
+        """Updates rows and block tables as the scheduler says; returns the schedule without requests that failed."""
         return self.parts.updates.apply(schedule)
 
     def _execute_encoder(self, schedule: Schedule) -> None:
@@ -314,7 +314,7 @@ class ModelRunnerBase:
     # ---- Runs without requests: profiling and warm-up ----
 
     def _dummy_run(self, size: StepSize) -> list[torch.Tensor]:
-        """Runs the model at a size on nothing but padding; returns what ``ModelGraph.run`` returns."""
+        """Runs the model at a size with padding only; returns what ``ModelGraph.run`` returns."""
         return self.parts.graph.dummy_run(size)
 
     def profile_step(self) -> None:

@@ -138,7 +138,8 @@ class PagedPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Lowers vLLM's default limits, allows any ``--block-size``, and makes vLLM recognise marked EAGLE heads.
+        """Lowers vLLM's default limits, allows any ``--block-size``, makes vLLM recognise marked EAGLE heads, and has
+        quantised checkpoints dequantised.
 
         A step needs memory for the largest size within the limits, and a device with graphs captures every size at
         start-up. With vLLM's own defaults (256 requests, 8,192 tokens) that would cost minutes and gigabytes.

@@ -1,4 +1,4 @@
-"""Updates of the runner's states to the scheduler's: rows, cache blocks, and states of head and components by row."""
+"""Updates of the runner's states by the scheduler's step: rows, cache blocks, states of the head and of components."""
 
 from collections.abc import Sequence
 from itertools import compress

@@ -16,15 +16,18 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 def weights_of(model_config: ModelConfig, source: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the weights that the model of ``model_config`` takes, one at a time, so that few are held at once.
 
-    ``source`` is what the loader of the configured format reads, or what was passed to a reload. Code that changes
-    weights while they are loaded, such as a dequantiser, wraps ``source`` here.
+    Weights of a quantised checkpoint are dequantised, unless vLLM has kernels for them.
+
+    Args:
+        source: what the loader of the configured format reads, or what was passed to a reload.
+        stored: the local checkpoint that ``source`` reads.
     """
     yield from source
 
 
 def make_loader(load_config: LoadConfig) -> Any:
     """Makes vLLM's loader of the configured format; if it has a stream, ``get_all_weights``, that goes through
-    ``weights_of``.
+    ``filtered``, and through ``weights_of``.
 
     Other loaders stay as they are: dummy and sharded_state in every release of vLLM, and runai_streamer in 0.16.
     """

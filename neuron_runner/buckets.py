@@ -53,7 +53,8 @@ class NeuronBuckets(BucketPolicy):
         """Chunk tokens x decode rows x pairs; and sizes of chunks alone, unless they save next to nothing.
 
         Decode rows are as many as requests, or an eighth of that, at least eight. Pairs are the most that the limits
-        allow, a quarter of that, and so on down to some eight a tile.
+        allow, a quarter of that, and so on down to some two for each full tile. If no request decodes, there are no
+        decode rows, and pairs go by halves: attention is then all that differs between two sizes of as many tokens.
         """
         sizes, most_rows = [], limits.max_num_reqs
         few_rows = min(most_rows, max(8, most_rows // 8))

@@ -268,7 +268,10 @@ def _flat(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., 
 def _trace(
     traced: Callable[..., Any], ints: list[int], tensors: list[torch.Tensor], is_symbolic: bool
 ) -> tuple[torch.fx.GraphModule, list[Any]]:
-    """The graph of ``traced``, and the values of its inputs at this call. Nothing is run."""
+    """The graph of ``traced``, and the values of its inputs at this call.
+
+    Nothing is run, and Dynamo makes no guards, since the function that it would compile is not called again.
+    """
     graphs: list[torch.fx.GraphModule] = []
     inputs: list[Any] = []
 

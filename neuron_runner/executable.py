@@ -131,7 +131,7 @@ UNCOMPILED = Uncompiled()
 
 
 class Compiler:
-    """Compiles executables: one at a time; several at a time within ``ahead``; while steps run within ``behind``."""
+    """Compiles executables: one at a time, several within ``ahead``, or while steps run within ``in_background``."""
 
     WIDTH = min(8, os.cpu_count() or 1)
     """Compilations at a time. XLA's own threads share the cores between all of them."""
@@ -159,7 +159,7 @@ class Compiler:
         return zeros(tensor.shape, tensor.dtype) if is_state else tensor
 
     def make(self, *arguments: Any) -> Executable:
-        """Makes ``Executable(*arguments)``. It is compiled now, or within ``ahead`` and ``behind`` as they say."""
+        """Makes ``Executable(*arguments)``. It is compiled now, unless ``ahead`` or ``in_background`` is active."""
         executable = Executable(*arguments)
         self.hashes.add(executable.hash)
         if self._submit:

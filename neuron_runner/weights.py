@@ -98,7 +98,7 @@ def move(model: nn.Module, device: torch.device) -> None:
     """Moves a model. Parameters stay the same objects, since others hold them too: modules that share one, and
     attention, which holds its sinks.
 
-    The scales of quantised KV caches stay on the host: they are not read here, and vLLM sets them, one small graph
+    vLLM's scales of quantised KV caches stay on the host: they are not read here, and vLLM sets them, one small graph
     each, whenever weights are loaded.
     """
     if device.type == "cpu":

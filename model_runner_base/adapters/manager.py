@@ -34,9 +34,9 @@ class SlotManager(LRUCacheLoRAModelManager):
     model: Any
 
     def _create_lora_modules(self) -> None:
-        """Makes LoRA layers, but none for experts and none for the draft model.
+        """Makes LoRA layers, but none for experts, the draft model and the pooler.
 
-        LoRA layers of experts need vLLM's kernels. Drafts are guesses, which need no adapter.
+        LoRA layers of experts need vLLM's kernels. Drafts are guesses, which need no adapter. Poolers run on the host.
         """
         experts = {
             name.rpartition(".")[2] for name, layer in self.model.named_modules() if isinstance(layer, ExpertsLayer)

@@ -14,7 +14,7 @@ from model_runner_base.attention.metadata import PairPlan
 class CacheFormat:
     """Format with keys and values of K heads of size D next to each other: heads ``[:K]`` are keys, ``[K:]`` values.
 
-    Both are in the cache's dtype.
+    ``numbers`` says how both lie in memory.
     """
 
     num_kv_heads: int
@@ -46,7 +46,7 @@ class CacheFormat:
             kv_cache: a cache tensor of this format's shape.
             blocks: [T] integers, the block of each token.
             offsets: [T] integers, the offset of each token in its block.
-            key: [T, K, D] of the cache's dtype, or [T, K * D].
+            key: [T, K, D] of the model's dtype, or [T, K * D].
             value: as ``key``.
         """
         heads = -1, self.num_kv_heads, self.head_size

@@ -3,10 +3,10 @@
 - Causal attention: ``[0, position]``.
 - A sliding window of w: ``[position - w + 1, position]``.
 - Chunks of c, as in Llama 4's local layers: ``[position // c * c, position]``.
-- A request that is whole in the step and seen as a whole, as in encoder-only layers: ``[0, length - 1]``; with a window
-  of w, as far to both sides, ``[position - w + 1, position + w - 1]``.
+- Encoder-only layers, whose requests are whole in one step: ``[0, length - 1]``. With a window of w to both sides:
+  ``[position - w + 1, position + w - 1]``.
 
-Both ends follow from positions and lengths, so the graph works them out, and neither is sent.
+The graph computes both ends from positions and lengths, so neither is sent.
 
 Example: with a window of 4 the token at position 6 sees keys 3 to 6; with chunks of 4 it sees keys 4 to 6. Of a whole
 request of 8 tokens it sees keys 0 to 7, with a window of 4 keys 3 to 7.
@@ -25,7 +25,7 @@ class KeyRange(NamedTuple):
     chunk: int = 0
     """Number of positions in a chunk: a token sees no key of an earlier chunk; 0: no chunks."""
     is_whole: bool = False
-    """Whether a token also sees keys after it: all of its request, or as many as the window shows before it."""
+    """Whether a token also sees keys after it: all of its request, or ``window - 1`` of them."""
 
     def first(self, positions: torch.Tensor) -> torch.Tensor | None:
         """First position that tokens at ``positions`` see, of the same shape; None if it is 0 for all."""

@@ -3,7 +3,8 @@
 The same code runs eagerly on any torch device and inside a compiled graph: shapes are static, the cache is written in
 place, masked values are finite. Softmax and merging are in float32.
 
-Shapes: P pairs, Q query tokens a tile, S KV tile, H heads, K KV heads, G = H / K, D head size.
+Shapes: P pairs, Q query tokens a tile, S KV tile, H heads, K KV heads, G = H / K, D head size of queries and keys, V
+head size of values, which is D as a rule.
 """
 
 from typing import Any, ClassVar
@@ -149,7 +150,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes keys and values to the cache, then attends. ``query`` [T, H * D], or [T, H, D]; returns [T, H * D].
+        """Writes keys and values to the cache, then attends. ``query`` [T, H * D], or [T, H, D]; returns [T, H * V].
 
         A layer that shares the cache of another does not write it, nor does a cross-attention layer, which is given no
         keys. Some releases of vLLM pass ``output``, and read it instead of the returned tensor.
@@ -164,8 +165,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: PagedAttentionMetadata
     ) -> torch.Tensor:
-        """Attention over the cache, which holds the keys and values of the active tokens already. Takes and
-        returns [T, H * D].
+        """Attention over the cache, which holds the keys and values of the active tokens already. Takes [T, H * D], and
+        returns [T, H * V].
 
         A device with a kernel of its own overrides this, or ``attend_decode`` and ``attend_chunks``. They may be one
         node of a captured graph, so they may read no tensors but their arguments and ``sinks``. The graph would not see
@@ -181,7 +182,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     # ---- Decode rows: pairs' partial results, merged by the tree ----
 
     def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
-        """Attention of decode rows. Takes and returns [rows, H * D]."""
+        """Attention of decode rows. Takes [rows, H * D], and returns [rows, H * V]."""
         is_diagonal = self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS
         attend = self._attend_diagonally if is_diagonal else self._attend_pairs
         partial = attend(query, kv_cache, plan)
@@ -201,7 +202,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def _attend_pairs(
         self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Partial results of every pair: unnormalised output [P, K, Q * G, D], maximum and sum [P, K, Q * G, 1]."""
+        """Partial results of every pair: unnormalised output [P, K, Q * G, V], maximum and sum [P, K, Q * G, 1]."""
         kv_heads, num_queries = self.num_kv_heads, plan.last.shape[1]
         tiles = query.view(-1, num_queries, kv_heads, self.num_heads // kv_heads, self.head_size).transpose(1, 2)
         tiles = tiles.reshape(tiles.shape[0], kv_heads, -1, self.head_size)[plan.pair_tile]
@@ -250,7 +251,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     # ---- Chunk tiles: scores are taken relative to their tile's maximum, so partial outputs need only be added ----
 
     def attend_chunks(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
-        """Attention of chunks' tokens. Takes and returns [C, H * D].
+        """Attention of chunks' tokens. Takes [C, H * D], and returns [C, H * V].
 
         The maxima of scores are small tensors, so merging them by the tree costs next to nothing. Partial outputs are
         large, and are added up by one product with the matrix that says which pair is of which tile.
@@ -288,7 +289,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Scores and visibility [P, K, Q * G, S] of pairs' queries [P, K, Q * G, D], and the pairs' values [P, S, K,
-        D]."""
+        V]."""
         group, query_tile = self.num_heads // self.num_kv_heads, plan.last.shape[1]
         keys, values = self.cache_format.read(kv_cache, plan)
         position = torch.arange(keys.shape[1], dtype=torch.int32, device=tiles.device)

@@ -99,7 +99,7 @@ def kv_tile_for(block_size: int, target: int = 64, least: int = 1) -> int:
     """
     if block_size <= target:
         return max(target // block_size, -(-least // block_size)) * block_size
-    # A kernel that asks for a multiple of 128 multiplies 128 positions at a time.
+    # A kernel whose tiles are multiples of 128 multiplies 128 positions at a time.
     granule = 128 if target % 128 == 0 and block_size % 128 == 0 else 1
     parts = [size for size in range(granule, block_size + 1, granule) if block_size % size == 0 and size >= least]
     tile = min(parts, key=lambda size: max(size / target, target / size))

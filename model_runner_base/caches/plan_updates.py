@@ -176,8 +176,8 @@ def enter_blocks(
     the sections of pairs' tiles and starts. ``places`` are the indices in ``buffer`` at which the sections begin: rows'
     own blocks, these two, pairs' blocks, and the levels of the tree. ``tree`` is what ``count_children`` returns.
 
-    Returns the number of pairs, or NO_ROOM; and the number of steps after which a request may touch a further block, if
-    each step moves it on by ``query`` tokens.
+    Returns the number of pairs, or PLAN_IS_FULL; and the number of steps after which a request may touch a further
+    block, if each step moves it on by ``query`` tokens.
     """
     pair_tile, pair_start = pairs
     blocks_per_tile = kv_tile // block_size

@@ -1,12 +1,12 @@
-"""Scratch caches of layers that keep nothing: keys and values lie there while a layer attends to them.
+"""Scratch cache: memory for the keys and values of layers that keep nothing for a later step.
 
 Each token of vLLM's encoder-only attention sees its whole request. So a request has to be whole in one step, and its
 keys are not needed afterwards. All such layers share one scratch cache, since each reads only what it has written
 itself. The cache holds the largest step: separate blocks for each request, and the null block for padding. Its plan is
-made as that of paged groups, but with another key range and with a block table that is written anew in each step.
+that of a paged group, but with another key range and with a block table that is written anew in each step.
 
 Example, with blocks of 4: "a" (row 7) has 5 tokens, "b" (row 2) has 1. Row 7 of the table begins with blocks 1 and 2,
-row 2 with block 3. Every token of "a" sees keys 0 to 4. "b" has a decode row, and sees itself.
+row 2 with block 3. Every token of "a" sees keys 0 to 4. "b" has a chunk of one token, and sees itself.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class ScratchCaches(PlannedCaches):
         self._tables = [table for table in tables if isinstance(table, ScratchTable)]
 
     def need(self, placed: Placed) -> PairNeed:
-        """Raises UnsupportedConfigError for a request that is not whole in this step."""
+        """Counts the pairs of a step; raises UnsupportedConfigError for a request that is not whole in it."""
         batch = placed.batch
         is_part = (batch.num_computed > 0) | ~batch.is_sampled
         if is_part.any():
@@ -113,7 +113,7 @@ def hand_out_blocks(
 ) -> None:
     """Gives requests consecutive blocks from 1 on, request after request.
 
-    The rest of a row holds blocks of an earlier step. They exist, so whole KV tiles can be read there.
+    The rest of a table row holds blocks of an earlier step. They exist, so a whole KV tile can be read.
     """
     block = 1
     for request in range(len(rows)):

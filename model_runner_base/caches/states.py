@@ -1,7 +1,8 @@
 """States of recurrent layers: a kind of cache with one entry a request, however long it is.
 
-The scheduler numbers states by a group of its own (scheduling/state_group.py), which stands last among a
+The scheduler numbers states by a group of its own (scheduling/state_group.py), which is the last of a
 request's blocks. A request's state stays where it is for as long as the request runs: a repeated step sends nothing.
+Where prefixes are kept, a request has more states (caches/kept_states.py).
 A request at position 0 reads zeros, whatever the last owner of its state left there.
 """
 

@@ -1,4 +1,4 @@
-"""Background compilation of step sizes: traced between two steps, compiled while steps run, then offered to steps.
+"""Background compilation of step sizes: a size is traced between two steps, compiled while steps run, then offered.
 
 If graphs take long to make, a graph policy names a few sizes, so large that every step fits into one of them
 (``GraphPolicy.first_sizes``). These are made before the first request. The threads of this file make the others. The
@@ -42,10 +42,10 @@ class Serving(Protocol):
 
 
 class BackgroundCompiler:
-    """Compiler of sizes while steps run. ``leave`` names the sizes; there are none before.
+    """Compiler of sizes while steps run. It has no sizes before ``queue`` names some.
 
-    It does not keep the runner alive. Only one engine of a process may trace at a time. So an engine that starts while
-    another one still makes sizes waits until they are made.
+    The compiler does not keep the runner alive. Only one engine of a process may trace at a time, so an engine that
+    starts while another one still makes sizes waits until they are made.
     """
 
     _begun_ones: ClassVar["weakref.WeakSet[BackgroundCompiler]"] = weakref.WeakSet()
@@ -88,7 +88,7 @@ class BackgroundCompiler:
         return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Begins to make the sizes that were left. From now on steps must run inside the ``StepGuard``."""
+        """Begins to make the queued sizes. From now on steps must run inside the ``StepGuard``."""
         if not self._waiting:
             return
         self._started, self._num_sizes, self._num_made = time.perf_counter(), len(self._waiting), 0

@@ -60,7 +60,7 @@ class BesideLogits(Protocol):
 
 
 class LateLogits:
-    """Computes logits of some of a step's hidden states, in a graph of its own after the step's graph.
+    """Computes logits of prompt tokens, for log probabilities of prompts, in a graph that runs after the step's."""
 
     Log probabilities of prompts need them.
     """

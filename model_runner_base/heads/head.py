@@ -29,7 +29,8 @@ class Forward:
     step: PackedStep
     """The packed step, as the model's graph left it."""
     logits: torch.Tensor
-    """[L, V] float32; this rank's part of the rows if the vocabulary is cut."""
+    """[L, V] float32; this rank's part of the rows if the vocabulary is cut. Of a pooling head: the rows [L, hidden]
+    that it reads of the hidden states."""
     sample_slots: torch.Tensor
     """[2, L] or [3, L] int32, see ``ModelCall.sample_slots``."""
     hidden_states: torch.Tensor

@@ -51,12 +51,12 @@ class Experts(NamedTuple):
     """The weights of E experts, laid out for ``rows @ weight``."""
 
     gate_up: torch.Tensor
-    """[E, hidden, 2 * inner]"""
+    """[E, hidden, 2 * inner]; [E, hidden, inner] where the activation has no gate."""
     down: torch.Tensor
     """[E, inner, hidden]"""
     activation: str
     gate_up_bias: torch.Tensor | None = None
-    """[E, 2 * inner]"""
+    """[E, 2 * inner], or [E, inner]."""
     down_bias: torch.Tensor | None = None
     """[E, hidden]"""
 

@@ -59,7 +59,7 @@ class Encoder(StepComponent):
         """Forgets the outputs of the items with these identifiers."""
 
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
-        """Encodes the items that the scheduler asks for."""
+        """Encodes the items that the scheduler asks for; there are none without an encoder."""
 
     def step_memory(self) -> int:
         """Bytes of device memory that a step may need for encoder outputs, in addition to what the model needs.

@@ -12,7 +12,7 @@ from model_runner_base.vllm_compat.patches.item_data import keep_item_data
 
 
 def choose_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Encoder:
-    """Makes the encoder of the loaded ``model``; for a text-only model one that does nothing."""
+    """Makes the encoder of the loaded ``model``; one that does nothing if requests have text alone."""
     config = vllm_config.model_config
     if not config.is_multimodal_model:
         return NO_ENCODER

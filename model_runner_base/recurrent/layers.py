@@ -1,4 +1,4 @@
-"""vLLM's recurrent layers by the base's recurrences: their forwards are replaced on the instances, after loading.
+"""Forwards of vLLM's recurrent layers that call the base's recurrences, and replace the layers' own after loading.
 
 A device with kernels of its own replaces the two functions of a kind in ``RECURRENCES``, and no layer.
 """
@@ -23,14 +23,16 @@ from model_runner_base.recurrent.step import RecurrentStep
 
 
 class Recurrence(NamedTuple):
-    """A kind of recurrence: ``rows(inputs, params, states, step)`` and ``tiles(inputs, params, states, tiles)``.
+    """A kind of recurrence, as one function for decode rows and one for chunks.
 
-    ``inputs`` have a row for each token, and the first of them the output's shape; ``params`` belong to the layer;
-    ``states`` [S, ...] are read and updated in place.
+    Both take ``inputs`` ([T, ...] each, the first of the output's shape), the layer's ``params``, and ``states``
+    [S, ...], which they read and update in place.
     """
 
     rows: Callable[..., torch.Tensor]
+    """Outputs of decode rows, one token each: ``rows(inputs, params, states, step)``."""
     tiles: Callable[..., torch.Tensor]
+    """Outputs of chunks, cut into tiles: ``tiles(inputs, params, states, step.tiles)``."""
 
     def run(
         self,
@@ -77,9 +79,9 @@ def forward_of(name: str, layer: object) -> Callable[..., Any]:
 
 
 def state_tensors(layer: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what a layer keeps of a request.
+    """Shape and dtype of each tensor that a layer keeps of a request.
 
-    First the inputs of its convolution, in the model's dtype, then the state of its recurrence, in
+    First the inputs of its convolution if it has one, in the model's dtype, then the state of its recurrence, in
     ``mamba_ssm_cache_dtype``: float32 unless it is given.
     """
     conv, *others = (tuple(shape) for shape in layer.get_state_shape())
@@ -91,7 +93,7 @@ def state_tensors(layer: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def _step_of(layer: Any) -> RecurrentStep | None:
-    """The step's states; None where memory is measured, and no request has one."""
+    """Metadata of the layer in this step; None while memory is measured, when there are no states."""
     metadata: Any = get_forward_context().attn_metadata
     return None if metadata is None else metadata[layer.prefix]
 

@@ -23,7 +23,7 @@ class RequestInfo:
 
     sampling_params: SamplingParams
     seed: int
-    """The request's own seed, or one drawn for it."""
+    """The request's own seed, or one drawn for it; 0 where nothing is drawn."""
     prompt_token_ids: list[int]
     """Token ids of the prompt; zeros for a prompt of embeddings."""
     prompt_embeds: torch.Tensor | None = None

@@ -46,4 +46,6 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *arg
     return cls(vllm_config, groups, *args, **kwargs)
 
 
+# The runner asks a scheduler class, or this function, for two abilities: to end requests that failed, and to keep the
+# blocks of a sliding window until drafts are verified.
 make_scheduler.reads_errors = True  # type: ignore[attr-defined]

@@ -4,6 +4,10 @@ vLLM's groups share one pool of blocks, all of as many bytes. A state is as larg
 either would have to become as large as the other, and the pool has more blocks than there could be states. Here states
 are numbered by a pool of their own, from 1 on, and the number is the state's place in the layers' tensors. The group is
 added for the scheduler alone: what vLLM plans memory by does not have it, and the user's block size stays.
+
+Where prefixes are kept (vLLM's cache mode "align"), a request has a state for each block of tokens that one of its
+steps ends in, and gives up all but the last. States of full blocks stay in the pool, and are hit, until they are needed
+for other requests.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +26,11 @@ GROUP = "recurrent_states"
 
 @dataclass(frozen=True)
 class StateSpec(MambaSpec):
-    """The spec of the group: a request has one block, as long as the longest request."""
+    """The spec of the group: a request has one block, as long as the longest request.
+
+    ``block_size`` is 1 all the same, since newer releases ask that it divides that of attention. Where prefixes are
+    kept, it is that of attention, and a request has as many blocks as tokens ask for.
+    """
 
     num_states: int = 0
 

@@ -1,4 +1,8 @@
-"""vLLM's methods that run in every step, each overridden once for all corrections."""
+"""Hooks of a scheduler: vLLM's methods that run in every step, each overridden once.
+
+A correction (``corrections/``) is a mixin that changes one behaviour of vLLM's scheduler. It overrides these hooks
+instead of vLLM's methods.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

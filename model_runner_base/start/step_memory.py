@@ -25,7 +25,8 @@ def estimate_step_memory(
     Counted in float32: the gathered KV tiles and a transposed copy of them, attention scores and their exponentials,
     the pairs' partial outputs, a few hidden states and an MLP's two inner activations, what experts gather and compute;
     logits, eight more arrays of their shape that a sampler with top-p makes, and the token counts that penalties keep;
-    the pool of prompt embeddings, where they are enabled.
+    the pool of prompt embeddings, where they are enabled; queries and outputs of latent attention. A pooling model has
+    rows of hidden states for logits.
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
     """
     hidden = model_config.get_hidden_size()

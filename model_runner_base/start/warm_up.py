@@ -53,7 +53,8 @@ class Starting(Protocol):
 
 
 def profile_largest_step(runner: Starting) -> None:
-    """Runs the largest step without KV caches and attention, and the kind of sampling that takes most memory."""
+    """Runs the largest step without KV caches and attention, and the kind of sampling that takes most memory, if
+    requests decode."""
     scheduler = runner.vllm_config.scheduler_config
     num_tokens = scheduler.max_num_batched_tokens
     num_logits = min(scheduler.max_num_seqs, num_tokens) * (1 + read_speculation(runner.vllm_config).num_drafts)

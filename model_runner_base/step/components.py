@@ -21,7 +21,7 @@ from model_runner_base.step.sizes import StepSize
 
 
 class RepeatPart(Protocol):
-    """Upkeep of a component's sections while a step is repeated."""
+    """Keeps a component's sections up to date while a step is repeated."""
 
     def begin(self, positions: np.ndarray) -> None:
         """Called once, before the first repeat; ``positions`` [R] int64 are those of the R requests when packed."""
@@ -58,7 +58,7 @@ class StepComponent:
         """
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        """Writes the component's sections for a step of nothing but padding; they are zero before."""
+        """Writes the component's sections for a step of padding only. They are zero when this is called."""
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
         """Returns the objects that keep the sections up to date while the step is repeated; it has decode rows only.
@@ -82,7 +82,7 @@ class StepComponent:
         return ()
 
     def bind(self, call: ModelCall) -> None:
-        """Adds to the model's arguments and to its layers' metadata.
+        """Adds arguments of the model and metadata of its layers to ``call``.
 
         ``call.tensors`` are the component's own ``tensors`` inside the graph.
         """

@@ -21,8 +21,8 @@ T = TypeVar("T")
 class StepGuard:
     """Context of one half of a step: one thread of the process at a time is inside, and no gradients are kept.
 
-    Ranks other than 0 exit on an error, since vLLM's executors hear of rank 0's errors alone. A rank that went on after
-    an error would be one collective behind the others, and add up tensors that do not belong together.
+    Ranks other than 0 exit on an error, since vLLM's executors hear of rank 0's errors only. A rank that went on after
+    an error would run one collective fewer than the others, and add up tensors of different operations.
 
     A guard can be entered again after it was left, but not while it is held.
     """

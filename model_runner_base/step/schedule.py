@@ -60,7 +60,7 @@ class Schedule:
     preempted: Collection[str]
     arrivals: list[Arrival]
     continued: Sequence[str]
-    """Requests that were scheduled before, those that resume included, in the scheduler's order."""
+    """Requests that were scheduled in an earlier step, also those that resume, in the scheduler's order."""
     new_blocks: Sequence[tuple[list[int], ...] | None]
     """Blocks to append for each of ``continued``, a list for each group; None for a request that gets none or
     resumes."""
@@ -106,11 +106,10 @@ class Grammar(NamedTuple):
     one for the token after each of its drafts."""
 
     def at(self, place: np.ndarray, row_len: int) -> np.ndarray:
-        """[N, ceil(V / 32)] rows of the bitmask for ``place`` [N], the places of one request after another, each from 0
-        on.
+        """[N, ceil(V / 32)] rows of the bitmask for N sampled tokens.
 
-        If the bitmask has more than N rows, each request has ``row_len`` of them, and those of missing drafts are left
-        out.
+        ``place`` [N] counts the tokens of each request from 0 on: 0 1 2 0 0 1 are three requests. If the bitmask has
+        more than N rows, each request has ``row_len`` of them, and rows of missing drafts are left out.
         """
         if len(self.bitmask) == len(place):
             return self.bitmask

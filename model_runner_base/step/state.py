@@ -1,7 +1,7 @@
 """Tensors that a graph updates in place: each owner appends its own before the graph is made.
 
-A policy that compiles a function may replace the tensors by new ones (``GraphPolicy.wrap``), so owners read theirs
-through what ``hold`` returned.
+A policy that compiles a function may replace the tensors by new ones (``GraphPolicy.wrap``), so an owner reads its
+tensors through the view that ``hold`` returned.
 """
 
 from collections.abc import Iterator, MutableSequence, Sequence
@@ -17,7 +17,7 @@ class GraphState:
         self.tensors: list[torch.Tensor] = []
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> "HeldTensors":
-        """Appends tensors; returns a view that has them as they are at any later time."""
+        """Appends tensors; returns a view that always has the newest of them."""
         start = len(self.tensors)
         self.tensors += tensors
         return HeldTensors(self.tensors, start, len(self.tensors))

@@ -249,6 +249,8 @@ REFUSED: Configs = {
         **{**_UNTIED, **_MLA, "q_lora_rank": 16}, num_layers=2, n_routed_experts=8, moe_topk=2, ffn_hidden_size=128
     ),
 }
+"""Architectures of later releases of transformers: layers of two head sizes, one whose values are its keys, KV caches
+shared by layers, experts beside a dense layer."""
 
 RECURRENT: Configs = {
     "lfm2": lambda: hf.Lfm2Config(
@@ -299,7 +301,6 @@ RECURRENT: Configs = {
         linear_value_head_dim=8,
     ),
 }
-"""Architectures with recurrent layers."""
 
 CONFIGS: Configs = {**LLAMAS, **GPTS, **SEVERAL_GROUPS, **MIXTURES}
 """The architectures that run."""

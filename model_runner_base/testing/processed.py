@@ -95,7 +95,8 @@ def make_processed_model(name: str, directory: Path, family: Callable[[], Family
 def _name_as_published(path: Path) -> None:
     """Renames the tensors of CLIP's and SigLIP's towers as in published checkpoints, which vLLM expects.
 
-    Newer releases of transformers leave a level out of the names.
+    Newer releases of transformers leave a level out of the names of CLIP's and SigLIP's towers, write a level of the
+    names of Qwen2-Audio's decoder twice, and do not transpose the experts of Qwen3-VL back.
     """
     tensors = load_file(path)
     if any("vision_tower.post_layernorm." in name for name in tensors):

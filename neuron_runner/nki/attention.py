@@ -41,8 +41,8 @@ class NkiAttentionBackend(PagedAttentionBackend):
 class NkiAttentionImpl(PagedAttentionImpl):
     """Attention by two kernels, one for decode rows and one for tiles of chunks; a mixed step runs both.
 
-    Raises NotImplementedError for layers with ALiBi, attention sinks or cross-attention. Attending raises ValueError
-    for sizes that do not fit, and where query and cache are not of one dtype.
+    Raises NotImplementedError for layers with ALiBi, attention sinks, cross-attention or a cache of 8 bits. Attending
+    raises ValueError for sizes that do not fit, and where query and cache are not of one dtype.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

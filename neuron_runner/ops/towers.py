@@ -57,7 +57,7 @@ class NeuronTowerAttention(MMEncoderAttention):
         max_seqlen: torch.Tensor | None = None,
         **beside: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``beside``: further arguments about segments, of later releases of vLLM."""
+        """``further``: further arguments about segments, of later releases of vLLM."""
         if query.device.type != "xla":
             return self.forward_native(query, key, value, cu_seqlens, max_seqlen, **beside)
         if cu_seqlens is not None:

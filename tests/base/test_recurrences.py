@@ -102,7 +102,10 @@ KINDS = {
 
 
 class Requests:
-    """Requests that are computed in steps of chunks of any size, each with a state of its own among dirty ones."""
+    """Requests that are computed in steps of chunks of any size, each with two states of its own among dirty ones.
+
+    A step reads the one, and writes the same or the other, as where prefixes are kept.
+    """
 
     def __init__(self, kind: Kind, lengths: list[int], tile: int, seed: int) -> None:
         rng = np.random.default_rng(seed)

@@ -1,4 +1,8 @@
-"""Backends of Dynamo in the place of ``neuron``: the newest lane has no torch_xla at all."""
+"""Backends of Dynamo in the place of ``neuron``, which the newest lane is for: it has no torch_xla at all.
+
+There the kit runs on a device of torch's key PrivateUse1, as TorchNeuron's is: a stand-in (``private_device``) whose
+tensors the host may not read.
+"""
 
 import json
 import os

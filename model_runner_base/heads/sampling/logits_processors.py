@@ -1,7 +1,6 @@
-"""vLLM's pluggable logits processors: those that users and plugins add.
+"""Custom logits processors of vLLM's first model runner (``vllm/v1/sample/logits_processor``).
 
-They are Python code over tensors whose shapes they choose, so they run eagerly: on the device if it can do that, else
-on the host, to which the logits are copied. vLLM's built-in ones are stages or parts of the sampler instead.
+They keep their state by places in the batch, and are told how a batch became another.
 """
 
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from model_runner_base.requests.states import RequestInfo, RequestStates
 def load_processors(vllm_config: VllmConfig, device: torch.device) -> list[LogitsProcessor]:
     """Loads the processors of ``logits_processors`` and of installed plugins.
 
-    vLLM's min-p comes before any processor that acts between temperature and top-k. If there is one, min-p is returned
+    vLLM's min-p comes before any processor that acts between temperature and top-k. If there is one, min-p is run here,
     too, in front. Raises what vLLM raises if a processor cannot be loaded.
     """
     custom = vllm_config.model_config.logits_processors or ()

@@ -1,8 +1,9 @@
 """Log probabilities of sampled tokens, of prompt tokens, and of the likeliest tokens at the same positions.
 
 The device finds a static number of likeliest tokens. For a request that asks for more (up to the whole vocabulary), all
-values are copied to the host and sorted there. Format and rank are vLLM's: the chosen token first, then the likeliest
-in order; the rank counts the tokens that are at least as likely as the chosen one.
+values are copied to the host and sorted there. A request may choose tokens (``logprob_token_ids``), whose values the
+device picks; they stand in place of the likeliest. Format and rank are vLLM's: the sampled token first, then the
+likeliest in order; the rank counts the tokens that are at least as likely as the sampled one.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
 The order is vLLM's (``vllm/v1/sample/sampler.py``). A grammar masks the model's logits, and the result is the raw
 logits. Allowed tokens, bad words, minimum length, bias, custom processors and penalties change them. Custom processors
-that keep the likeliest token come last. The sampler applies temperature, min-p, top-k and top-p, and draws from the
-processed logits.
+that keep the likeliest token come after them, as do those of vLLM's second model runner. A spent thinking budget comes
+last. The sampler applies temperature, min-p, top-k and top-p, and draws from the processed logits.
 """
 
 from collections.abc import Callable, Mapping

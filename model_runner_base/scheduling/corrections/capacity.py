@@ -10,7 +10,8 @@ from model_runner_base.scheduling.state_group import StateSpec
 def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int) -> int:
     """Length of the longest request that the whole cache of ``num_blocks`` can hold: at most ``max_model_len`` tokens.
 
-    The last token is sampled but never computed. Drafts after it are computed, so they need blocks.
+    The last token is sampled but never computed, unless the model pools. Drafts after it are computed, so they need
+    blocks.
     """
     num_beside = scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
     low, high = 0, scheduler.max_model_len

@@ -66,7 +66,10 @@ class RequestFailures(StepHooks):
         return too_long_reason(request.num_prompt_tokens, self.max_model_len)
 
     def _watch_grammar(self, request: Request) -> None:
-        """Makes a grammar that does not compile end its request alone; vLLM's loop would raise, and end the engine."""
+        """Makes a grammar that does not compile end its request alone, as newer releases do by themselves.
+
+        The loop of vLLM 0.16 would raise, and end the engine.
+        """
         structured = request.structured_output_request
         compiling = None if structured is None else structured._grammar
         if not isinstance(compiling, Future):

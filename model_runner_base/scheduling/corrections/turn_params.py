@@ -54,7 +54,7 @@ class TurnParams(RequestFailures):
         """Largest number of running requests. Newer releases subtract the sessions that wait for input from it.
 
         With a runner of this library those sessions block no others, since their rows are given away
-        (``RequestStates.make_room``), so they are added here. vLLM's own runner does not give rows away.
+        (``RequestStates.free_rows_for``). vLLM's own runner does not give rows away.
         """
         is_vllms_own = str(self.vllm_config.parallel_config.worker_cls).startswith("vllm.")
         return self._num_seats + (0 if is_vllms_own else self.num_waiting_for_streaming_input)

@@ -50,7 +50,7 @@ def offloads_weights(vllm_config: Any) -> bool:
 
 
 def forgo_kv_scales(cache_config: Any) -> None:
-    """Turns off the scales of KV caches, which are for fp8 caches; attention refuses those."""
+    """Turns off the calculation of scales, which a KV cache in the model's dtype does not need."""
     if hasattr(cache_config, "calculate_kv_scales"):
         cache_config.calculate_kv_scales = False
 

@@ -109,7 +109,7 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Collects the KV-cache spec of every layer that keeps a cache, by layer name.
 
     Raises UnsupportedConfigError for a layer whose cache is not one of attention, or that has a window while drafts are
-    verified under asynchronous scheduling.
+    verified under an asynchronous scheduler that would free its blocks too early.
     """
     specs: dict[str, KVCacheSpec] = {}
     sharing = shared_caches(vllm_config)
