@@ -7,9 +7,13 @@ The speed and the number of compilations come last.
 
 import argparse
 import os
+import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 MODEL = Path(__file__).parent / "models" / "kjv-2m"
 ADAPTER = MODEL.with_name("kjv-modern")
@@ -52,6 +56,54 @@ def read_prompts(args: argparse.Namespace) -> list[Any]:
     ]
 
 
+class StartBar:
+    """One bar from the first import to the first token, with what is done now."""
+
+    def __init__(self) -> None:
+        form = "{desc:<32}|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}]"
+        self._bar = tqdm(total=2, desc="Importing vLLM", bar_format=form, file=sys.stderr)
+
+    def next(self, what: str) -> None:
+        """Moves on, and says what is done from now on."""
+        self._bar.set_description_str(what, refresh=False)
+        self._bar.update()
+
+    def sizes(self, made: Iterable[None], total: int, **_: Any) -> Iterator[None]:
+        """Iterator over step sizes that are made, in place of the warm-up's own bar."""
+        self._bar.total += total
+        self._bar.set_description_str(f"Making {total} step sizes")
+        for size in made:
+            self._bar.update()
+            yield size
+
+    def close(self, what: str) -> None:
+        self.next(what)
+        self._bar.close()
+
+
+def generate(llm: Any, prompts: list[Any], sampling: Any, adapter: Any) -> int:
+    """Prints every prompt with its text as it comes, one after the other; returns the number of tokens."""
+    engine = llm.llm_engine
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, sampling, lora_request=adapter)
+    outputs: dict[int, Any] = {}
+    shown, text = 0, None  # Texts that are shown as a whole, and what is shown of the next one.
+    while shown < len(prompts):
+        for output in engine.step() if engine.has_unfinished_requests() else ():
+            outputs[int(output.request_id)] = output
+        while (output := outputs.get(shown)) is not None:
+            if text is None:
+                print(f"\n{output.prompt}", end="")
+            new = output.outputs[0].text
+            print(f"\033[1m{new[len(text or '') :]}\033[0m", end="", flush=True)
+            text = new
+            if not output.finished:
+                break
+            print()
+            shown, text = shown + 1, None
+    return sum(len(output.outputs[0].token_ids) for output in outputs.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a local checkpoint; a bundled one if left out")
@@ -87,10 +139,15 @@ def main() -> None:
     # One process, so that the compilation counters are this program's own; and only warnings next to the progress bar.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    started = time.perf_counter()
+    bar = StartBar()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    started = time.perf_counter()
+    from model_runner_base.start import warm_up
+
+    warm_up.tqdm = bar.sizes  # type: ignore[assignment, misc]
+    bar.next("Starting the engine")
     llm = LLM(
         args.model or str(MODEL if args.image is None else SEEING_MODEL),
         max_num_seqs=16,
@@ -103,6 +160,7 @@ def main() -> None:
         max_lora_rank=MAX_LORA_RANK,
         # A few prompts: a quick start is worth more than steps without padding.
         additional_config={"neuron_config": {"max_padding": 0.4, "warm_up": args.warm_up}},
+        use_tqdm_on_load=False,
     )
     from neuron_runner.metrics import CompilationCount  # After the engine has chosen the device.
 
@@ -111,20 +169,18 @@ def main() -> None:
     num_ready = len(policy.offered)
     sampling = SamplingParams(temperature=args.temperature, top_p=0.9, max_tokens=args.max_tokens, seed=args.seed)
     adapter = LoRARequest(Path(args.lora).name, 1, args.lora) if args.lora else None
-    outputs = llm.generate(read_prompts(args), sampling, lora_request=adapter)
+    bar.close("Ready")
+    tokens = generate(llm, read_prompts(args), sampling, adapter)
     done = time.perf_counter()
     later = CompilationCount.now()
 
-    for output in outputs:
-        print(f"\n{output.prompt}\033[1m{output.outputs[0].text}\033[0m")
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{tokens} tokens in {done - ready:.2f} s: {tokens / (done - ready):.0f} tokens/s")
     if args.speculative:
         counts = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in (STEPS, ACCEPTED)}
         print(f"{1 + counts[ACCEPTED] / counts[STEPS]:.2f} tokens a step of a request, with {NUM_DRAFTS} drafts")
     built, since = warm.compilations, later.compilations - warm.compilations
     print(f"{num_ready} of {len(policy.sizes)} model graphs when ready, {built} XLA compilations until then")
-    print(f"{len(policy.offered)} of them at the end, {since} compilations later, beside the steps")
+    print(f"{len(policy.offered)} of them at the end, {since} compilations while steps ran")
     print(f"{ready - started:.1f} s from start to ready")
 
 

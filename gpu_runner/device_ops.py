@@ -80,6 +80,9 @@ class CudaDeviceOps(DeviceOps):
 
         return wait
 
+    def begin_to_host_from_graph(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        return self.begin_to_host(tensor.clone())
+
     def mark(self) -> Callable[[], None]:
         event = torch.cuda.Event()
         event.record()

@@ -43,7 +43,7 @@ class CudaGraphPolicy(GraphPolicy):
         self._decode, self._mixed = mode.decode_mode(), mode.mixed_mode()
         self._token_sizes = list(config.cudagraph_capture_sizes or ()) if mode != CUDAGraphMode.NONE else []
         most, query = limits.max_num_reqs, limits.decode.query
-        whole = self._decode == CUDAGraphMode.FULL
+        whole = self._decode == CUDAGraphMode.FULL and limits.decodes
         self._row_sizes = sorted(
             {size // query for size in self._token_sizes if whole and query <= size <= most * query}
         )
@@ -69,7 +69,8 @@ class CudaGraphPolicy(GraphPolicy):
         if config.mode == CompilationMode.VLLM_COMPILE:
             tokens.update(compile_range.end for compile_range in config.get_compile_ranges())
         sizes = {self._mixed_size(size, min(size, limits.max_num_reqs)) for size in tokens}
-        sizes.add(self._decode_size(limits.max_num_reqs))
+        if limits.decodes:
+            sizes.add(self._decode_size(limits.max_num_reqs))
         return {*self.sizes, *map(self.dispatch, sizes)}
 
     def dispatch(self, need: StepSize) -> StepSize:

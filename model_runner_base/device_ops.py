@@ -27,6 +27,9 @@ class DeviceOps:
     towers_as_graphs = False
     """Whether image towers that can run as graphs on the device. In these graphs, vLLM's ``MMEncoderAttention`` gets
     the segment of each patch instead of ``cu_seqlens``; patches of one segment see each other."""
+    has_float8_caches = False
+    """Whether 8-bit KV caches have a dtype of 8-bit floats; else they are bytes, and their contents are viewed as
+    floats. A device says so that gathers and scatters 8-bit floats, or that cannot view bytes as floats in a graph."""
     calls_alike = False
     """Whether all calls of the model have the same kinds of arguments, for a compiler that looks at the first call
     only.
@@ -88,6 +91,11 @@ class DeviceOps:
         The function waits for this copy alone, and returns the tensor's contents.
         """
         return lambda: self.to_host(tensor)
+
+    def begin_to_host_from_graph(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        """``begin_to_host`` of a graph's result, which a later run of the graph may overwrite before the copy is
+        finished."""
+        return self.begin_to_host(tensor)
 
     def buffer_address(self, tensor: torch.Tensor) -> int:
         """Address of the tensor's contents, to check that they are written in place."""

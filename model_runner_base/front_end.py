@@ -45,6 +45,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     if model is None:
         return
     keep_sounds_whole(model.architecture)
+    scale_in_processor(model)
     keep_item_data()
     refuse_in_words()
     hold_requests(RequestChecks.of)

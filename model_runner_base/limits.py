@@ -5,15 +5,14 @@ feature is built, its line is removed.
 """
 
 import math
-from importlib.metadata import entry_points
 from typing import Any
 
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.logger import init_logger
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.our_engines import SCHEDULER
 from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.vllm_compat.probes import multimodal
@@ -25,7 +24,7 @@ from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_s
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
 """Refused fields of ``SamplingParams``, which newer releases of vLLM have."""
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
-BESIDE_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
+METHODS_WITH_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
 """Speculative methods that are supported with images. Draft heads know an image through the target's hidden states; a
 draft model would need the image itself, and ``mtp`` is not tested."""
 
@@ -48,6 +47,8 @@ MULTIMODAL_ARCHITECTURES = (
     "Llama4ForConditionalGeneration",
     "HunYuanVLForConditionalGeneration",
     "WhisperForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Multimodal architectures that are tested against another implementation; others may need features that are
 missing."""
@@ -61,9 +62,18 @@ RECURRENT_ARCHITECTURES = (
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
     "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
     "Mamba2ForCausalLM",
     "MambaForCausalLM",
+    "MiniMaxForCausalLM",
+    "MiniMaxText01ForCausalLM",
+    "NemotronHForCausalLM",
     "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Zamba2ForCausalLM",
 )
 """Architectures with recurrent layers whose tokens are held against another implementation."""
 WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", *multimodal.VIDEOS_UNTRIED)
@@ -75,6 +85,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedConfigError for the first setting that this runner does not serve."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
+    wrong = wrong_processors(vllm_config)
     refusals = {
         # This comes before KV transfer, since vLLM turns offloading into it.
         "KV offloading is not supported yet: leave out kv_offloading_size": (
@@ -104,10 +115,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         "routed experts are not returned yet: leave out enable_return_routed_experts": (
             returns_routed_experts(vllm_config)
         ),
-        "logits processors are not supported with vLLM's second runner, which has another interface for them: set "
-        "VLLM_USE_V2_MODEL_RUNNER=0": (
-            (setting(model, "logits_processors") or _plugins()) and uses_second_runner(vllm_config)
-        ),
+        f"{', '.join(wrong)}: logits processors with the interface of vLLM's first model runner "
+        "are not supported with its second: set VLLM_USE_V2_MODEL_RUNNER=0": wrong,
         # Settings that only newer releases of vLLM have.
         "watermarks are not supported yet: leave out watermark_config": setting(vllm_config, "watermark_config"),
         "diffusion models are not supported yet: leave out diffusion_config": setting(vllm_config, "diffusion_config"),
@@ -138,20 +147,16 @@ def check_config(vllm_config: VllmConfig) -> None:
         _check_encoder_decoder(vllm_config)
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
-    if model and model.is_multimodal_model:
+    if model and multimodal.takes_items(model):
         _check_multimodal(vllm_config)
-
-
-def _refuse(refusals: dict[str, Any]) -> None:
-    """Raises UnsupportedConfigError with the first message whose setting is asked for."""
-    for message, is_asked in refusals.items():
-        if is_asked:
-            raise UnsupportedConfigError(message)
+    elif model and model.is_multimodal_model:
+        _check_text_alone(model)
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:
     config = vllm_config.speculative_config
     assert config is not None
+    plugins = plugins_with_processors()
     chain = str([(0,) * (length + 1) for length in range(config.num_speculative_tokens)])
     refusals = {
         f"speculative method {config.method} is not supported yet: use one of {', '.join(SPECULATIVE_METHODS)}": (
@@ -185,7 +190,7 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
             vllm_config.model_config.enable_prompt_embeds
         ),
     }
-    _refuse(refusals)
+    refuse(refusals)
     try:
         read_speculation(vllm_config)
     except ValueError as error:
@@ -222,7 +227,8 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
         ),
         **_computed_otherwise(config),
     }
-    _refuse(refusals)
+    refuse(refusals)
+    check_ranks(config, vllm_config.parallel_config.tensor_parallel_size)
 
 
 def _computed_otherwise(config: Any) -> dict[str, Any]:
@@ -231,16 +237,22 @@ def _computed_otherwise(config: Any) -> dict[str, Any]:
     half = config.hidden_size // config.num_attention_heads // 2 if kind == "bamba" else 0
     return {
         "vLLM shares the embeddings of LFM2 with its head, and this checkpoint does not (tie_word_embeddings): use a "
-        "checkpoint that does": kind == "lfm2" and not config.tie_word_embeddings,
+        "checkpoint that does": kind in ("lfm2", "lfm2_moe") and not config.tie_word_embeddings,
         "vLLM applies the gate of Falcon-H1 after its norm, and this checkpoint before it: use a checkpoint without "
         "mamba_norm_before_gate": (
             kind == "falcon_h1" and config.mamba_rms_norm and getattr(config, "mamba_norm_before_gate", True)
+        ),
+        "this release of vLLM has experts without a gate on some devices alone: use vLLM 0.33, or a Nemotron-H "
+        "without experts": IS_ONE_MODULE and kind == "nemotron_h" and "E" in config.hybrid_override_pattern,
+        "vLLM adds the layers of MiniMax to their inputs before a norm, unless the config has postnorm, and "
+        "transformers to those after it: set postnorm to true in config.json": (
+            kind.startswith("minimax") and not getattr(config, "postnorm", False)
         ),
         f"Bamba rotates half of each head, and vLLM attn_rotary_emb numbers of it: set that to {half} in config.json": (
             kind == "bamba" and getattr(config, "attn_rotary_emb", None) != half
         ),
         "recurrent layers are computed with SiLU: use a checkpoint whose hidden_act is silu": (
-            getattr(config, "hidden_act", "silu") not in ("silu", "swish")
+            activation not in ("silu", "swish")
         ),
         "time steps of recurrent layers are not limited: use a checkpoint whose time_step_limit is [0, Infinity]": (
             limit is not None and tuple(limit) != (0.0, math.inf)
@@ -262,16 +274,34 @@ def _check_encoder_decoder(vllm_config: VllmConfig) -> None:
             vllm_config.speculative_config
         ),
     }
-    _refuse(refusals)
+    refuse(refusals)
+
+
+def _check_text_alone(model: ModelConfig) -> None:
+    name = model.architecture
+    refuse(
+        {
+            f"{name} is not supported yet: tokens of its prompts see those after them, also without an image": (
+                name in SEES_WHOLE_PROMPT
+            ),
+            "prompt embeddings are not supported with text of multimodal models yet: leave out enable_prompt_embeds": (
+                model.enable_prompt_embeds
+            ),
+        }
+    )
+    if name not in multimodal.tried(MULTIMODAL_ARCHITECTURES):
+        logger.warning("The text of %s was not compared with another implementation.", name)
 
 
 def _check_multimodal(vllm_config: VllmConfig) -> None:
     model, drafts = vllm_config.model_config, vllm_config.speculative_config
     config = model.multimodal_config
     served = multimodal.tried(MULTIMODAL_ARCHITECTURES)
+    has_alone = model.architecture not in (*SEES_WHOLE_PROMPT, *multimodal.OTHER_ITEMS) and not model.is_encoder_decoder
+    alone = f"its text alone ({TEXT_ALONE})" if has_alone else "a text-only model"
     refusals = {
-        f"{model.architecture} is not supported yet: use a text-only model, or one of "
-        f"{', '.join(served)}": model.architecture not in served,
+        f"{model.architecture} is not supported yet: use {alone}, or one of {', '.join(served)}": model.architecture
+        not in served,
         f"videos are not supported with {model.architecture} yet: set limit_mm_per_prompt to {{'video': 0}}": (
             model.architecture in WITHOUT_VIDEO and config and config.get_limit_per_prompt("video") > 0
         ),
@@ -279,7 +309,8 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
             vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora
         ),
         f"drafts by {drafts and drafts.method} are not supported with multimodal models yet: use one of "
-        f"{', '.join(BESIDE_IMAGES)}, or leave out speculative_config": drafts and drafts.method not in BESIDE_IMAGES,
+        f"{', '.join(METHODS_WITH_IMAGES)}, or leave out speculative_config": drafts
+        and drafts.method not in METHODS_WITH_IMAGES,
         "prompt embeddings are not supported with multimodal models yet: leave out enable_prompt_embeds": (
             model.enable_prompt_embeds
         ),
@@ -298,19 +329,16 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         "an image is longer than this model's window, and the keys of its first tokens may be freed when a cached "
         "prefix ends inside it: set enable_prefix_caching=False": vllm_config.cache_config.enable_prefix_caching
         and _has_images_longer_than_window(model),
+        "an image is longer than this model's window, and transformers of this release hides its first tokens from its "
+        "last: use vLLM 0.16": not multimodal.SEES_BEFORE_WINDOW and _has_images_longer_than_window(model),
     }
-    _refuse(refusals)
+    refuse(refusals)
 
 
 def _has_images_longer_than_window(model: ModelConfig) -> bool:
     """Whether a window is shorter than a run of tokens that see each other."""
     window = getattr(model.hf_text_config, "sliding_window", None)
     return bool(model.is_mm_prefix_lm and window and window < getattr(model.hf_config, "mm_tokens_per_image", 0))
-
-
-def _plugins() -> list[str]:
-    """Names of installed plugins with logits processors."""
-    return [each.name for each in entry_points(group=LOGITSPROCS_GROUP)]
 
 
 def _size_of(parallel_config: ParallelConfig | None) -> int | None:

@@ -43,6 +43,7 @@ from model_runner_base.loader import change_config, reload_checkpoint
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.multimodal.factory import choose_encoder
 from model_runner_base.requests.failures import RequestErrors
+from model_runner_base.start.processors import load_processors
 from model_runner_base.start.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.start.wiring import StepParts, wire
 from model_runner_base.step.batch import InputBatch
@@ -57,7 +58,7 @@ from model_runner_base.vllm_compat.types.outputs import (
     DraftTokenIds,
     FailedOutput,
     ModelRunnerOutput,
-    StepOutput,
+    make_output,
 )
 from model_runner_base.vllm_compat.types.schedule import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 
@@ -91,11 +92,11 @@ class ModelRunnerBase:
         self.background_compiler = BackgroundCompiler(self.step_guard)
         """Compiler of step sizes that are made while steps are served."""
         self.max_model_len = self.model_config.max_model_len
-        self._reach: int | None = None
-        """Number of tokens of a request that tables and graphs are made for; None before they are made."""
+        self._wired_model_len: int | None = None
+        """Model length that block tables and graphs were made for; None before ``initialize_kv_cache``."""
         self.errors = RequestErrors(vllm_config.parallel_config.world_size)
-        self.is_all_failed = False
-        """Whether ``execute_model`` left out every request of its step because each failed, so nothing is pending."""
+        self.all_failed = False
+        """Whether every request of the last step failed, so that ``execute_model`` left nothing to sample."""
         self.pending: Forward | None = None
         """Forward pass that ``execute_model`` left for ``sample_tokens``; None if there is none."""
 
@@ -148,10 +149,10 @@ class ModelRunnerBase:
         """Returns the sampler of a mode; it takes the parameters of ``sample`` after the first three."""
         return partial(sample, mode, reads_processed(self.model_config.logprobs_mode), self.graph_policy.sort_limits)
 
-    def make_output(self, batch: InputBatch, sampled: SampledStep) -> AsyncModelRunnerOutput:
+    def make_output(self, batch: InputBatch, results: SampledStep | PooledStep) -> AsyncModelRunnerOutput:
         """Makes the output of a step. The next step may change the arrays of ``batch``, so an output copies what it
         keeps."""
-        return StepOutput(batch, sampled, self.device_ops)
+        return make_output(batch, results, self.device_ops)
 
     # ---- The engine's contract: before the first step ----
 
@@ -179,7 +180,7 @@ class ModelRunnerBase:
             self.device_ops.synchronize()
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        return supported_tasks(self.model)
+        return supported_tasks(self.model, self.model_config)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return collect_specs(self.vllm_config)
@@ -193,16 +194,16 @@ class ModelRunnerBase:
 
         Later it can only be lowered, since block tables, plans and captured sizes are made for one length.
         """
-        if self._reach is not None and max_model_len > self._reach:
+        if self._wired_model_len is not None and max_model_len > self._wired_model_len:
             raise ValueError(
-                f"max_model_len cannot grow to {max_model_len} once the KV cache is made for {self._reach}: "
+                f"max_model_len cannot grow to {max_model_len} once the KV cache is made for {self._wired_model_len}: "
                 "start the engine with the larger one"
             )
         self.max_model_len = max_model_len
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates and binds the KV caches, and wires the step, whose parts depend on them."""
-        self._reach = self.max_model_len
+        self._wired_model_len = self.max_model_len
         self.parts = wire(self, read_layout(kv_cache_config))
 
     @property
@@ -233,20 +234,20 @@ class ModelRunnerBase:
     @guarded
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
-    ) -> ModelRunnerOutput | None:
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless this returns an output.
 
         ``intermediate_tensors`` would come from an earlier stage of a pipeline, which limits.py refuses.
         """
-        schedule, parts, self.is_all_failed = read_schedule(scheduler_output), self.parts, False
+        schedule, parts, self.all_failed = read_schedule(scheduler_output), self.parts, False
         if not schedule.total_num_tokens:
             self._update_states(schedule)
             return EMPTY_MODEL_RUNNER_OUTPUT
         schedule = self._update_states(schedule)
         self._execute_encoder(schedule)
-        self.is_all_failed = not schedule.total_num_tokens
-        if self.is_all_failed:
-            return None
+        self.all_failed = not schedule.total_num_tokens
+        if self.all_failed:
+            return FailedOutput([], {}, errors=self.errors.take()) if parts.head.answers_at_once else None
         batch, step = self._prepare_inputs(schedule)
         logits, slots, hidden_states, *kept = parts.graph.run(batch, step)
         forward = Forward(schedule, batch, step, logits, slots, hidden_states, tuple(kept))
@@ -254,7 +255,8 @@ class ModelRunnerBase:
         if answer is not None:
             if self.errors:
                 answer.errors = self.errors.take()
-            return self.make_output(batch, answer).get_output()
+            launched = self.make_output(batch, answer)
+            return launched if self.scheduler_config.async_scheduling else launched.get_output()
         self.pending = forward
         return None
 
@@ -265,7 +267,7 @@ class ModelRunnerBase:
         pending, self.pending = self.pending, None
         if pending is None:
             # Unless every request failed alone, execute_model itself has failed, and the engine raises its exception.
-            return FailedOutput([], {}, errors=self.errors.take()) if self.is_all_failed else None
+            return FailedOutput([], {}, errors=self.errors.take()) if self.all_failed else None
         parts, batch = self.parts, pending.batch
         plan = self._prepare_sampling(batch)
         sampled = parts.head.sample(plan, pending, read_grammar(grammar_output))
@@ -290,7 +292,7 @@ class ModelRunnerBase:
 
     def _execute_encoder(self, schedule: Schedule) -> None:
         """Runs the encoder on the items that the scheduler names."""
-        if schedule.encoder_inputs or schedule.orphans:
+        if schedule.encoder_inputs or schedule.failed_items:
             with override_forward_context(self.parts.forward_context):
                 self.encoder.run(schedule, self.parts.requests.infos)
 

@@ -6,14 +6,19 @@ imports the platform, so this file may not import that package, or a folder that
 
 import math
 import os
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from model_runner_base.front_end import quiet_scheduler_warning, stand_before
 from model_runner_base.our_engines import SCHEDULER, check_arriving
-from model_runner_base.vllm_compat.probes.config import forgo_kv_scales, offloads_weights, set_default_block_size
+from model_runner_base.vllm_compat.probes.config import (
+    calculates_kv_scales,
+    forgo_kv_scales,
+    offloads_weights,
+    set_default_block_size,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -186,10 +191,10 @@ class PagedPlatform(Platform):
             vllm_config.parallel_config.worker_cls = cls.worker_cls
         if cls.stands_before_requests:
             stand_before(vllm_config, cls.scheduler_cls)
-        scheduler = vllm_config.scheduler_config
-        if vllm_config.model_config and vllm_config.model_config.is_mm_prefix_lm:
+        scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+        if model and model.is_mm_prefix_lm and takes_items(model):
             # Tokens of an image see each other, so they must be in one step. vLLM's own schedulers may split an image.
-            if scheduler.scheduler_cls != cls.scheduler_cls or not has_steps_of_rows():
+            if scheduler.scheduler_cls != cls.scheduler_cls or not has_known_steps():
                 raise UnsupportedConfigError(
                     "tokens of an image see each other in this model, and another scheduler may split an image: leave "
                     "out scheduler_cls"
@@ -197,8 +202,8 @@ class PagedPlatform(Platform):
             scheduler.disable_chunked_mm_input = True
             # Two consecutive items may share a token of text, so the outputs of both are held at once.
             scheduler.encoder_cache_size = 2 * scheduler.max_num_batched_tokens
-        if vllm_config.model_config and vllm_config.model_config.is_encoder_decoder:
-            make_room_for_encoder(vllm_config)
+        if model and model.is_encoder_decoder:
+            raise_limit_for_encoder(vllm_config)
         if vllm_config.parallel_config.world_size > 1 or cls.forbids_fork():
             # A forked process has the locks of its parent's threads, and none of the threads.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -229,8 +234,8 @@ class PagedPlatform(Platform):
             # Methods that a user registered bring their own kernels.
             if quantization in get_args(QuantizationMethods) and quantization not in cls.supported_quantization:
                 raise UnsupportedConfigError(
-                    f"quantization {quantization} has no kernels here: leave it out, and use the checkpoint that a "
-                    "quantised one was made from"
+                    f"{each.architecture} is not supported here yet: vLLM runs its keys and values of unequal head "
+                    "sizes with kernels of its own; use another model"
                 )
         if not cache.kv_cache_memory_bytes and cls.shares_host_memory(vllm_config):
             cache.kv_cache_memory_bytes = int(cls._kv_cache_gib() * GIB)

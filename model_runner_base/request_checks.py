@@ -11,6 +11,7 @@ from model_runner_base import limits
 from model_runner_base.errors import RequestError
 from model_runner_base.inputs.embeddings import check_embeds
 from model_runner_base.multimodal.item_checks import check_items, item_width
+from model_runner_base.vllm_compat.probes.multimodal import decoder_of
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class RequestChecks:
     def check(self, processed_inputs: Any, params: SamplingParams | PoolingParams) -> None:
         """Raises ValueError for a request whose output would be wrong; takes arguments of
         ``Platform.validate_request``."""
-        decoded = processed_inputs.get("decoder", processed_inputs)
+        decoded = decoder_of(processed_inputs)
         limits.check_request(params, decoded.get("prompt_token_ids") or [], self.vocab_size)
-        if "encoder" in processed_inputs and not decoded.get("mm_placeholders"):
+        if self.vector_size and (dimensions := getattr(params, "dimensions", None) or 0) > self.vector_size:
+            raise RequestError(f"dimensions={dimensions} is more than the {self.vector_size} that vectors have here")
+        if decoded is not processed_inputs and not decoded.get("mm_placeholders"):
             raise RequestError("this model has nothing to hear: give a sound in the multi_modal_data of encoder_prompt")
         if items := decoded.get("mm_kwargs"):
             check_items(items, decoded["mm_placeholders"], self.item_width)

@@ -240,6 +240,23 @@ SAMPLING: dict[str, Rule] = {
 }
 """Rules by field of ``SamplingParams``. A field that is None is not checked."""
 
+POOLING: dict[str, Rule] = {
+    "truncate_prompt_tokens": Integer(-1, INT64_MAX),
+    "use_activation": Flag(),
+    "dimensions": Integer(1, INT64_MAX),
+    "step_tag_id": ANY,
+    "returned_token_ids": Tokens(in_vocabulary=False),
+    "task": ByVllm("checked against the model's tasks"),
+    "requires_token_ids": ByVllm("set by poolers"),
+    "skip_reading_prefix_cache": Flag(),
+    "extra_kwargs": ByVllm("set by the front end, for pairs of texts"),
+    "output_kind": ByVllm("an enumeration"),
+    # Of newer releases.
+    "late_interaction_params": NotYet(),
+    "late_chunking_params": NotYet(),
+}
+"""Rules by field of ``PoolingParams``. A field that is None is not checked."""
+
 REQUEST: dict[str, Rule] = {
     "request_id": Text(),
     "prompt_token_ids": ByVllm("checked against the vocabulary when the request arrives"),
@@ -247,7 +264,7 @@ REQUEST: dict[str, Rule] = {
     "prompt_is_token_ids": ByVllm("refused when the request arrives"),
     "mm_features": ByVllm("made by the model's processor"),
     "sampling_params": ByVllm("has a table of its own"),
-    "pooling_params": ByVllm("refused when the request arrives"),
+    "pooling_params": ByVllm("has a table of its own"),
     "eos_token_id": ByVllm("the tokenizer's"),
     "arrival_time": Number(-math.inf, math.inf),
     "lora_request": Adapter(),
@@ -278,9 +295,15 @@ def _check_all(rules: Mapping[str, Rule], values: Any, vocab_size: int) -> None:
 
 def check_params(params: SamplingParams | PoolingParams, vocab_size: int) -> None:
     """Raises RequestError for the first field of a request's parameters that is out of its range."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError("this runner generates text: pooling requests are not supported")
-    _check_all(SAMPLING, params, vocab_size)
+    if isinstance(params, SamplingParams):
+        _check_all(SAMPLING, params, vocab_size)
+        return
+    _check_all(POOLING, params, vocab_size)
+    if params.task in EVERY_TOKEN and params.skip_reading_prefix_cache is False:
+        raise RequestError(
+            f"{params.task} needs every token of the prompt computed, and with skip_reading_prefix_cache=False the "
+            "prefix cache may have some: leave it out"
+        )
 
 
 def check_prompt(token_ids: list[int], vocab_size: int) -> None:

@@ -48,7 +48,7 @@ class StateUpdates:
             errors.forget(schedule.finished)
             schedule = schedule.without(errors)
         if schedule.arrivals:
-            requests.make_room([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
+            requests.free_rows_for([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
             for arrival in schedule.arrivals:
                 known = requests.infos.get(arrival.req_id)
                 with errors.of(arrival.req_id, known.items if known else arrival.items):

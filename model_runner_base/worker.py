@@ -209,7 +209,9 @@ class ModelRunnerWorker(WorkerBase):
 
     # ---- Steps ----
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute_model(  # type: ignore[override]
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         if self._profiler is not None:
             self._profiler.step()
         return self.model_runner.execute_model(scheduler_output)

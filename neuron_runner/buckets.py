@@ -27,7 +27,9 @@ class NeuronBuckets(BucketPolicy):
         requests = _given(self.config.num_seqs_buckets, 1, limits.max_num_reqs)
         contexts = _given(self.config.context_length_buckets, 128, limits.max_model_len)
         tokens = _given(self.config.num_batched_tokens_buckets, 128, limits.max_num_tokens)
-        if requests or contexts:
+        if not limits.decodes:
+            decode = []
+        elif requests or contexts:
             decode = self._decode_grid(limits, requests, contexts)
         else:
             decode = [size for size in self._placed(limits) if size.kind == StepKind.DECODE]
@@ -58,12 +60,14 @@ class NeuronBuckets(BucketPolicy):
         """
         sizes, most_rows = [], limits.max_num_reqs
         few_rows = min(most_rows, max(8, most_rows // 8))
+        decode_rows, bits = ({most_rows, few_rows}, 2) if limits.decodes else ({0}, 1)
         for num_tokens in tokens:
             num_chunks = min(num_tokens, most_rows)
             num_tiles = limits.num_tiles(num_tokens, num_chunks)
             most_pairs, fewest = num_tiles * limits.max_chunk_kv_tiles, max(8, 2 * num_tokens // limits.chunk.query)
-            shares = [4**quarter for quarter in range(max(1, (most_pairs // fewest).bit_length() // 2))]
-            for rows, share in product({most_rows, few_rows}, shares):
+            num_shares = max(1, (most_pairs // fewest).bit_length() // bits)
+            shares = [1 << (bits * power) for power in range(num_shares)]
+            for rows, share in product(decode_rows, shares):
                 decode_pairs, chunk_pairs = max(rows, rows * limits.max_kv_tiles // share), most_pairs // share
                 tiles = min(num_tiles, chunk_pairs)  # Each has a pair at least.
                 sizes.append(limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, tiles))

@@ -29,7 +29,7 @@ class OpenXlaPolicy(NeuronBuckets):
 
     def __init__(self, config: NeuronConfig, num_workers: int = 1) -> None:
         super().__init__(config)
-        self._compiles_behind = config.warms_up_behind(num_workers)
+        self._compiles_in_background = config.warms_up_in_background(num_workers)
         self._compiler = Compiler()
 
     def configure(self, limits: StepLimits) -> None:
@@ -73,7 +73,7 @@ class OpenXlaPolicy(NeuronBuckets):
             run()
 
     def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
-        if not self._compiles_behind:
+        if not self._compiles_in_background:
             return sizes
         return self.largest_sizes(sizes)
 
@@ -82,7 +82,7 @@ class OpenXlaPolicy(NeuronBuckets):
         if made + GRAPHS_A_SIZE > kept:
             enough = GRAPHS_A_SIZE * len(self.sizes)
             raise RuntimeError(f"torch_xla keeps {kept} graphs: set {CACHE_SIZE} to {enough}, or leave it out")
-        with self._compiler.behind() as compilations:
+        with self._compiler.in_background() as compilations:
             run()
 
         def wait() -> None:

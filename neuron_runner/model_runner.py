@@ -44,7 +44,7 @@ class NeuronModelRunner(ModelRunnerBase):
         if is_quantized:
             quantization.check_quantizable(self.model_config)
         self.model = load_checkpoint(self.vllm_config)
-        with towers_left_out(self.model):  # They run on the host.
+        with towers_left_out(self.model), pooler_left_out(self.model):  # They run on the host.
             if self.vllm_config.lora_config is None:  # An adapter of the head adds to whole rows.
                 self.vocabulary = cut_vocabulary(self.model)
             if is_quantized:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -48,6 +48,10 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # Two products of half the rows.
         return torch.cat([torch.matmul(half, weight) for half in x.chunk(2)])
     return torch.matmul(x, weight)
+
+
+_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+"""vLLM's scales of a layer's KV cache."""
 
 
 class RelaidWeights:
@@ -103,7 +107,8 @@ def move(model: nn.Module, device: torch.device) -> None:
     """
     if device.type == "cpu":
         return  # It was loaded there.
-    scales = [(module, dict(module.named_buffers())) for module in model.modules() if isinstance(module, Attention)]
+    layers = [module for module in model.modules() if isinstance(module, Attention | MLAAttention)]
+    scales = [(layer, {name: getattr(layer, name) for name in _SCALES if hasattr(layer, name)}) for layer in layers]
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.to(device)
@@ -120,7 +125,7 @@ def refuse_loading(model: nn.Module) -> None:
     ``reload_weights`` still works: it uses what vLLM noted about each layer before this.
     """
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    if any(isinstance(method, (RelaidWeights, PlainExpertsMethod)) for method in methods):
+    if any(isinstance(method, (RelaidWeights, PlainExpertsMethod, AbsorbedProjection)) for method in methods):
         for parameter in model.parameters():
             parameter.weight_loader = _refuse  # type: ignore[attr-defined]
 

@@ -46,14 +46,12 @@ class Adapters:
 
     # ---- Logits of some of a step's hidden states, computed after the step ----
 
-    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
-        """Further inputs of the graph that computes ``count`` rows of logits for the request in ``row``.
-
-        None as ``row``: the rows are padding.
-        """
+    def logits_inputs(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
+        """Further inputs of the graph that computes ``count`` rows of logits for the request in ``row``; None as
+        ``row`` is padding."""
         return ()
 
-    def bind_logits(self, *beside: torch.Tensor) -> None:
+    def bind_logits(self, *inputs: torch.Tensor) -> None:
         """Binds the adapters for the model's head. Part of that graph."""
 
     def unbind_logits(self) -> None:

@@ -41,8 +41,12 @@ def widths_of(layers: Mapping[str, BaseLayerWithLoRA], packed: Mapping[str, list
         elif isinstance(layer, LogitsProcessorWithLoRA):
             found[name] = layer.hidden_size, layer.vocab_size
         elif name in packed:
-            outputs = _outputs_of(base)
-            found.update({part: (base.input_size, width) for part, width in zip(packed[name], outputs, strict=False)})
+            outputs, parts = _outputs_of(base), packed[name]
+            assert len(outputs) >= len(parts), name
+            # The first part may be several outputs: queries, keys and values of a gated delta net are one matrix.
+            first = len(outputs) - len(parts) + 1
+            outputs = [sum(outputs[:first]), *outputs[first:]]
+            found.update({part: (base.input_size, width) for part, width in zip(parts, outputs, strict=True)})
         else:
             found[name] = base.input_size, sum(_outputs_of(base))
     return found

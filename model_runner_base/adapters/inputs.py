@@ -66,8 +66,8 @@ class AdapterInputs(StepComponent):
     def unbind(self) -> None:
         self._adapters.products.unbind()
 
-    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
-        """Returns the slots for ``Adapters.beside_logits``."""
+    def logits_inputs(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
+        """Returns the slots for ``Adapters.logits_inputs``."""
         slot = NO_SLOT if row is None else self._slots[row]
         return (np.full(count, slot, np.int32),)
 

@@ -53,7 +53,7 @@ class KernelProducts:
             raise UnsupportedConfigError(f"vLLM's LoRA kernels do not take {dtype}: use --dtype bfloat16 or float16")
         if lora.lora_dtype != dtype:
             raise UnsupportedConfigError(
-                f"vLLM's LoRA kernels do not take adapters in {lora.lora_dtype} beside {dtype}: leave out lora_dtype"
+                f"vLLM's LoRA kernels take no {lora.lora_dtype} adapters with a {dtype} model: leave out lora_dtype"
             )
         if lora.specialize_active_lora:
             raise UnsupportedConfigError(

@@ -70,8 +70,8 @@ class LoRAAdapters(Adapters):
         self._inputs = AdapterInputs(requests, self)
         return (self._inputs,)
 
-    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
-        return self._inputs.beside_logits(row, count)
+    def logits_inputs(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
+        return self._inputs.logits_inputs(row, count)
 
     def bind_logits(self, slots: torch.Tensor) -> None:  # type: ignore[override]
         self.products.bind(slots, slots)

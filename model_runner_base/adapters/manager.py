@@ -18,6 +18,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.layers.linear import LinearBase
 
 from model_runner_base.adapters.checks import Names, check_config, check_fit, widths_of
 from model_runner_base.adapters.slots import SlotLayer
@@ -38,21 +39,32 @@ class SlotManager(LRUCacheLoRAModelManager):
 
         LoRA layers of experts need vLLM's kernels. Drafts are guesses, which need no adapter. Poolers run on the host.
         """
-        experts = {
-            name.rpartition(".")[2] for name, layer in self.model.named_modules() if isinstance(layer, ExpertsLayer)
+        own = pooler_modules(self.model)
+        without = {
+            name.rpartition(".")[2]
+            for name, layer in self.model.named_modules()
+            if isinstance(layer, ExpertsLayer) or any(layer is each for each in own)
         }
-        self.supported_lora_modules = [name for name in self.supported_lora_modules if name not in experts]
+        self.supported_lora_modules = [name for name in self.supported_lora_modules if name not in without]
+        self.supported_modules_to_save: set[str] = set()
+        """Whole layers that vLLM takes from an adapter, in releases that take classifiers; none here."""
         draft = self.model._modules.pop(DRAFT, None)
         try:
             super()._create_lora_modules()
+            self._replace_everywhere()
         finally:
             if draft is not None:
                 setattr(self.model, DRAFT, draft)
 
     def _match_target_modules(self, module_name: str) -> bool:
-        """Whether the layer takes adapters: it is not one of experts, and ``lora_target_modules`` allows it."""
-        is_experts = isinstance(self.model.get_submodule(module_name), ExpertsLayer)
-        return not is_experts and super()._match_target_modules(module_name)
+        """Whether the layer takes adapters: it is a matrix, not one of experts, and ``lora_target_modules`` allows
+        it."""
+        layer = self.model.get_submodule(module_name)
+        weight: Any = getattr(layer, "weight", None)
+        # A convolution is one of vLLM's linear layers, with a weight of three dimensions.
+        is_convolution = isinstance(layer, LinearBase) and weight is not None and weight.dim() == 3
+        is_matrix = not is_convolution and not isinstance(layer, ExpertsLayer)
+        return is_matrix and super()._match_target_modules(module_name)
 
     def use_slots(self, make_layer: Callable[[BaseLayerWithLoRA], SlotLayer]) -> None:
         """Makes ``make_layer``'s layers write adapters from now on, each for one of vLLM's LoRA layers."""
@@ -71,6 +83,22 @@ class SlotManager(LRUCacheLoRAModelManager):
             if layer not in layers.values():  # Tied to another layer, which has the matrices of both.
                 del layer.lora_a_stacked, layer.lora_b_stacked, layer.lora_a_stacked_2d
 
+    def _replace_everywhere(self) -> None:
+        """Puts each LoRA layer in all places where the model has the matrix that it replaced, and keeps its first name.
+
+        A model may name a layer twice: experts hold the shared ones, and these the gate of their outputs.
+        """
+        names: dict[BaseLayerWithLoRA, str] = {}
+        for name, layer in self.modules.items():
+            names.setdefault(layer, name)
+        self.modules = {name: layer for layer, name in names.items()}
+        bases = {layer: layer.base_layer for layer in names}  # type: ignore[attr-defined]
+        matrices = {base: layer for layer, base in bases.items() if isinstance(base, LinearBase)}
+        for parent in list(self.model.modules()):
+            for name, child in parent.named_children():
+                if child in matrices and not isinstance(parent, BaseLayerWithLoRA):
+                    setattr(parent, name, matrices[child])
+
     def _pin_lora_in_gpu_cache(self, lora_id: int) -> None:
         """Puts a pinned adapter into a slot, which steps may still take, as the scheduler counts on all slots.
 
@@ -78,7 +106,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         """
         self.activate_adapter(lora_id)
 
-    def make_room(self, needed: Collection[int]) -> None:
+    def unpin_for(self, needed: Collection[int]) -> None:
         """Unpins adapters if ``max_cpu_loras`` is too small for them and for ``needed``, which a step runs with."""
         pinned = self._registered_adapters.pinned_items
         for number in sorted(pinned - set(needed)):
@@ -125,6 +153,7 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         super().__init__(vllm_config, device, model.embedding_modules, lora_model_cls=Checkpoint)
         # A mixed step has the tokens of chunks and, in addition, decode rows with places for all drafts.
         self.max_num_batched_tokens += self.max_num_seqs * (1 + read_speculation(vllm_config).num_drafts)
+        rename_adapters(model)
         self._names = Names(bool(vllm_config.cache_config.enable_prefix_caching))
         self.create_lora_manager(model, vllm_config)
 
@@ -153,7 +182,7 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         """Puts these adapters, ``max_loras`` at most, into slots, all at the same time."""
         needed = {request.lora_int_id: request for request in requests}
         loaded = self.list_adapters() & needed.keys()
-        self.slots.make_room(needed.keys())
+        self.slots.unpin_for(needed.keys())
         for number in loaded:  # Used before others are loaded, so that none of them is evicted.
             self.slots.get_adapter(number)
             self.slots.activate_adapter(number)

@@ -86,9 +86,9 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
     ) -> torch.Tensor:
         """Adds ``x`` [slices, T, rank] by B to ``y`` [T, out], slice by slice, in columns from ``offset_start`` on."""
         added = [_expand(part, b, self._token_mask) for part, b in zip(x, lora_b_stacked, strict=True)]
-        behind = y.shape[-1] - offset_start - sum(part.shape[-1] for part in added)
-        if offset_start or behind:
-            columns = (y.new_zeros(y.shape[0], offset_start), *added, y.new_zeros(y.shape[0], behind))
+        num_after = y.shape[-1] - offset_start - sum(part.shape[-1] for part in added)
+        if offset_start or num_after:
+            columns = (y.new_zeros(y.shape[0], offset_start), *added, y.new_zeros(y.shape[0], num_after))
             return y + torch.cat([part.to(y.dtype) for part in columns], dim=-1)
         return y + torch.cat(added, dim=-1).to(y.dtype)
 

@@ -38,8 +38,8 @@ def attention_as_one_node() -> Iterator[None]:
 class OneNode:
     """Wrapper of a layer's ``attend``, which Dynamo takes for one operation inside ``attention_as_one_node``."""
 
-    def __init__(self, attend: Attend, weights: list[torch.Tensor]) -> None:
-        """Takes ``attend`` and the ``weights`` that it reads."""
+    def __init__(self, attend: Attend, width: int, weights: list[torch.Tensor]) -> None:
+        """Takes ``attend``, the ``width`` of its results, [T, width], and the ``weights`` that it reads."""
 
         def call(
             query: torch.Tensor,
@@ -50,7 +50,7 @@ class OneNode:
             plans: list[dict[str, Any] | None],
         ) -> torch.Tensor:
             if isinstance(query, FakeTensor):  # Dynamo asks for the shape.
-                return torch.empty_like(query.flatten(1))
+                return query.new_empty((query.shape[0], width))
             slot_blocks, slot_offsets = slots
             decode, chunks = (None if plan is None else PairPlan(**plan) for plan in plans)
             metadata = PagedAttentionMetadata(slot_blocks, slot_offsets, num_decode_tokens, decode, chunks)

@@ -73,13 +73,13 @@ def count_pairs(
         first, request_end = num_computed[request], num_computed[request] + query_len[request]
         while first < request_end:
             end = min(first + query_tile, request_end)
-            behind_tile = token + end - first
-            spans = span_first[token:behind_tile], span_last[token:behind_tile]
+            next_token = token + end - first
+            spans = span_first[token:next_token], span_last[token:next_token]
             start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole, *spans)
             pairs_per_tile[tile] = stop - start
             num_pairs += stop - start
             tile += 1
-            first, token = end, behind_tile
+            first, token = end, next_token
     return tile, num_pairs
 
 
@@ -113,21 +113,21 @@ def fill_pairs(
         first, request_end = num_computed[request], num_computed[request] + query_len[request]
         while first < request_end:
             end = min(first + query_tile, request_end)
-            behind_tile = token + end - first
-            spans = span_first[token:behind_tile], span_last[token:behind_tile]
+            next_token = token + end - first
+            spans = span_first[token:next_token], span_last[token:next_token]
             start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole, *spans)
-            behind = pair + stop - start
+            next_pair = pair + stop - start
             # Slices, so that the compiler can fill several places at a time.
-            tiles, starts = pair_tile[pair:behind], pair_start[pair:behind]
+            tiles, starts = pair_tile[pair:next_pair], pair_start[pair:next_pair]
             for index in range(stop - start):
                 tiles[index] = tile
                 starts[index] = (start + index) * kv_tile
-            blocks, seen = all_blocks[pair * width : behind * width], row_blocks[start * width : stop * width]
+            blocks, seen = all_blocks[pair * width : next_pair * width], row_blocks[start * width : stop * width]
             for index in range(len(blocks)):
                 blocks[index] = seen[index]
-            pair = behind
+            pair = next_pair
             tile += 1
-            first, token = end, behind_tile
+            first, token = end, next_token
     # After the first padding pair all are padding: no step of this size reached so far, and the first one padded the
     # buffer of zeros to its end. For this to hold, code that adds pairs must leave no padding between them.
     while pair < len(pair_start) and pair_start[pair] != FAR:

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.attention.capture import OneNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
+from model_runner_base.attention.numbers import numbers_of
 
 MASK_VALUE = -1e30
 SEES_NOTHING = -1e29
@@ -136,7 +137,16 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.alibi_slopes = alibi_slopes
         self.sinks = sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._one_node = OneNode(self.attend, [] if sinks is None else [sinks])
+        self._one_node = OneNode(self.attend, num_heads * self.value_size, [] if sinks is None else [sinks])
+
+    @property
+    def value_size(self) -> int:
+        """Head size of values, and of what attention returns."""
+        return self.head_size
+
+    def make_format(self) -> CacheFormat:
+        """Makes the format of the layer's cache."""
+        return CacheFormat(self.num_kv_heads, self.head_size, self.numbers)
 
     def forward(
         self,
@@ -195,8 +205,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         # A padding row sees nothing: its sum is 0, and its output must stay finite.
         out = out / total.clamp(min=1e-30)
         group = self.num_heads // self.num_kv_heads
-        out = out.view(-1, self.num_kv_heads, plan.last.shape[1], group, self.head_size).transpose(1, 2)
-        out = out.reshape(-1, self.num_heads * self.head_size)
+        out = out.view(-1, self.num_kv_heads, plan.last.shape[1], group, self.value_size).transpose(1, 2)
+        out = out.reshape(-1, self.num_heads * self.value_size)
         return (out if plan.token_slots is None else out[plan.token_slots]).to(query.dtype)
 
     def _attend_pairs(
@@ -243,7 +253,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
         total = weights.sum(dim=1)
         out = torch.matmul(weights.to(values.dtype).transpose(1, 2), values)
-        out = out.view(-1, kv_heads, num_queries * group, kv_heads, head_size)
+        out = out.view(-1, kv_heads, num_queries * group, kv_heads, self.value_size)
         out = torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1)
         rows = (-1, kv_heads, num_queries * group, 1)
         return out.float(), maximum.view(rows), total.view(rows)
@@ -277,13 +287,13 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         reference = torch.matmul(is_of.t(), maximum.flatten(1)).view(-1, kv_heads, tile * group, 1)
         weights = torch.exp(scores - reference)
         out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2)).float()
-        out = torch.matmul(is_of, out.flatten(1)).view(num_tiles, kv_heads, tile * group, head_size)
+        out = torch.matmul(is_of, out.flatten(1)).view(num_tiles, kv_heads, tile * group, self.value_size)
         total = torch.matmul(is_of, weights.sum(dim=3).flatten(1)).view(num_tiles, kv_heads, tile * group, 1)
         if self.sinks is not None:
             scale, total = self._sink(maximum.unsqueeze(3), total)
             out = out * scale
-        out = (out / total.clamp(min=1e-30)).view(num_tiles, kv_heads, tile, group, head_size).transpose(1, 2)
-        return out.reshape(-1, self.num_heads * head_size)[plan.token_slots].to(query.dtype)
+        out = (out / total.clamp(min=1e-30)).view(num_tiles, kv_heads, tile, group, self.value_size)
+        return out.transpose(1, 2).reshape(-1, self.num_heads * self.value_size)[plan.token_slots].to(query.dtype)
 
     def _score(
         self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan

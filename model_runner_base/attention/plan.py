@@ -41,9 +41,9 @@ class PairGeometry:
     @property
     def num_levels(self) -> int:
         """Number of levels of the merge tree that the longest request needs."""
-        levels, reach = 1, FAN_IN
-        while reach < self.max_kv_tiles:
-            levels, reach = levels + 1, reach * FAN_IN
+        levels, num_merged = 1, FAN_IN
+        while num_merged < self.max_kv_tiles:
+            levels, num_merged = levels + 1, num_merged * FAN_IN
         return levels
 
     def level_sizes(self, num_tiles: int, num_pairs: int) -> list[int]:

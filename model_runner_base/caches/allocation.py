@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -42,6 +42,8 @@ def allocate(
             name: _Form.of(*kept[name], tensor.num_blocks, layers[name].get_attn_backend(), vllm_config, kv_tile_target)
             for name in tensor.layer_names
         }
+        if device_ops.has_float8_caches:
+            forms = {name: form.of_floats(layers[name]) for name, form in forms.items()}
         first = forms[tensor.layer_names[0]]
         memory = device_ops.zeros(first.in_memory, first.dtype)
         views: dict[_Form, int] = {}

@@ -20,7 +20,7 @@ from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepLimits
 
-NO_ROOM = -1
+PLAN_IS_FULL = -1
 
 
 class PlanUpdates:
@@ -109,7 +109,7 @@ class PlanUpdates:
             entries.array,
             entries.count,
         )
-        return self.num_pairs != NO_ROOM
+        return self.num_pairs != PLAN_IS_FULL
 
 
 @compiled
@@ -195,7 +195,7 @@ def enter_blocks(
                     pair = num_pairs
                     num_pairs += 1
                     if num_pairs == len(pair_tile):  # The last pair stays neutral.
-                        return NO_ROOM, 0
+                        return PLAN_IS_FULL, 0
                     write(buffer, entries, num_entries, places[1] + pair, tile)
                     hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)
                 write(buffer, entries, num_entries, places[2] + pair, block * block_size)

@@ -29,11 +29,12 @@ def step_limits(
         decode=decode,
         chunk=chunk,
         dims=(*COMMON_DIMS, *(plan_dims(decode, chunk, cross_len) if has_plans else decode_dims(decode))),
-        num_lines=num_lines,
+        num_lines=num_lines if decodes else 0,
         unread=speculation.unread,
         ahead=speculation.ahead,
         pass_tokens=speculation.pass_tokens,
         cross_len=cross_len,
         # A prompt comes whole in the step in which its sound is encoded.
+        decodes=decodes,
         max_arrivals=max(1, scheduler.max_num_encoder_input_tokens // cross_len) if cross_len else None,
     )

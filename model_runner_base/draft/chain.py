@@ -41,7 +41,7 @@ class ChainDrafter(DeviceDrafter):
         )
         self._places = [parts.device_ops.to_device(np.array([place], np.int32)) for place in range(parts.num_drafts)]
 
-    behind = 0
+    token_shift = 0
     """Number of positions by which the draft has a token earlier than the target. A head over hidden states has a token
     at the position of the state that it is paired with."""
 
@@ -139,7 +139,7 @@ class ChainDrafter(DeviceDrafter):
         carried: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the pass over the drafts ``token``, which come after ``place - 1`` others; returns as ``begin`` does."""
-        positions = self.bind_rows(call, rows, (rows.position + place - self.behind).unsqueeze(1))
+        positions = self.bind_rows(call, rows, (rows.position + place - self.token_shift).unsqueeze(1))
         return self.follow(token, positions, carried)
 
     def bind_rows(

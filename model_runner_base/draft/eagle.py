@@ -31,7 +31,7 @@ class EagleDrafter(ChainDrafter):
     The first pass covers the step's own tokens; at each position it takes the next token.
     """
 
-    behind = 1
+    token_shift = 1
 
     def __init__(self, requests: RequestStates, parts: DraftParts) -> None:
         super().__init__(parts)
@@ -102,7 +102,8 @@ class MtpDrafter(EagleDrafter):
         self, token_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.parts.model(input_ids=token_ids, positions=positions, hidden_states=hidden_states)
-        return hidden, hidden
+        # Some layers return both, and give the next pass the hidden states after their norm.
+        return (hidden, hidden) if isinstance(hidden, torch.Tensor) else hidden
 
 
 @compiled

@@ -68,7 +68,7 @@ class ParallelDrafter(ChainDrafter):
         all_positions = self.bind_rows(call, rows, positions, has_chunks, index < num_known + num_masks)
         return torch.where(is_mask, self.parts.mask_token, tokens), is_mask, all_positions
 
-    def states_behind(self, hidden: torch.Tensor, shape: torch.Size, num_known: torch.Tensor) -> torch.Tensor:
+    def states_to_draft_from(self, hidden: torch.Tensor, shape: torch.Size, num_known: torch.Tensor) -> torch.Tensor:
         """Picks the hidden states of each row's last known token and of its masks: [R, k, hidden].
 
         ``hidden`` begins with the states of the rows' tokens; ``shape`` is theirs, [R, N + k - 1].
@@ -90,7 +90,7 @@ class ParallelDraftModel(ParallelDrafter):
         hidden = self.parts.model(
             input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
         )
-        return self.states_behind(hidden, tokens.shape, step.num_yielded + 1)
+        return self.states_to_draft_from(hidden, tokens.shape, step.num_yielded + 1)
 
 
 class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
@@ -112,4 +112,4 @@ class ParallelEagle3(ParallelDrafter, Eagle3Drafter):
             token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], step.yielded).clamp(min=0)))
             states = torch.cat((states, hidden[num_rows * num_places :]))
         after, _ = self.run(token_ids, positions, states)
-        return self.states_behind(after, tokens.shape, step.num_yielded)
+        return self.states_to_draft_from(after, tokens.shape, step.num_yielded)

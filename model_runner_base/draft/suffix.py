@@ -43,13 +43,13 @@ class SuffixDrafter(HostDrafter):
                 cache.evict_cached_response(req_id)
             cache.start_request(req_id, tokens[:-num_new])
         cache.add_active_response(req_id, tokens[-num_new:])
-        room = self._requests.token_ids.shape[1] - num_tokens - 1
-        if room <= 0:
+        num_left = self._requests.token_ids.shape[1] - num_tokens - 1
+        if num_left <= 0:
             return []
         return cache.speculate(
             req_id,
             tokens[-options.max_tree_depth :],
-            max_spec_tokens=min(self._num_drafts, room),
+            max_spec_tokens=min(self._num_drafts, num_left),
             max_spec_factor=options.max_spec_factor,
             min_token_prob=options.min_token_prob,
         ).token_ids

@@ -48,7 +48,8 @@ class BackgroundCompiler:
     starts while another one still makes sizes waits until they are made.
     """
 
-    _begun_ones: ClassVar["weakref.WeakSet[BackgroundCompiler]"] = weakref.WeakSet()
+    _all_started: ClassVar["weakref.WeakSet[BackgroundCompiler]"] = weakref.WeakSet()
+    """Compilers of this process that have started."""
 
     def __init__(self, guard: StepGuard) -> None:
         self._guard = guard
@@ -57,12 +58,12 @@ class BackgroundCompiler:
         self._threads: list[threading.Thread] = []
         self._is_stopped = False
         self._error: Exception | None = None
-        for other in [other for other in self._begun_ones if other.is_making]:
+        for other in [other for other in self._all_started if other.is_making]:
             gc.collect()  # Then an engine that is no longer used makes no more sizes.
             logger.info("Waiting for the step sizes of another engine in this process.")
             other._join()
 
-    def leave(
+    def queue(
         self,
         sizes: Sequence[StepSize],
         made: Iterable[object],
@@ -96,7 +97,7 @@ class BackgroundCompiler:
         runner = self._runner()
         assert runner is not None
         self._num_running = min(runner.graph_policy.num_at_a_time, self._num_sizes)
-        self._begun_ones.add(self)
+        self._all_started.add(self)
         for index in range(self._num_running):
             # The threads are no daemons, or Python would end while a compiler is at work.
             self._threads.append(threading.Thread(target=self._make_all, name=f"BackgroundCompiler-{index}"))
@@ -136,7 +137,9 @@ class BackgroundCompiler:
             self._num_running -= 1
             if not self._num_running and not self._is_over():
                 seconds = time.perf_counter() - self._started
-                logger.info("%d of %d smaller step sizes stand after %.0f s.", self._num_made, self._num_sizes, seconds)
+                logger.info(
+                    "%d of %d smaller step sizes are compiled after %.0f s.", self._num_made, self._num_sizes, seconds
+                )
 
     def _note(self, size: StepSize, error: Exception) -> None:
         what = str(error).strip().partition("\n")[0] or type(error).__name__

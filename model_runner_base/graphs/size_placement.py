@@ -51,6 +51,11 @@ def expect_steps(limits: StepLimits) -> ExpectedSteps:
         running = rng.choice(len(outputs), num_reqs, p=outputs / outputs.sum())
         contexts = prompts + (rng.random(len(outputs)) * outputs).astype(int)
         kv_tiles = contexts[running] // limits.decode.keys + 1
+        if not limits.decodes:
+            nothing, batch = np.empty(0, int), prompts[:num_reqs].tolist()
+            sizes.append(_mixed_step(limits, nothing, batch, rng).as_row())
+            frequency.append(1.0)
+            continue
         arrivals = num_reqs / outputs.mean()
         sizes.append(limits.decode_size(num_reqs, int(kv_tiles.sum())).as_row())
         frequency.append(max(0.0, 1 - arrivals))
@@ -100,7 +105,8 @@ def place_sizes(limits: StepLimits, max_padding: float) -> tuple[StepSize, ...]:
     candidates = np.unique([_candidate(limits, need).as_row() for need in map(_from_row, needs.tolist())], axis=0)
     holds = (candidates[:, None] >= needs).all(axis=2) & (candidates[:, None, 0] == needs[:, 0])
     cost = cost_of(candidates, limits.dims)[:, None]
-    lone = [limits.decode_size(1, num_pairs) for num_pairs in geometric(1, limits.max_kv_tiles, factor=4)]
+    contexts = geometric(1, limits.max_kv_tiles, factor=4) if limits.decodes else []
+    lone = [limits.decode_size(1, num_pairs) for num_pairs in contexts]
     requests = geometric(1, limits.max_num_reqs)
     alone = [prompts_alone(limits, count, requests) for count in geometric(SMALLEST_PROMPT, limits.max_chunk_tokens)]
     sizes = [*limits.largest_sizes, *lone, *alone]

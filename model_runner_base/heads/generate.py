@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import supports_transcription
+from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
-from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction, WrapFunction
@@ -26,7 +26,7 @@ from model_runner_base.step.schedule import Arrival, Grammar
 
 
 @dataclass(frozen=True)
-class LogitsOf:
+class ModelLogits:
     """Computes logits from hidden states, with the model's head and this rank's part of the vocabulary."""
 
     model: Any
@@ -49,12 +49,12 @@ class LogitsOf:
         return self.vocabulary.whole(self.own(hidden_states, indices))
 
 
-class BesideLogits(Protocol):
-    """Interface of inputs that logits need besides hidden states; ``Adapters`` has these methods."""
+class LogitsInputs(Protocol):
+    """Source of what logits need in addition to hidden states. ``Adapters`` implements and documents it."""
 
-    def beside_logits(self, row: int | None, count: int) -> tuple[np.ndarray, ...]: ...
+    def logits_inputs(self, row: int | None, count: int) -> tuple[np.ndarray, ...]: ...
 
-    def bind_logits(self, *beside: torch.Tensor) -> None: ...
+    def bind_logits(self, *inputs: torch.Tensor) -> None: ...
 
     def unbind_logits(self) -> None: ...
 
@@ -62,37 +62,34 @@ class BesideLogits(Protocol):
 class LateLogits:
     """Computes logits of prompt tokens, for log probabilities of prompts, in a graph that runs after the step's."""
 
-    Log probabilities of prompts need them.
-    """
-
-    def __init__(self, logits: LogitsOf, beside: BesideLogits, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+    def __init__(self, logits: ModelLogits, inputs: LogitsInputs, wrap: WrapFunction, device_ops: DeviceOps) -> None:
         self._logits = logits
-        self._beside = beside
+        self._inputs = inputs
         self._compute = wrap(self._traced, [])
         self._device_ops = device_ops
 
     def __call__(self, hidden_states: torch.Tensor, indices: np.ndarray, row: int | None) -> torch.Tensor:
         """Logits [len(indices), V] of tokens of the request in ``row``; if it is None, the tokens are padding."""
-        arrays = indices, *self._beside.beside_logits(row, len(indices))
+        arrays = indices, *self._inputs.logits_inputs(row, len(indices))
         return self._compute(hidden_states, *map(self._device_ops.to_device, arrays))
 
-    def _traced(self, hidden_states: torch.Tensor, indices: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-        self._beside.bind_logits(*beside)
+    def _traced(self, hidden_states: torch.Tensor, indices: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        self._inputs.bind_logits(*inputs)
         logits = self._logits.whole(hidden_states, indices)
-        self._beside.unbind_logits()
+        self._inputs.unbind_logits()
         return logits
 
 
 class GenerateHead(Head):
     """Computes logits inside the graph, and samples tokens from them after it."""
 
-    def __init__(self, logits: LogitsOf, sampling: SamplingPipeline) -> None:
+    def __init__(self, logits: ModelLogits, sampling: SamplingPipeline) -> None:
         self._logits = logits
         self.sampling = sampling
 
     def info_of(self, arrival: Arrival) -> RequestInfo:
         params = arrival.params
-        assert params is not None
+        assert isinstance(params, SamplingParams)
         seed = self.sampling.draw_seed() if params.seed is None else params.seed
         return RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter, arrival.items)
 
@@ -128,22 +125,22 @@ def make_generate_head(
     vllm_config: VllmConfig,
     model: Any,
     vocabulary: Vocabulary,
-    processors: list[LogitsProcessor],
+    processors: CustomProcessors,
     make_sampler: Callable[[SamplingMode], StepFunction],
-    beside: BesideLogits,
+    inputs: LogitsInputs,
     requests: RequestStates,
     rows: DeviceRows,
     policy: GraphPolicy,
     device_ops: DeviceOps,
 ) -> GenerateHead:
     """Makes the head of a loaded ``model``, with a sampler for each mode; the samplers record tokens in ``rows``."""
-    wrap, logits = policy.wrap, LogitsOf(model, vocabulary)
+    wrap, logits = policy.wrap, ModelLogits(model, vocabulary)
     sampling = SamplingPipeline(
         vllm_config,
         processors,
         requests,
         {mode: wrap(make_sampler(mode), rows.tensors) for mode in SamplingMode},
-        LateLogits(logits, beside, wrap, device_ops),
+        LateLogits(logits, inputs, wrap, device_ops),
         rows,
         wrap,
         policy.sort_limits,

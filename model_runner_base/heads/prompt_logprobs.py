@@ -62,7 +62,7 @@ class PromptLogprobs:
 
     def admit(self, req_id: str, info: RequestInfo) -> None:
         """Notes a request that is scheduled for the first time."""
-        count = resolve_count(info.sampling_params.prompt_logprobs, self._vocab_size)
+        count = resolve_count(info.params.prompt_logprobs, self._vocab_size)
         if count != NO_LOGPROBS:
             self._waiting[req_id] = info, LogprobsTensors.empty_cpu(info.num_prompt_tokens - 1, count + 1)
 

@@ -23,6 +23,7 @@ from model_runner_base.step.components import RepeatPart, StepComponent
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.vllm_compat.probes.config import rotary_dims
+from model_runner_base.vllm_compat.probes.multimodal import takes_items
 
 SECTION = "embed_source"
 LOOKED_UP = -1
@@ -137,9 +138,9 @@ def embeddings_memory(model_config: ModelConfig, max_num_tokens: int) -> int:
 
 def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """Makes the model's arguments for tokens before there are requests; they have the same names as in every step."""
-    num_dims = rotary_dims(model_config)
+    num_dims = rotary_dims(model_config) if takes_items(model_config) else 1
     positions = token_ids.expand(num_dims, -1) if num_dims > 1 else token_ids
-    if model_config.enable_prompt_embeds or model_config.is_multimodal_model:
+    if model_config.enable_prompt_embeds or takes_items(model_config):
         return {"positions": positions, "input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
     return {"positions": positions, "input_ids": token_ids, "inputs_embeds": None}
 

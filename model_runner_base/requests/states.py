@@ -7,12 +7,12 @@ request needs to come back is kept apart, so ``max_num_reqs`` rows serve any num
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.sampling_params import SamplingParams
 
 from model_runner_base.host_loops import int_array, put_ints
 
@@ -21,7 +21,8 @@ from model_runner_base.host_loops import int_array, put_ints
 class RequestInfo:
     """Data of a request that survives a preemption."""
 
-    sampling_params: SamplingParams
+    params: Any
+    """Parameters that the head reads: vLLM's ``SamplingParams`` or ``PoolingParams``."""
     seed: int
     """The request's own seed, or one drawn for it; 0 where nothing is drawn."""
     prompt_token_ids: list[int]
@@ -84,7 +85,7 @@ class RequestStates:
         self.num_computed[row] = num_computed
         return row
 
-    def make_room(self, arriving: Collection[str], scheduled: Collection[str]) -> None:
+    def free_rows_for(self, arriving: Collection[str], scheduled: Collection[str]) -> None:
         """Frees rows, so that each request of ``arriving``, which are among the scheduled ones, can have one.
 
         The scheduler may set a request aside without telling the runner: a streaming session that waits for input, or a

@@ -32,12 +32,13 @@ def estimate_step_memory(
     hidden = model_config.get_hidden_size()
     inner = _largest(model_config, "intermediate_size") or 4 * hidden
     heads = model_config.model_arch_config.total_num_attention_heads
-    vocabulary = model_config.get_vocab_size()
+    width = model_config.get_vocab_size() if limits.decodes else hidden
+    shapes = _cache_shapes(specs, limits, model_config)
     if not sizes:
         return 0
     worst = 0
     for size in sizes:
-        step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * vocabulary
+        step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * width
         step += _experts(model_config, size.num_tokens)
         pairs = limits.named(size)
         for layer in layer_caches(specs).values():
@@ -48,9 +49,9 @@ def estimate_step_memory(
                 (decode_query, limits.decode.keys, counts["decode_pairs"]),
                 (limits.chunk.query, limits.chunk.keys, counts["chunk_pairs"]),
             ):
-                gathered = 2 * keys * 2 * layer.num_kv_heads * layer.head_size
+                gathered = 2 * keys * num_halves * num_kv_heads * head_size
                 scores = 2 * query * heads * keys
-                partial = 2 * query * heads * layer.head_size
+                partial = 2 * query * heads * head_size
                 attention += count * (partial + (gathered + scores if gathers_cache else keys))
             worst = max(worst, 4 * (step + attention))
     return worst + embeddings_memory(model_config, limits.max_num_tokens)

@@ -1,6 +1,8 @@
 """Warm-up before the first request: runs the step that is measured, every size once, and the host's loops."""
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +16,7 @@ from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.background import BackgroundCompiler, SizeParts
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
-from model_runner_base.heads.generate import LogitsOf
+from model_runner_base.heads.generate import ModelLogits
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.host_loops import compiling
@@ -22,7 +24,7 @@ from model_runner_base.inputs.embeddings import profile_inputs
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.start.wiring import StepParts
 from model_runner_base.step.schedule import Schedule
-from model_runner_base.step.sizes import StepSize
+from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
@@ -32,6 +34,8 @@ class Starting(Protocol):
     vllm_config: VllmConfig
     model_config: ModelConfig
     max_model_len: int
+
+    def step_limits(self) -> StepLimits: ...
 
     @property
     def device_ops(self) -> DeviceOps: ...
@@ -58,6 +62,7 @@ def profile_largest_step(runner: Starting) -> None:
     scheduler = runner.vllm_config.scheduler_config
     num_tokens = scheduler.max_num_batched_tokens
     num_logits = min(scheduler.max_num_seqs, num_tokens) * (1 + read_speculation(runner.vllm_config).num_drafts)
+    decodes = runner.step_limits().decodes
     zeros = runner.device_ops.zeros
     token_ids = zeros((num_tokens,), torch.int32)
     with (
@@ -67,7 +72,9 @@ def profile_largest_step(runner: Starting) -> None:
         inputs = profile_inputs(runner.model_config, runner.model, token_ids)
         output = runner.model(intermediate_tensors=None, **inputs)
         hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else with other layers' states.
-        logits = LogitsOf(runner.model, runner.vocabulary).whole(hidden_states, zeros((num_logits,), torch.int32))
+        if not decodes:
+            return
+        logits = ModelLogits(runner.model, runner.vocabulary).whole(hidden_states, zeros((num_logits,), torch.int32))
     tables = (zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
     rows = zeros((num_tokens, 1), torch.int32), token_ids
     runner.make_sampler(SamplingMode.SORTED)(logits, zeros((2, num_logits), torch.int32), *tables, *rows)
@@ -90,13 +97,31 @@ def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
         runs.append(partial(_run_size, runner, size, keys))
         made |= keys
     what = {"desc": "Capturing graphs", "unit": "graph"} if runner.use_piecewise_graph else {"desc": "Warming up"}
-    for _ in tqdm(policy.make_ahead(runs), total=len(runs), **what):
-        pass
+    with frozen_heap():
+        for _ in tqdm(policy.make_ahead(runs), total=len(runs), **what):
+            pass
     runner.device_ops.synchronize()
     left = [size for size in largest_first if size not in first]
     if left:
         policy.offer_only(first)
-        runner.background_compiler.leave(left, made, parts_of, runner)
+        runner.background_compiler.queue(left, made, parts_of, runner)
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keeps the garbage collector from searching the objects that exist, while captures make many more.
+
+    It does nothing if the process has frozen some already, as vLLM's engine core does.
+    """
+    is_ours = not gc.get_freeze_count()
+    if is_ours:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 def parts_of(runner: Starting, size: StepSize) -> SizeParts:
@@ -133,7 +158,7 @@ def compile_host_loops(runner: Starting) -> None:
     most_tokens = min(runner.max_model_len, runner.vllm_config.scheduler_config.max_num_batched_tokens)
     # After its prompt it has a decode row; in a model with a length of one token there are only prompts.
     for num_computed, num_tokens in ((min(1, runner.max_model_len - query), query), (0, 2)):
-        if num_tokens > most_tokens or num_computed < 0:
+        if num_tokens > most_tokens or num_computed < 0 or (num_computed and not parts.layout.limits.decodes):
             continue
         computed = [num_computed]
         row = parts.requests.admit(req_id, info, [0], num_computed)

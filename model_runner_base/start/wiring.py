@@ -134,6 +134,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     components = StepComponents(
         [
             TokenInputs(requests),
+            *head.components(),
             # Adapters come before components that look embeddings up, and the layout before those that read positions.
             *runner.adapters.components(requests),
             token_layout,
@@ -162,6 +163,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     # The drafter, which guesses the next tokens.
     draft_parts = None
     if speculation.num_drafts:
+        assert isinstance(head, GenerateHead)
         draft_parts = DraftParts(
             model=draft_of(runner.model),
             layout=token_layout,

@@ -119,9 +119,9 @@ class StepComponents:
         def has(name: str) -> bool:
             return getattr(type(component), name) is not getattr(StepComponent, name)
 
-        def note(asked: list[Any], name: str) -> None:
+        def note(methods: list[Any], name: str) -> None:
             if has(name):
-                asked.append(getattr(component, name))
+                methods.append(getattr(component, name))
 
         self._all.append(component)
         self.prompts_in_chunks |= component.prompts_in_chunks

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.requests.failures import RequestErrors
@@ -34,7 +35,7 @@ class Arrival:
     """Number of tokens that lie in the cache already."""
     block_ids: tuple[list[int], ...]
     """Blocks of the request, one list for each KV-cache group."""
-    params: SamplingParams | None = None
+    params: SamplingParams | PoolingParams | None = None
     """Parameters of a new request, for the head; None for one that resumes."""
     prompt_embeds: torch.Tensor | None = None
     """[prompt, hidden] on the host, of a new request whose prompt is embeddings; its ``token_ids`` are zeros then."""
@@ -48,7 +49,7 @@ class Arrival:
 
         A request that was preempted before its first token may arrive as if it were new, with the same prompt.
         """
-        is_same = self.params == info.sampling_params and len(self.token_ids) == info.num_prompt_tokens
+        is_same = self.params == info.params and len(self.token_ids) == info.num_prompt_tokens
         return self.params is None or is_same
 
 
@@ -76,8 +77,8 @@ class Schedule:
     """Items to encode before the step, by request: indices among its ``items``."""
     freed_items: Sequence[str] = ()
     """Identifiers of items whose encoder outputs are freed, before others are encoded."""
-    orphans: Sequence[MultiModalFeatureSpec] = ()
-    """Items of failed requests that are encoded nevertheless, since other requests may share them."""
+    failed_items: Sequence[MultiModalFeatureSpec] = ()
+    """Items of requests that failed. They are encoded, since other requests may share them."""
 
     def without(self, errors: RequestErrors) -> "Schedule":
         """A copy of the step without the requests that failed."""
@@ -93,7 +94,7 @@ class Schedule:
             total_num_tokens=sum(num_tokens.values()),
             drafts=errors.without(self.drafts),
             encoder_inputs=errors.without(self.encoder_inputs),
-            orphans=[*self.orphans, *errors.items_of(self.encoder_inputs)],
+            failed_items=[*self.failed_items, *errors.items_of(self.encoder_inputs)],
         )
 
 

@@ -132,6 +132,9 @@ class StepLimits:
     """Largest number of requests that may have a chunk in one step, each with its whole prompt; None: any request may
     have a chunk of any part of its prompt."""
 
+    decodes: bool = True
+    """Whether requests decode; False: all tokens are of prompts, so that a step has no decode rows."""
+
     @property
     def max_chunks(self) -> int:
         """Largest number of requests that may have a chunk in one step."""
@@ -227,8 +230,9 @@ class StepLimits:
         return num_tokens // self.chunk.query + min(num_chunks, num_tokens)
 
     @property
-    def largest_sizes(self) -> tuple[StepSize, StepSize]:
-        """The largest step of pure decode and the largest mixed step: no step needs more memory.
+    def largest_sizes(self) -> tuple[StepSize, ...]:
+        """The largest step of pure decode and the largest mixed step: no step needs more memory. If no request decodes,
+        the mixed step alone.
 
         In the mixed step, each request may have a decode row, ``max_chunks`` requests may have a chunk, and
         ``max_chunk_tokens`` tokens may be in chunks.
@@ -236,6 +240,8 @@ class StepLimits:
         rows, chunks, tokens = self.max_num_reqs, self.max_chunks, self.max_chunk_tokens
         pairs, tiles = rows * self.max_kv_tiles, self.num_tiles(tokens, chunks)
         chunk_pairs = tiles * self.max_chunk_kv_tiles
+        if not self.decodes:
+            return (self.mixed_size(0, 0, tokens, chunks, chunk_pairs),)
         return self.decode_size(rows, pairs), self.mixed_size(rows, pairs, tokens, chunks, chunk_pairs)
 
 

@@ -43,7 +43,7 @@ class HeldTensors(MutableSequence[torch.Tensor]):
         self._tensors[self._range[index]] = tensor
 
     def __delitem__(self, index: Any) -> None:
-        raise TypeError("a part of a graph's state has as many tensors as it was made with")
+        raise TypeError("the number of tensors in a graph's state is fixed")
 
     def insert(self, index: int, tensor: torch.Tensor) -> None:
         del self[index]

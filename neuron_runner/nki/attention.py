@@ -10,6 +10,7 @@ import torch
 from vllm.config import get_current_vllm_config
 
 from model_runner_base.attention.metadata import PairPlan
+from model_runner_base.attention.numbers import AS_THEY_ARE
 from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
 from neuron_runner.config import read_neuron_config
 from neuron_runner.nki.availability import NKI_VARIABLE, require_nki

@@ -55,11 +55,11 @@ class NeuronTowerAttention(MMEncoderAttention):
         value: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: torch.Tensor | None = None,
-        **beside: torch.Tensor | None,
+        **further: torch.Tensor | None,
     ) -> torch.Tensor:
         """``further``: further arguments about segments, of later releases of vLLM."""
         if query.device.type != "xla":
-            return self.forward_native(query, key, value, cu_seqlens, max_seqlen, **beside)
+            return self.forward_native(query, key, value, cu_seqlens, max_seqlen, **further)
         if cu_seqlens is not None:
             scale = self.head_size**-0.5 if self.scale is None else self.scale
             return segment_attention(query, key, value, cu_seqlens, scale, self.reach)

@@ -96,28 +96,28 @@ class Penalties(LogitsStage):
         self._device_ops = device_ops
         self._vocab_size = vocab_size
         self._penalties = np.zeros((max_num_reqs, 3), np.float32)
-        self._is_behind = np.zeros(max_num_reqs, np.int32)
+        self._lacks_last_step = np.zeros(max_num_reqs, np.int32)
         """[rows] 1 if the counts still lack the tokens of the request's last step."""
 
     def asked_by(self, params: SamplingParams) -> bool:
         return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != NEUTRAL
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        params = info.sampling_params
+        params = info.params
         self._penalties[row] = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         counts = np.bincount(token_ids[info.num_prompt_tokens :], minlength=self._vocab_size)[None].astype(np.int32)
         if info.prompt_embeds is None:
             counts[0, info.prompt_token_ids] += IN_PROMPT
         to_device = self._device_ops.to_device
         self._set_row(self._counts[0], to_device(np.array([row], np.int32)), to_device(counts))
-        self._is_behind[row] = 0
+        self._lacks_last_step[row] = 0
 
     def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         batch, num_rows = forward.batch, logits.shape[0]
         rows = batch.rows[asking]
         is_new = np.zeros(num_rows, np.int32)
-        is_new[batch.logits_start(asking)] = self._is_behind[rows]
-        self._is_behind[rows] = 1
+        is_new[batch.logits_start(asking)] = self._lacks_last_step[rows]
+        self._lacks_last_step[rows] = 1
         every = batch.logits_rows(asking)
         penalties = np.tile(np.array(NEUTRAL, np.float32), (num_rows, 1))
         penalties[every.rows] = self._penalties[rows[every.owner]]

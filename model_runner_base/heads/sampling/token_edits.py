@@ -59,7 +59,7 @@ class TokenEdits(LogitsStage):
     def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         batch = forward.batch
         infos = self._requests.infos_of(batch.rows[asking])
-        if any(self.looks_back(info.sampling_params) for info in infos):
+        if any(self.looks_back(info.params) for info in infos):
             self._history.catch_up()
         edits: list[tuple[int, int, float]] = []
         for index, info, outputs in self._contexts(forward, asking, infos):
@@ -113,7 +113,7 @@ def _edits(
 
     If a grammar allows nothing but stop tokens, ``min_tokens`` does not forbid them.
     """
-    params, count = info.sampling_params, outputs.num_tokens
+    params, count = info.params, outputs.num_tokens
     for word in filter(None, params.bad_words_token_ids or ()):
         prefix = len(word) - 1
         if prefix <= count and outputs.tokens[count - prefix : count] == word[:-1]:

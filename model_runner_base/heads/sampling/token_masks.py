@@ -71,8 +71,8 @@ class TokenMasks:
             grammar = _of_batch(grammar, batch)
         every = batch.logits_rows(np.array([index_of[req_id] for req_id in grammar.req_ids], np.int64))
         bitmask = grammar.at(every.place, batch.row_len)
-        (behind,) = every.place.nonzero()
-        free = behind[(bitmask[behind] == ALL).all(axis=1)]
+        (after_drafts,) = every.place.nonzero()
+        free = after_drafts[(bitmask[after_drafts] == ALL).all(axis=1)]
         if len(free):
             is_kept = np.ones(slots.shape[1], np.int32)
             is_kept[every.rows[free] - 1] = 0
@@ -117,7 +117,7 @@ class AllowedTokens(LogitsStage):
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         bits = np.zeros(32 * self._masks.num_words, np.uint8)
-        bits[info.sampling_params.allowed_token_ids] = 1
+        bits[info.params.allowed_token_ids] = 1
         self._words[row] = np.packbits(bits, bitorder="little").view("<i4")
 
     def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:

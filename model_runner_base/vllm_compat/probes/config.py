@@ -3,7 +3,11 @@
 Platforms read them while vLLM's config package is half loaded, so this file imports nothing of vLLM.
 """
 
+from importlib.resources import files
 from typing import Any
+
+HAS_SLOT_PROCESSORS = (files("vllm") / "v1/worker/gpu/sample/logits_processor").is_dir()
+"""Whether this vLLM's second model runner has an interface of its own for custom logits processors."""
 
 
 def setting(config: Any, path: str, default: Any = None) -> Any:
@@ -47,6 +51,11 @@ def offloads_weights(vllm_config: Any) -> bool:
         offload = vllm_config.offload_config
         return offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
     return vllm_config.cache_config.cpu_offload_gb > 0
+
+
+def calculates_kv_scales(cache_config: Any) -> bool:
+    """Whether the scales of an 8-bit KV cache are to be calculated from the first tokens."""
+    return bool(setting(cache_config, "calculate_kv_scales", False))
 
 
 def forgo_kv_scales(cache_config: Any) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CrossAttentionSpec,
@@ -20,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -47,7 +50,7 @@ __all__ = [
     "cross_length",
     "is_of_encoder",
     "layer_caches",
-    "make_room_for_encoder",
+    "raise_limit_for_encoder",
     "read_layout",
     "shared_caches",
     "useful_bytes",
@@ -66,7 +69,7 @@ def cross_length(vllm_config: VllmConfig) -> int:
     return int(model.hf_config.max_source_positions) if model.is_encoder_decoder else 0
 
 
-def make_room_for_encoder(vllm_config: VllmConfig) -> None:
+def raise_limit_for_encoder(vllm_config: VllmConfig) -> None:
     """Raises the limit of a step's tokens to the encoder's length if it is lower, so that it need not be given.
 
     vLLM counts an encoder's output as tokens, and would not start with a lower limit.
@@ -123,8 +126,8 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
             )
         if read_speculation(vllm_config).unread and not isinstance(spec, FullAttentionSpec):
             raise UnsupportedConfigError(
-                f"layer {name} forgets keys before its window, and asynchronous scheduling would free their blocks "
-                "before drafts are verified: set async_scheduling=False, or leave out speculative_config"
+                f"layer {name} forgets keys before its window, and this scheduler would free their blocks before "
+                "drafts are verified: leave out scheduler_cls, or set async_scheduling=False"
             )
         specs[name] = spec
     return specs

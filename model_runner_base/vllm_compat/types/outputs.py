@@ -1,7 +1,7 @@
 """Makes vLLM's ``ModelRunnerOutput`` from a step's results."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from vllm.v1.outputs import (
@@ -23,7 +23,9 @@ __all__ = [
     "DraftTokenIds",
     "FailedOutput",
     "ModelRunnerOutput",
+    "PooledOutput",
     "StepOutput",
+    "make_output",
 ]
 
 

@@ -56,7 +56,6 @@ def _arrival(new: NewRequestData) -> Arrival:
     If it takes the worker for vLLM's second model runner (``VLLM_USE_V2_MODEL_RUNNER``), it also calls requests new
     that resume, and sends all their tokens.
     """
-    assert new.sampling_params is not None
     token_ids = new.prompt_token_ids
     if token_ids is None:
         assert new.prompt_embeds is not None
@@ -69,7 +68,7 @@ def _arrival(new: NewRequestData) -> Arrival:
         token_ids,
         new.num_computed_tokens,
         new.block_ids,
-        new.sampling_params,
+        new.pooling_params if new.sampling_params is None else new.sampling_params,
         new.prompt_embeds,
         new.lora_request,
         new.mm_features,
