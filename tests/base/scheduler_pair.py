@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from benchmarks.harness.releases import new_request, one_cache
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
 from model_runner_base.scheduling.corrections.session_turns import SessionTurns
 from model_runner_base.scheduling.rows.row_request import RowRequest

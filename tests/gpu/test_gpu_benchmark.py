@@ -11,8 +11,8 @@ import pytest
 import torch
 import vllm
 
-from benchmarks import gpu
-from benchmarks.gpu_cases import compare_tokens
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.cases import compare_tokens
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ CASES = ["decode_8_async", "mixed"]
 
 
 def test_cases_of_the_host_step() -> None:
-    command = [sys.executable, "-m", "benchmarks.host_step", "--json", "--steps", "4", "--cases", *CASES]
+    command = [sys.executable, "-m", "benchmarks.host.step", "--json", "--steps", "4", "--cases", *CASES]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr[-3000:]
     cases = json.loads(out.stdout.splitlines()[-1])["cases"]
