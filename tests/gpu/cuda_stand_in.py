@@ -326,16 +326,7 @@ class KernelImpl(AttentionImpl[KernelMetadata]):
         values[block, offset] = value[: len(used)][used]
 
     def forward(
-        self,
-        layer: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        kv_cache: Any,
-        meta: Any,
-        output: Any = None,
-        *_: Any,
-        **__: Any,
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, meta: Any, output: Any = None, **_: Any
     ) -> torch.Tensor:
         output.fill_(float("nan"))
         if meta is None:

@@ -120,5 +120,5 @@ def test_another_context_excuses_nothing() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_device_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main([]) == 2
+    assert main([]) == 2
     assert capsys.readouterr().err.startswith("no CUDA device: ")

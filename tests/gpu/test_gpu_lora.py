@@ -82,7 +82,10 @@ def test_each_program_finds_the_tokens_of_its_slot(steps: list[tuple[list[int], 
     ("changes", "words"),
     [
         ({"dtype": torch.float32}, r"do not take torch.float32: use --dtype bfloat16 or float16"),
-        ({"lora_dtype": torch.bfloat16}, r"adapters in torch.bfloat16 beside torch.float16: leave out lora_dtype"),
+        (
+            {"lora_dtype": torch.bfloat16},
+            r"torch.bfloat16 adapters with a torch.float16 model: leave out",
+        ),
         ({"specialize_active_lora": True}, "one graph serves every batch: leave it out"),
     ],
 )

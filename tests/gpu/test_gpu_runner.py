@@ -109,7 +109,7 @@ def reference(path: Path) -> list[list[int]]:
         ("KernelPlatform", "", {}),
         ("PlanningPlatform", "", {"enable_prompt_embeds": True}),
         ("KernelPlatform", TRITON, {}),
-        ("KernelPlatform", TRITON, {"speculative_config": EAGLE}),
+        pytest.param("KernelPlatform", TRITON, {"speculative_config": EAGLE}, marks=pytest.mark.once),
     ],
     ids=["graphs keep metadata", "metadata planned each step, prompts may be embeddings", "triton", "triton, drafts"],
 )

@@ -1,9 +1,9 @@
 """The conformance kit against gpu_runner.GPUWorker on this host's GPU, also where vLLM has no kernels.
 
-    python -m benchmarks.gpu_kit [OPTIONS OF THE KIT]
+    python -m gpu_runner.testing [OPTIONS OF THE KIT]
 
 such as ``-k hostile``; benchmarks/gpu_hardware.md says how to reach a host without network. Without vLLM's kernels
-gpu_kernels.py stands in. Graphs are captured for decodes and models are not compiled, so an engine starts in seconds.
+kernels.py stands in. Graphs are captured for decodes and models are not compiled, so an engine starts in seconds.
 Where the host lacks xgrammar, leave the rows of structured output out.
 """
 
@@ -20,7 +20,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
-from benchmarks import gpu_kernels
+from gpu_runner.testing import kernels
 
 T = TypeVar("T")
 OPTIONS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
@@ -43,11 +43,11 @@ def without_kernels() -> dict[str, Any]:
 
     # The kit's heads have 16 numbers, fewer than vLLM chooses the backend for; its kernels take them.
     TritonAttentionBackend.supports_head_size = takes_any_size  # type: ignore[method-assign]
-    return gpu_kernels.ENGINE_OPTIONS | {"compilation_config": OPTIONS["compilation_config"] | gpu_kernels.COMPILATION}
+    return kernels.ENGINE_OPTIONS | {"compilation_config": OPTIONS["compilation_config"] | kernels.COMPILATION}
 
 
 def main(arguments: list[str]) -> int:
-    options = without_kernels() if gpu_kernels.stand_in() else OPTIONS
+    options = without_kernels() if kernels.stand_in() else OPTIONS
     from model_runner_base import front_end
     from model_runner_base.testing.__main__ import main as run_kit
 

@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's CUDA extension where it is missing: just enough for both sides of benchmarks.gpu.
+"""Stand-ins for vLLM's CUDA extension where it is missing: just enough for a plain Llama.
 
 A vLLM built with VLLM_TARGET_DEVICE=empty has no ``vllm._C``, without which its CUDA platform cannot even be imported.
 ``stand_in`` puts an empty module there and defines the operators that are named or called on the way of a plain Llama

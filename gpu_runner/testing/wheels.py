@@ -1,6 +1,6 @@
-"""Gathers what a CUDA host without network lacks for benchmarks.gpu: vLLM without kernels, and a few wheels.
+"""Gathers what a CUDA host without network lacks for ``benchmarks.gpu``: vLLM without kernels, and a few wheels.
 
-    python -m benchmarks.gpu_wheels [FOLDER] [--python 3.12]
+    python -m gpu_runner.testing.wheels [FOLDER] [--python 3.12]
 
 Run where there is network. FOLDER (``.whl``, which git ignores) is then carried to the host and unpacked there:
 
@@ -12,7 +12,7 @@ image for machine learning (aiohttp, attrs, cloudpickle, einops, jinja2, numba, 
 psutil, py-cpuinfo, pyyaml, regex, requests, scipy, sentencepiece, six, tiktoken, tqdm, typer). PACKAGES is what is left
 of the modules that an engine in one process was seen to import. Its transformers may be newer than vLLM takes, so the
 pinned one comes along with its tokenizers and huggingface_hub; on ``--target`` they hide the host's. xgrammar is left
-out for its size: gpu_kernels.py stands in for its names, and structured output does not work there.
+out for its size: kernels.py stands in for its names, and structured output does not work there.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.16.0"
 LIMIT = 60_000_000
 """Largest number of bytes of the folder."""
