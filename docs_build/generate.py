@@ -53,8 +53,11 @@ def architectures() -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-    from model_runner_base.testing.architectures import CONFIGS, EXERCISES, RECURRENT, VLLM_NAMES
+    from model_runner_base.testing import recurrent_architectures
+    from model_runner_base.testing.architectures import CONFIGS, EXERCISES, LATENT, VLLM_NAMES
+    from model_runner_base.testing.recurrent_architectures import RECURRENT
 
+    exercises = EXERCISES | recurrent_architectures.EXERCISES
     rows = []
     for name, make in (CONFIGS | RECURRENT).items():
         config = make()

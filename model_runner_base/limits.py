@@ -202,20 +202,18 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     config = model.hf_text_config
     refusals = {
-        "models with recurrent layers are not supported on this release of vLLM yet: use vLLM 0.16, or a model of "
-        "attention layers": not SERVES_STATES,
         f"{model.architecture} is not supported yet: use a model of attention layers, or one of "
         f"{', '.join(RECURRENT_ARCHITECTURES)}": model.architecture not in RECURRENT_ARCHITECTURES,
-        "prefix caching is not supported with recurrent layers yet: set enable_prefix_caching=False": (
-            vllm_config.cache_config.enable_prefix_caching
-        ),
+        "prefix caching is not supported with images and recurrent layers yet: set enable_prefix_caching=False, or "
+        f"{TEXT_ALONE}": vllm_config.cache_config.enable_prefix_caching and multimodal.takes_items(model),
         "speculative decoding is not supported with recurrent layers yet: leave out speculative_config": (
             vllm_config.speculative_config
         ),
-        "adapters are not supported with recurrent layers yet: leave out enable_lora": vllm_config.lora_config,
-        "tensor parallelism is not supported with recurrent layers yet: use tensor_parallel_size=1": (
-            vllm_config.parallel_config.tensor_parallel_size > 1
-        ),
+        f"adapters are not supported with {model.architecture} yet: leave out enable_lora, or use one of "
+        f"{', '.join(RECURRENT_WITH_ADAPTERS)}": vllm_config.lora_config
+        and model.architecture not in RECURRENT_WITH_ADAPTERS,
+        "adapters are not supported with recurrent layers that ranks share yet: leave out enable_lora, or use "
+        "tensor_parallel_size=1": vllm_config.lora_config and vllm_config.parallel_config.tensor_parallel_size > 1,
         "states of recurrent layers are given out by the base's own scheduler: leave out scheduler_cls": (
             vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER)
         ),
@@ -234,6 +232,10 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
 def _computed_otherwise(config: Any) -> dict[str, Any]:
     """Refusals of recurrent models that vLLM, or this library, computes otherwise than their authors."""
     kind, limit = config.model_type, getattr(config, "time_step_limit", None)
+    # Zamba 2 has hidden_act for its other layers alone.
+    activation = (
+        "silu" if kind == "zamba2" else getattr(config, "mamba_hidden_act", getattr(config, "hidden_act", "silu"))
+    )
     half = config.hidden_size // config.num_attention_heads // 2 if kind == "bamba" else 0
     return {
         "vLLM shares the embeddings of LFM2 with its head, and this checkpoint does not (tie_word_embeddings): use a "

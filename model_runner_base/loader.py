@@ -18,7 +18,7 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.recurrent.layers import use_plain_recurrences
 from model_runner_base.vllm_compat.probes.experts import experts_layers
-from model_runner_base.vllm_compat.types.recurrent import has_states
+from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
 from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
 
 
@@ -147,7 +147,12 @@ def _check_reloadable(model: nn.Module) -> None:
         if layer.e_score_correction_bias is not None or layer.moe_config.has_bias
     }
     for name, layer in model.named_modules():
-        if getattr(layer, "mamba_type", None) == "mamba2":
+        if layer_kind(layer).startswith("linear"):
+            raise CheckpointError(
+                f"{name} is lightning attention, whose weights cannot be loaded again yet: start another engine; "
+                "nothing was changed"
+            )
+        if layer_kind(layer) == "mamba2":
             # vLLM counts some numbers of these layers twice, and takes them for complete before they are.
             raise CheckpointError(
                 f"{name} is a layer of Mamba 2, whose weights cannot be loaded again yet: start another engine; "

@@ -170,9 +170,11 @@ class PagedPlatform(Platform):
                 option.choices = None
         EngineArgs.get_batch_defaults = staticmethod(batch_defaults)  # type: ignore[assignment, method-assign]
         recognise_marked_heads(EngineArgs)
-        if SERVES_STATES:
-            keep_block_size()
-            know_mamba2()
+        before_a_method_is_chosen(set_aside)
+        keep_block_size()
+        know_mamba2()
+        leave_prefix_caching_off()
+        leave_backend_open()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -24,6 +24,7 @@ from model_runner_base.adapters.checks import Names, check_config, check_fit, wi
 from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer
+from model_runner_base.vllm_compat.types.recurrent import rename_adapters
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 logger = init_logger(f"vllm.{__name__}")

@@ -86,8 +86,8 @@ def check_states_fit(vllm_config: VllmConfig) -> None:
     asked = vllm_config.cache_config.kv_cache_memory_bytes if taken else None
     if asked and taken >= asked:
         raise ValueError(
-            f"states of recurrent layers for {num_states(vllm_config)} requests take {taken} bytes, and "
-            f"kv_cache_memory_bytes is {asked}: raise it, or lower max_num_seqs"
+            f"{num_states(vllm_config)} states of recurrent layers take {taken} bytes, and kv_cache_memory_bytes is "
+            f"{asked}: raise it, or {remedies}"
         )
 
 

@@ -9,6 +9,7 @@ A request at position 0 reads zeros, whatever the last owner of its state left t
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import CacheKind
@@ -35,27 +36,52 @@ class StateCaches(CacheKind):
         self._table, self._layer_names, self._limits = table, layer_names, limits
 
     def sections(self, size: StepSize) -> list[Section]:
-        num_rows, _, _, num_tiles, _ = size.plan_dims()
-        sections = [Section(ROWS, (num_rows,))]
-        if size.kind == StepKind.MIXED:
-            sections.append(Section(TILES, (num_tiles,)))
-        return sections
+        return sections_of(ROWS, TILES, size)
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        states, num_rows = self._table.table[batch.rows, 0], batch.num_decodes
-        pad_into(views[ROWS], states[:num_rows], 0)
+        states = self._table.table[batch.rows, 0]
+        self._fill_states(ROWS, TILES, states, batch, size, views)
+
+    def _fill_states(
+        self,
+        rows: str,
+        tiles: str,
+        states: np.ndarray,
+        batch: InputBatch,
+        size: StepSize,
+        views: dict[str, np.ndarray],
+    ) -> None:
+        """Writes the ``states`` [R] of R requests to the sections ``rows`` and ``tiles``."""
+        num_rows = batch.num_decodes
+        pad_into(views[rows], states[:num_rows], 0)
         if size.kind == StepKind.MIXED:
             num_tiles = -(-batch.query_len[num_rows:] // self._limits.chunk.query)
-            pad_into(views[TILES], np.repeat(states[num_rows:], num_tiles), 0)
+            pad_into(views[tiles], np.repeat(states[num_rows:], num_tiles), 0)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
         return ()
 
     def bind(self, call: ModelCall) -> None:
         assert call.rows is not None, "states are read in the layout of rows and tiles"
-        tiles = None if call.tiles is None else TileSteps.of(call.tiles, call.arrays[TILES])
-        step = RecurrentStep(call.arrays[ROWS], call.rows.positions[:, 0] > 0, tiles)
+        tiles = None
+        if call.tiles is not None:
+            tiles = TileSteps.of(call.tiles, call.arrays[TILES], self._sources(call, TILES))
+        sources = self._sources(call, ROWS)
+        step = RecurrentStep(call.arrays[ROWS], sources, call.rows.positions[:, 0] > 0, tiles)
         call.metadata.update(dict.fromkeys(self._layer_names, step))
+
+    def _sources(self, call: ModelCall, section: str) -> torch.Tensor:
+        """Indices of the states that are read, in the order of those in ``section``, which are written."""
+        return call.arrays[section]
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
         return {}
+
+
+def sections_of(rows: str, tiles: str, size: StepSize) -> list[Section]:
+    """Section ``rows``, one number for each decode row; in a step with chunks also ``tiles``, one for each tile."""
+    num_rows, _, _, num_tiles, _ = size.plan_dims()
+    sections = [Section(rows, (num_rows,))]
+    if size.kind == StepKind.MIXED:
+        sections.append(Section(tiles, (num_tiles,)))
+    return sections

@@ -20,6 +20,7 @@ from model_runner_base.recurrent.delta_rule import delta_rows, delta_tiles
 from model_runner_base.recurrent.mamba1 import mamba1_rows, mamba1_tiles
 from model_runner_base.recurrent.mamba2 import mamba2_rows, mamba2_tiles
 from model_runner_base.recurrent.step import RecurrentStep
+from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_shapes
 
 
 class Recurrence(NamedTuple):
@@ -53,6 +54,7 @@ RECURRENCES: dict[str, Recurrence] = {
     "mamba1": Recurrence(mamba1_rows, mamba1_tiles),
     "mamba2": Recurrence(mamba2_rows, mamba2_tiles),
     "gated delta rule": Recurrence(delta_rows, delta_tiles),
+    "lightning attention": Recurrence(mamba2_rows, mamba2_tiles),
 }
 """Kinds of recurrences; a device may replace them before a model is loaded."""
 
@@ -68,6 +70,8 @@ def use_plain_recurrences(model: nn.Module) -> None:
             layer.forward = MethodType(forward_of(name, layer), layer)
             # A view of the convolution's weight: moved to a device, it would be a tensor of its own.
             layer._buffers.pop("conv_weights", None)
+            if isinstance(slopes := layer.__dict__.pop("tp_slope", None), torch.Tensor):
+                layer.register_buffer("tp_slope", slopes, persistent=False)  # To be moved to a device, too.
 
 
 def forward_of(name: str, layer: object) -> Callable[..., Any]:
@@ -84,12 +88,13 @@ def state_tensors(layer: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     First the inputs of its convolution if it has one, in the model's dtype, then the state of its recurrence, in
     ``mamba_ssm_cache_dtype``: float32 unless it is given.
     """
-    conv, *others = (tuple(shape) for shape in layer.get_state_shape())
-    if layer.mamba_type == "gdn_attention":  # Keys before values, so that a product with a key needs no transpose.
-        others = [(heads, key, value) for heads, value, key in others]
-    asked = layer.cache_config.mamba_ssm_cache_dtype if others else "auto"
+    convolutions, recurrences = state_shapes(layer)
+    if is_delta_net(layer):  # Keys before values, so that a product with a key needs no transpose.
+        recurrences = [(heads, key, value) for heads, value, key in recurrences]
+    asked = layer.cache_config.mamba_ssm_cache_dtype if recurrences else "auto"
     dtype = torch.float32 if asked == "auto" else STR_DTYPE_TO_TORCH_DTYPE[asked]
-    return [(conv, layer.model_config.dtype), *((shape, dtype) for shape in others)]
+    conv_dtype = layer.model_config.dtype
+    return [*((shape, conv_dtype) for shape in convolutions), *((shape, dtype) for shape in recurrences)]
 
 
 def _step_of(layer: Any) -> RecurrentStep | None:
@@ -110,7 +115,7 @@ def _convolve(layer: Any, conv: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _recur(layer: Any, kind: str, inputs: tuple[torch.Tensor, ...], *params: torch.Tensor) -> torch.Tensor:
     step = _step_of(layer)
-    return inputs[0] if step is None else RECURRENCES[kind].run(inputs, params, _states_of(layer)[1], step)
+    return inputs[0] if step is None else RECURRENCES[kind].run(inputs, params, _states_of(layer)[-1], step)
 
 
 # ---- Forwards, by vLLM's classes ----
@@ -151,11 +156,25 @@ def mamba2(self: Any, hidden_states: torch.Tensor, mup_vector: torch.Tensor | No
     return self.out_proj(self.norm.forward_native(out, gate))[0]
 
 
-def gated_delta_net(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-    """Qwen3-Next's gated delta net."""
-    parts = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
-    q, k, v, z, b, a = self.fix_query_key_value_ordering(*parts)
-    mixed = torch.cat([each.flatten(1) for each in (q, k, v)], dim=-1)
+def gated_delta_net(self: Any, hidden_states: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Gated delta net of Qwen3-Next and Qwen3.5; returned, or written to ``output`` where vLLM's layer does so."""
+    qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+    if getattr(self, "gqa_interleaved_layout", True):  # By key heads, as in Qwen3-Next.
+        *parts, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+        mixed = torch.cat([each.flatten(1) for each in parts], dim=-1)
+    else:
+        mixed, z = qkvz.split([self.conv_dim // self.tp_size, self.value_dim // self.tp_size], dim=-1)
+        z = z.reshape(z.shape[0], -1, self.head_v_dim)
+        b, a = ba.chunk(2, dim=-1)
+    # The norm is computed in its inputs' dtype.
+    out = self.norm.forward_native(_delta_rule(self, mixed, a, torch.sigmoid(b.float())), z.float())
+    out = self.out_proj(out.flatten(1).to(hidden_states.dtype))[0]
+    return out if output is None else output.copy_(out)
+
+
+def _delta_rule(self: Any, mixed: torch.Tensor, a: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """[T, H, V] float32 of the recurrence, from queries, keys and values ``mixed`` [T, D], ``a`` and ``beta``
+    [T, H]."""
     mixed = F.silu(_convolve(self, self.conv1d, mixed)).float()
     num_keys, num_values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
     q, k, v = mixed.split([num_keys, num_keys, num_values], dim=-1)
@@ -166,10 +185,21 @@ def gated_delta_net(self: Any, hidden_states: torch.Tensor, output: torch.Tensor
     )
     v = v.view(v.shape[0], -1, self.head_v_dim)
     log = -torch.exp(self.A_log.float()) * F.softplus(a.float() + self.dt_bias.float())
-    inputs = v, q * self.head_k_dim**-0.5, k, log, torch.sigmoid(b.float())
-    # The norm is computed in its inputs' dtype.
-    out = self.norm.forward_native(_recur(self, "gated delta rule", inputs), z.float())
-    output.copy_(self.out_proj(out.flatten(1).to(hidden_states.dtype))[0])
+    return _recur(self, "gated delta rule", (v, q * self.head_k_dim**-0.5, k, log, beta))
+
+
+def lightning_attention(
+    self: Any, hidden_states: torch.Tensor, output: torch.Tensor, positions: torch.Tensor | None = None
+) -> None:
+    """Lightning attention of MiniMax-Text-01: Mamba 2's recurrence with one decay for each head.
+
+    Keys and queries are what a token writes and reads by (b and c), values are its inputs.
+    """
+    qkv = F.silu(self.qkv_proj(hidden_states)[0].float())
+    q, k, v = qkv.view(qkv.shape[0], self.tp_heads, -1).split(self.head_dim, dim=-1)
+    out = _recur(self, "lightning attention", (v, torch.ones_like(v[..., 0]), k, q), -self.tp_slope.flatten())
+    out = torch.sigmoid(self.output_gate(hidden_states)[0]) * self.norm._forward(out.flatten(1))
+    output.copy_(self.out_proj(out.to(hidden_states.dtype))[0])
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:
@@ -182,5 +212,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "MambaMixer": mamba1,
     "MambaMixer2": mamba2,
     "Qwen3NextGatedDeltaNet": gated_delta_net,
+    "QwenGatedDeltaNetAttention": gated_delta_net,
+    "MiniMaxText01LinearAttention": lightning_attention,
 }
 """Forwards by the name of vLLM's class, whose module may fail to import on some release."""

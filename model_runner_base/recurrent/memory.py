@@ -6,6 +6,7 @@ from typing import Any
 
 from model_runner_base.recurrent.mamba1 import PART
 from model_runner_base.step.sizes import StepLimits
+from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_shapes
 
 
 def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
@@ -18,8 +19,7 @@ def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
     num_tiles = -(-limits.max_num_tokens // query) + limits.max_num_reqs
     worst = 0
     for layer in layers:
-        _, *states = (tuple(shape) for shape in layer.get_state_shape())
-        for state in states:
+        for state in state_shapes(layer)[1]:
             numbers = math.prod(state)
             if len(state) == 2:  # Mamba: parts of tiles, all tokens of which have inputs of the channels' size.
                 tiles = num_tiles * -(-query // PART) * 6 * numbers + num_tiles * query * 6 * state[0]
@@ -27,7 +27,7 @@ def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
                 heads, rows, columns = state
                 inside = 5 * query * query + 3 * query * (rows + columns)
                 # A gated delta net maps its state by a matrix of keys, [columns, columns] in vLLM's order.
-                square = 4 * columns * columns if layer.mamba_type == "gdn_attention" else 0
+                square = 4 * columns * columns if is_delta_net(layer) else 0
                 tiles = num_tiles * (6 * numbers + heads * (inside + square))
             worst = max(worst, 4 * (tiles + 3 * limits.max_num_reqs * numbers))
     return worst

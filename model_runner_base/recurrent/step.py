@@ -24,7 +24,9 @@ class TileSteps(NamedTuple):
     """
 
     states: torch.Tensor
-    """[NT] int32: index of the state of each tile's request; 0: padding."""
+    """[NT] int32: index of the destination of each tile's request; 0: padding."""
+    sources: torch.Tensor
+    """[NT] int32: index of the source of each tile's request."""
     written: torch.Tensor
     """[NT] int32: index that the state after each tile goes to; 0 unless the tile is its request's last."""
     has_state: torch.Tensor
@@ -45,8 +47,8 @@ class TileSteps(NamedTuple):
     """[C] int32: each token's tile."""
 
     @classmethod
-    def of(cls, tiles: ChunkTiles, states: torch.Tensor) -> "TileSteps":
-        """Tiles whose requests have ``states`` [NT]."""
+    def of(cls, tiles: ChunkTiles, states: torch.Tensor, sources: torch.Tensor) -> "TileSteps":
+        """Tiles whose requests have the destinations ``states`` [NT] and the ``sources`` [NT]."""
         starts, none = tiles.starts[:-1], torch.full_like(states[:1], -1)
         is_first = states != torch.cat((none, states[:-1]))
         is_last = states != torch.cat((states[1:], none))
@@ -55,6 +57,7 @@ class TileSteps(NamedTuple):
         begins = torch.where(is_first & (tile <= tile.unsqueeze(1)), starts, 0).amax(dim=1)
         return cls(
             states=states,
+            sources=sources,
             written=torch.where(is_last, states, 0),
             has_state=tiles.first - (starts - begins) > 0,
             is_first=is_first,
@@ -68,7 +71,7 @@ class TileSteps(NamedTuple):
 
     def load(self, states: torch.Tensor) -> torch.Tensor:
         """[NT, ...] the states of the tiles' requests before this step; zeros for a request that begins in it."""
-        return load(states, self.states, self.has_state)
+        return load(states, self.sources, self.has_state)
 
     def tiled(self, values: torch.Tensor) -> torch.Tensor:
         """[NT, Q, ...] values of tokens [C, ...] in tiles, zero where a tile has no token."""
@@ -84,7 +87,9 @@ class RecurrentStep(NamedTuple):
     """States of a step: those of R decode rows, then those of the chunks' tiles."""
 
     states: torch.Tensor
-    """[R] int32: index of each row's state, which the row reads and overwrites; 0: padding."""
+    """[R] int32: index of each row's destination, which the row overwrites; 0: padding."""
+    sources: torch.Tensor
+    """[R] int32: index of each row's source, which the row reads."""
     has_state: torch.Tensor
     """[R] bool: whether the request had tokens before this step."""
     tiles: TileSteps | None
@@ -92,7 +97,7 @@ class RecurrentStep(NamedTuple):
 
     def load(self, states: torch.Tensor) -> torch.Tensor:
         """[R, ...] the rows' states; zeros for a request that begins in this step."""
-        return load(states, self.states, self.has_state)
+        return load(states, self.sources, self.has_state)
 
 
 def load(states: torch.Tensor, indices: torch.Tensor, has_state: torch.Tensor) -> torch.Tensor:

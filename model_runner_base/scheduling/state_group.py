@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core import single_type_kv_cache_manager as managers
+from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.request import Request
 
 NOT_ENOUGH = 1 << 40
 """More blocks than any pool has."""
@@ -33,14 +37,57 @@ class StateSpec(MambaSpec):
     """
 
     num_states: int = 0
+    max_model_len: int = 0
 
 
-class StateManager(managers.MambaManager):
-    """Gives each request that has blocks one state, from a pool of its own."""
+class StatePool(BlockPool):
+    """Pool of states; those that are written in this step are not hit before the next one.
+
+    Attention could read what the same step writes, but a recurrent layer reads all states first.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.unwritten: set[int] = set()
+        """Ids of the states that became cached since the step began."""
+
+    def cache_full_blocks(self, *args: Any, **kwargs: Any) -> None:
+        super().cache_full_blocks(*args, **kwargs)
+        cached = kwargs["blocks"][kwargs["num_cached_blocks"] : kwargs["num_full_blocks"]]
+        self.unwritten.update(block.block_id for block in cached)
+
+    def get_cached_block(self, *args: Any) -> list[KVCacheBlock] | None:
+        blocks = super().get_cached_block(*args)
+        return None if blocks and any(block.block_id in self.unwritten for block in blocks) else blocks
+
+
+class StateManager(MambaManager):
+    """Gives states to requests that have blocks, from a pool of its own: one each, unless prefixes are kept."""
 
     def __init__(self, kv_cache_spec: StateSpec, block_pool: BlockPool, **kwargs: Any) -> None:
         pool = BlockPool(kv_cache_spec.num_states + 1, False, block_pool.hash_block_size)
         super().__init__(kv_cache_spec, block_pool=pool, **kwargs)
+        if not is_kept:
+            self.block_size = kv_cache_spec.max_model_len
+            return
+        common: Any = block_pool
+        common.states, reset = pool, common.reset_prefix_cache  # vLLM may ask the common pool for hits.
+        if not RESETS_ALL_POOLS:
+            common.reset_prefix_cache = lambda: reset() and pool.reset_prefix_cache()
+
+    @classmethod
+    def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> Any:
+        kwargs["block_pool"] = getattr(kwargs["block_pool"], "states", kwargs["block_pool"])
+        return super().find_longest_cache_hit(*args, **kwargs)
+
+    def cache_blocks(self, request: Request, num_tokens: int, **kwargs: Any) -> None:
+        """Keeps states of prompts, as newer releases do unless they are asked for others.
+
+        Those of outputs, one for each block, would soon have taken the place of all others.
+        """
+        if not WAITS_FOR_STATES:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        super().cache_blocks(request, num_tokens, **kwargs)
 
     def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
         """Blocks of the common pool: none, or more than it has where no state is free."""
@@ -48,17 +95,26 @@ class StateManager(managers.MambaManager):
         return 0 if count <= self.block_pool.get_num_free_blocks() else NOT_ENOUGH
 
 
-if hasattr(managers, "spec_manager_map"):  # Where it is not, models with states are refused (limits.py).
+managers: Any = single_type_kv_cache_manager
+if hasattr(managers, "spec_manager_map"):
     managers.spec_manager_map[StateSpec] = StateManager
+else:
+    # Newer releases have a registry. vLLM fills it when it is asked while it is empty, so it must not have this alone.
+    managers.register_all_kvcache_specs(None)
+    managers.KVCacheSpecRegistry.register(StateSpec, StateManager)
 
 
-def state_spec(max_model_len: int, num_states: int) -> StateSpec:
-    """The group's spec: blocks of ``max_model_len`` tokens, of which a request has one; memory is not planned by it."""
+def state_spec(max_model_len: int, num_states: int, kept_block_size: int = 0) -> StateSpec:
+    """The group's spec, for requests of up to ``max_model_len`` tokens; memory is not planned by it.
+
+    ``kept_block_size`` is the number of tokens after which states are kept for later requests; 0: none are.
+    """
     return StateSpec(
         block_size=max_model_len,
         shapes=((1,),),
         dtypes=(torch.uint8,),  # type: ignore[arg-type]
         num_states=num_states,
+        max_model_len=max_model_len,
     )
 
 

@@ -22,6 +22,8 @@ from model_runner_base.testing.processed import (
     reference,
     special_tokenizer,
 )
+from model_runner_base.testing.recurrent_architectures import DELTA_NET
+from model_runner_base.vllm_compat.probes.multimodal import NEEDS_TIMES
 
 TOKEN_BYTES = 4 * 2 * TEXT["num_hidden_layers"] * TEXT["num_key_value_heads"] * 16
 """Bytes of KV cache for one token, in float32; head size 16."""

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from model_runner_base.testing.architectures import CONFIGS, IGNORED_BY_VLLM, RECURRENT, REFUSED, VLLM_NAMES
+from model_runner_base.testing.architectures import (
+    CONFIGS,
+    IGNORED_BY_VLLM,
+    LATENT,
+    LATENT_LATER,
+    LATER,
+    REFUSED,
+    VLLM_NAMES,
+)
+from model_runner_base.testing.recurrent_architectures import RECURRENT
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,9 @@ class Requests:
         self.params = cases[0][1]
         self.inputs = [case[0] for case in cases]
         self.outs: list[list[np.ndarray]] = [[] for _ in lengths]
-        self.states = torch.full((len(lengths) + 2, *kind.state), float("nan"))
-        self.state_of = rng.permutation(len(lengths) + 1)[: len(lengths)] + 1
+        self.states = torch.full((2 * len(lengths) + 2, *kind.state), float("nan"))
+        self.state_of, self.other = (rng.permutation(2 * len(lengths) + 1)[1:] + 1).reshape(2, -1)
+        self.rng = rng
 
     def step(self, counts: dict[int, int], spare: int) -> None:
         """Runs ``counts`` tokens of each request, one token as a decode row; adds ``spare`` rows, tiles and tokens."""
@@ -123,10 +124,15 @@ class Requests:
         chunks = [index for index, count in counts.items() if count > 1]
         num_rows = len(rows) + spare
         order = [*rows, *[None] * spare, *chunks]
-        states = torch.zeros(num_rows, dtype=torch.int32)
+        before, moves = self.state_of.copy(), self.rng.random(len(self.done)) < 0.3
+        moves[[index for index in range(len(self.done)) if index not in counts]] = False
+        self.state_of, self.other = np.where(moves, (self.other, self.state_of), (self.state_of, self.other))
+        states, sources = torch.zeros(2, num_rows, dtype=torch.int32)
         states[: len(rows)] = torch.from_numpy(self.state_of[rows].astype(np.int32))
+        sources[: len(rows)] = torch.from_numpy(before[rows].astype(np.int32))
         has_state = torch.tensor([self.done[index] > 0 for index in rows] + [False] * spare, dtype=torch.bool)
-        step = RecurrentStep(states, has_state, self._tiles(chunks, counts, spare) if chunks else None)
+        tiles = self._tiles(chunks, before, counts, spare) if chunks else None
+        step = RecurrentStep(states, sources, has_state, tiles)
         parts = [self._part(index, counts) for index in order] + [self._part(None, {})] * (spare if chunks else 0)
         inputs = tuple(torch.from_numpy(np.concatenate(each)).float() for each in zip(*parts, strict=True))
         params = tuple(torch.from_numpy(each).float() for each in self.params)
@@ -144,7 +150,7 @@ class Requests:
             return [np.ones((1, *each.shape[1:])) for each in self.inputs[0]]
         return [each[self.done[index] : self.done[index] + counts[index]] for each in self.inputs[index]]
 
-    def _tiles(self, chunks: list[int], counts: dict[int, int], spare: int) -> TileSteps:
+    def _tiles(self, chunks: list[int], before: np.ndarray, counts: dict[int, int], spare: int) -> TileSteps:
         lengths = np.array([counts[index] for index in chunks], np.int64)
         num_tiles = -(-lengths // self.tile)
         arrays = {
@@ -155,9 +161,9 @@ class Requests:
         computed = np.array([self.done[index] for index in chunks], np.int64)
         fill_tiles(self.tile, lengths, computed, *arrays.values())
         tiles = ChunkTiles.of({name: torch.from_numpy(each) for name, each in arrays.items()}, self.tile)
-        states = np.zeros(num_tiles.sum() + spare, np.int32)
-        states[: num_tiles.sum()] = self.state_of[chunks].repeat(num_tiles)
-        return TileSteps.of(tiles, torch.from_numpy(states))
+        indices = np.zeros((2, num_tiles.sum() + spare), np.int32)
+        indices[:, : num_tiles.sum()] = np.stack((self.state_of[chunks], before[chunks])).repeat(num_tiles, axis=1)
+        return TileSteps.of(tiles, *torch.from_numpy(indices))
 
 
 @pytest.mark.parametrize("name", KINDS)

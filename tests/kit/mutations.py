@@ -4,5 +4,12 @@ import feature_mutations
 import recurrent_mutations
 import step_mutations
 
-MUTATIONS = [*step_mutations.MUTATIONS, *feature_mutations.MUTATIONS, *recurrent_mutations.MUTATIONS]
+MUTATIONS = [
+    *step_mutations.MUTATIONS,
+    *feature_mutations.MUTATIONS,
+    *recurrent_mutations.MUTATIONS,
+    *pooling_mutations.MUTATIONS,
+    *format_mutations.MUTATIONS,
+    *later_mutations.MUTATIONS,
+]
 """Deliberate faults in the order of the table in docs/conformance.md."""

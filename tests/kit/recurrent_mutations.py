@@ -41,8 +41,8 @@ MUTATIONS = [
     Mutation(
         "a repeated step takes the states of the rows before",
         "caches/states.py",
-        "states, num_rows = self._table.table[batch.rows, 0], batch.num_decodes",
-        "states, num_rows = self._table.table[: len(batch.rows), 0], batch.num_decodes",
+        "        states = self._table.table[batch.rows, 0]",
+        "        states = self._table.table[: len(batch.rows), 0]",
         "test_recurrent and arrivals",
     ),
 ]

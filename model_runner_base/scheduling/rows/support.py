@@ -38,12 +38,8 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
         "vLLM's second model runner": scheduler.use_v2_model_runner,
         "a cache manager of its own": type(manager) is not KVCacheManager
         or type(manager.coordinator) not in (UnitaryKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache),
-        "layers other than one group with full attention": [
-            # A state of recurrent layers never grows.
-            kind
-            for kind in map(type, manager.coordinator.single_type_managers)
-            if kind is not StateManager
-        ]
+        # A state of recurrent layers never grows.
+        "layers other than one group with full attention": [kind for kind in kinds if kind is not StateManager]
         != [FullAttentionManager],
         "a method of its own": _has_own_hooks(type(scheduler), mixin),
     }

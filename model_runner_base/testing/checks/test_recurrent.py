@@ -1,6 +1,6 @@
 """Recurrent layers: a request's state is its own, however its tokens come, and whatever other requests left there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals
-from model_runner_base.testing.engine import generate, greedy, metric, tokens_of
+from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel
 
 Start = Callable[..., LLM]
@@ -16,18 +16,30 @@ PROMPTS = random_prompts(95, [1, 2, 3, 5, 16, 33, 64, 90, 130])
 NEW_TOKENS = 16
 
 
+KEEPS_PREFIXES = "qwen3-next"
+"""The model that is served with prefix caching."""
+
+
 # The scope sorts the checks by model: those of one share an engine.
-@pytest.fixture(scope="module", params=["bamba", "qwen3-next"])
+@pytest.fixture(scope="module", params=["granite-hybrid", KEEPS_PREFIXES])
 def name(request: pytest.FixtureRequest) -> str:
     """Names of tiny models: Mamba 2 or gated delta nets, each with a convolution, and attention."""
     return request.param
 
 
 @pytest.fixture
-def hybrid(name: str, engine: Start, tiny_model: Callable[[str], TinyModel]) -> tuple[LLM, TinyModel]:
-    """An engine and its model. Its cache has 14 blocks, one of which is the null block: four long requests preempt."""
+def hybrid(name: str, engine: Start, tiny_model: Callable[[str], TinyModel]) -> Iterator[tuple[LLM, TinyModel]]:
+    """An engine, which compiles nothing after warm-up, and its model.
+
+    Its cache has 18 blocks, one of which is the null block: four long requests preempt.
+    """
     model = tiny_model(name)
-    return engine(model.path, kv_cache_memory_bytes=4 << 20, block_size=16, num_gpu_blocks_override=14), model
+    options = {"kv_cache_memory_bytes": 4 << 20, "block_size": 16, "num_gpu_blocks_override": 18}
+    llm = engine(model.path, **options, enable_prefix_caching=name == KEEPS_PREFIXES)
+    policy = runner_of(llm).graph_policy
+    warm = policy.num_compilations()
+    yield llm, model
+    assert policy.num_compilations() == warm, "sizes were compiled after warm-up"
 
 
 def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int = NEW_TOKENS) -> None:
@@ -49,7 +61,7 @@ def test_preemption(hybrid: tuple[LLM, TinyModel]) -> None:
     """Requests that are preempted begin anew, with other states."""
     llm, model = hybrid
     before = metric(llm, "vllm:num_preemptions")
-    check(llm, model, random_prompts(96, [60, 70, 50, 40]), 40)
+    check(llm, model, random_prompts(96, [60, 70, 50, 40]), 70)
     assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
 
 
@@ -59,3 +71,15 @@ def test_arrivals(hybrid: tuple[LLM, TinyModel]) -> None:
     rng = np.random.default_rng(97)
     counts = rng.integers(1, NEW_TOKENS + 1, len(PROMPTS)).tolist()
     check_equal(model, PROMPTS, run_with_arrivals(llm, PROMPTS, counts, rng), counts)
+
+
+@pytest.mark.parametrize("name", [KEEPS_PREFIXES], indirect=True, scope="module")
+def test_prefix_hits(hybrid: tuple[LLM, TinyModel]) -> None:
+    """Prompts whose prefix is cached begin with the state at its end, and leave it as it is for others."""
+    llm, model = hybrid
+    for prompt in random_prompts(98, [31, 32, 33, 65]):
+        check(llm, model, [prompt])
+        prompts = [prompt, prompt[:-1] + prompt, prompt]
+        outputs = generate(llm, prompts, greedy(NEW_TOKENS))
+        check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * 3)
+        assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 16 * 16] * 3
