@@ -186,8 +186,12 @@ class PagedPlatform(Platform):
 
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
-        from model_runner_base.scheduling.rows.support import has_steps_of_rows
-        from model_runner_base.vllm_compat.types.kv_cache import make_room_for_encoder
+        from model_runner_base.quantized.configuration import check_checkpoint, set_aside
+        from model_runner_base.scheduling.releases import has_known_steps
+        from model_runner_base.vllm_compat.patches.hybrid_config import choose_cache_mode
+        from model_runner_base.vllm_compat.probes.multimodal import takes_items
+        from model_runner_base.vllm_compat.probes.unequal_heads import chooses_kernels
+        from model_runner_base.vllm_compat.types.kv_cache import raise_limit_for_encoder
 
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
@@ -226,6 +230,7 @@ class PagedPlatform(Platform):
             )
         forgo_kv_scales(cache)
         set_default_block_size(cache, cls.default_block_size)
+        choose_cache_mode(vllm_config)
         kv_tile_for(cache.block_size)  # Raises for a size that attention cannot read in parts.
         model = vllm_config.model_config
         if model is None:

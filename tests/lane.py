@@ -33,6 +33,8 @@ NEWEST = [
     "base/test_request_errors.py",
     "base/test_request_ranges.py",
     "base/test_session_turns.py",
+    "base/test_small_caches.py",
+    "base/test_state_prefixes.py",
     "base/test_streaming_input.py",
     "base/test_vllm_types.py",
     "base/test_weight_stream.py",

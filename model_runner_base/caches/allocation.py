@@ -16,7 +16,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.recurrent.layers import state_tensors
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers, bind_cache, shared_caches
-from model_runner_base.vllm_compat.types.recurrent import num_states, recurrent_layers
+from model_runner_base.vllm_compat.types.recurrent import keeps_prefixes, num_states, recurrent_layers
 
 
 def allocate(
@@ -85,6 +85,7 @@ def check_states_fit(vllm_config: VllmConfig) -> None:
     taken = states_memory(vllm_config)
     asked = vllm_config.cache_config.kv_cache_memory_bytes if taken else None
     if asked and taken >= asked:
+        remedies = "lower max_num_seqs" + (", or leave out enable_prefix_caching" * keeps_prefixes(vllm_config))
         raise ValueError(
             f"{num_states(vllm_config)} states of recurrent layers take {taken} bytes, and kv_cache_memory_bytes is "
             f"{asked}: raise it, or {remedies}"

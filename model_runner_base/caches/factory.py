@@ -8,6 +8,7 @@ from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.contiguous_decode import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.kept_states import KeptStateCaches
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
 from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
@@ -19,7 +20,7 @@ from model_runner_base.step.request_layout import RequestLayout
 from model_runner_base.step.rows_and_tiles import RowsAndTiles
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.token_layout import TokenLayout
-from model_runner_base.vllm_compat.types.recurrent import has_states, recurrent_layers
+from model_runner_base.vllm_compat.types.recurrent import has_states, keeps_prefixes, recurrent_layers
 
 
 def make_caches(
@@ -77,8 +78,10 @@ def make_state_caches(
         return None
     if any(isinstance(kind, BuilderCaches) for kind in kinds):
         raise UnsupportedConfigError("recurrent layers need the base's own attention in all other layers")
-    table = BlockTable(limits.max_num_reqs, limits.max_model_len, limits.max_model_len, 1)
-    return table, StateCaches(table, list(layers), limits)
+    kept = keeps_prefixes(vllm_config)
+    block_size = vllm_config.cache_config.block_size if kept else limits.max_model_len
+    table = BlockTable(limits.max_num_reqs, limits.max_model_len, block_size, 1)
+    return table, (KeptStateCaches if kept else StateCaches)(table, list(layers), limits)
 
 
 def make_layout(kinds: Sequence[CacheKind], limits: StepLimits) -> TokenLayout:

@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from model_runner_base.scheduling.corrections.bidirectional_images import BidirectionalImages
 from model_runner_base.scheduling.corrections.session_turns import SessionTurns
+from model_runner_base.scheduling.corrections.state_prefixes import StatePrefixes
 from model_runner_base.scheduling.corrections.state_sessions import StateSessions
 from model_runner_base.scheduling.corrections.turn_params import TurnParams
 from model_runner_base.scheduling.rows.row_steps import RowSteps
@@ -28,7 +29,15 @@ class AsyncRowScheduler(RowScheduling, AsyncScheduler):
     """vLLM's ``AsyncScheduler`` with rows and corrections."""
 
 
-class TurnScheduler(TurnParams, Scheduler):
+class PrefixScheduler(StatePrefixes, RowScheduler):
+    """``RowScheduler`` of a model with recurrent layers whose prefixes are kept, for vLLM 0.16."""
+
+
+class AsyncPrefixScheduler(StatePrefixes, AsyncRowScheduler):
+    """``AsyncRowScheduler`` of such a model."""
+
+
+class TurnScheduler(StateSessions, TurnParams, Scheduler):
     """vLLM's ``Scheduler`` with corrections only, for a release whose steps have fields that rows do not know."""
 
 

@@ -25,6 +25,10 @@ from vllm.v1.request import Request
 
 NOT_ENOUGH = 1 << 40
 """More blocks than any pool has."""
+STATES_PER_REQUEST = 3
+"""Number of states for each request that may run, where prefixes are kept; the runner has as many.
+
+A request holds two in a step in which it enters a block, and one more while a release frees states a step late."""
 GROUP = "recurrent_states"
 
 
@@ -65,7 +69,9 @@ class StateManager(MambaManager):
     """Gives states to requests that have blocks, from a pool of its own: one each, unless prefixes are kept."""
 
     def __init__(self, kv_cache_spec: StateSpec, block_pool: BlockPool, **kwargs: Any) -> None:
-        pool = BlockPool(kv_cache_spec.num_states + 1, False, block_pool.hash_block_size)
+        is_kept = kv_cache_spec.mamba_cache_mode == "align"
+        cls = BlockPool if WAITS_FOR_STATES or not is_kept else StatePool
+        pool = cls(kv_cache_spec.num_states + 1, is_kept and block_pool.enable_caching, block_pool.hash_block_size)
         super().__init__(kv_cache_spec, block_pool=pool, **kwargs)
         if not is_kept:
             self.block_size = kv_cache_spec.max_model_len
@@ -110,12 +116,18 @@ def state_spec(max_model_len: int, num_states: int, kept_block_size: int = 0) ->
     ``kept_block_size`` is the number of tokens after which states are kept for later requests; 0: none are.
     """
     return StateSpec(
-        block_size=max_model_len,
+        block_size=kept_block_size or 1,
+        mamba_cache_mode="align" if kept_block_size else "none",
         shapes=((1,),),
         dtypes=(torch.uint8,),  # type: ignore[arg-type]
         num_states=num_states,
         max_model_len=max_model_len,
     )
+
+
+def keeps_states(vllm_config: VllmConfig) -> bool:
+    """Whether states of recurrent layers are kept for later requests with the same prefix."""
+    return vllm_config.cache_config.mamba_cache_mode == "align"
 
 
 def with_states(config: KVCacheConfig, vllm_config: VllmConfig) -> KVCacheConfig:
@@ -126,5 +138,8 @@ def with_states(config: KVCacheConfig, vllm_config: VllmConfig) -> KVCacheConfig
     if not config.kv_cache_groups:
         # vLLM switches it off without a KV cache, and a prompt longer than a step would wait for ever.
         scheduler.enable_chunked_prefill = True
-    spec = state_spec(model.max_model_len, scheduler.max_num_seqs)
+    num_states, kept_block_size = scheduler.max_num_seqs, 0
+    if keeps_states(vllm_config):
+        num_states, kept_block_size = STATES_PER_REQUEST * num_states, vllm_config.cache_config.block_size
+    spec = state_spec(model.max_model_len, num_states, kept_block_size)
     return replace(config, kv_cache_groups=[*config.kv_cache_groups, KVCacheGroupSpec([GROUP], spec)])

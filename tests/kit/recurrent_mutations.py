@@ -45,4 +45,11 @@ MUTATIONS = [
         "        states = self._table.table[: len(batch.rows), 0]",
         "test_recurrent and arrivals",
     ),
+    Mutation(
+        "a request that hits a prefix begins with the state of another block",
+        "caches/kept_states.py",
+        "        sources = states_at(self._table, batch.rows, batch.num_computed - 1)",
+        "        sources = states_at(self._table, batch.rows, batch.num_computed)",
+        "test_recurrent and prefix_hits",
+    ),
 ]

@@ -4,6 +4,26 @@ from typing import Any
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.models.utils import WeightsMapper
+
+RENAMED = {
+    "Lfm2ForCausalLM": {".conv.": ".short_conv.", ".w1.": ".w1_alone."},
+    "FalconH1ForCausalLM": {".mamba.": ".mamba.mamba."},
+}
+"""Parts of layers' names in a checkpoint, and in vLLM's model, by classes that may not tell vLLM's LoRA managers."""
+KEPT_PER_REQUEST = 3
+"""``STATES_PER_REQUEST`` of the scheduler (scheduling/state_group.py)."""
+
+
+def rename_adapters(model: Any) -> None:
+    """Makes vLLM's LoRA managers find the layers of a model by their names in a checkpoint."""
+    parts = RENAMED.get(type(model).__name__, {})
+    if not parts or getattr(model, "hf_to_vllm_mapper", None):  # Newer releases have some.
+        return
+    model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr=parts)
+    if ".w1." in parts:
+        # vLLM's layer w1 is w1 and w3 of the checkpoint, and vLLM takes the packed adapter for its part of that name.
+        model.packed_modules_mapping = model.packed_modules_mapping | {"w1": ["w1_alone", "w3"]}
 
 
 def has_states(vllm_config: VllmConfig) -> bool:
@@ -17,6 +37,32 @@ def recurrent_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     return get_layers_from_vllm_config(vllm_config, MambaBase)  # type: ignore[type-abstract]
 
 
+def keeps_prefixes(vllm_config: VllmConfig) -> bool:
+    """Whether states are kept for later requests with the same prefix: prefix caching of a model with such layers."""
+    return has_states(vllm_config) and bool(vllm_config.cache_config.enable_prefix_caching)
+
+
 def num_states(vllm_config: VllmConfig) -> int:
-    """Number of states of each layer: one for each request that may run."""
-    return vllm_config.scheduler_config.max_num_seqs
+    """Number of states of each layer: one for each request that may run, or several where prefixes are kept."""
+    return vllm_config.scheduler_config.max_num_seqs * (KEPT_PER_REQUEST if keeps_prefixes(vllm_config) else 1)
+
+
+def layer_kind(layer: Any) -> str:
+    """vLLM's name of a layer's kind, in lower case, such as "mamba2"; "" for a layer that is not recurrent."""
+    kind = getattr(layer, "mamba_type", "")  # Newer releases have an enumeration.
+    return str(getattr(kind, "name", kind)).lower()
+
+
+def is_delta_net(layer: Any) -> bool:
+    """Whether a recurrent layer is a gated delta net."""
+    return layer_kind(layer).startswith("gdn")
+
+
+def state_shapes(layer: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Shapes of what a recurrent layer keeps of a request: of its convolution, and of its recurrence.
+
+    Each list has one entry, or none if the layer has no such part.
+    """
+    shapes = [tuple(shape) for shape in layer.get_state_shape()]
+    has_convolution = not layer_kind(layer).startswith("linear")
+    return shapes[:has_convolution], shapes[has_convolution:]
