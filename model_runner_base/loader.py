@@ -14,16 +14,15 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from model_runner_base.draft.loading import load_draft
+from model_runner_base.errors import CheckpointError as CheckpointError
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.recurrent.layers import use_plain_recurrences
+from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
+from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
 from model_runner_base.vllm_compat.probes.experts import experts_layers
 from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
 from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
-
-
-class CheckpointError(ValueError):
-    """Error of a checkpoint that cannot be loaded into the model that its config describes."""
 
 
 def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> nn.Module:
@@ -41,10 +40,12 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     rotary_embedding._ROPE_DICT.clear()
     is_draft = False
     try:
-        model = get_model(vllm_config)
+        model = get_model(vllm_config, filtered=scales.take if scales else iter)
         is_draft = True
         load_draft(vllm_config, model)
         is_draft = False
+        assert isinstance(vllm_config.model_config.dtype, torch.dtype)
+        correct_modernbert(model, vllm_config.model_config.dtype)
         if use_plain_layers:
             use_plain_experts(model)
             use_plain_recurrences(model)
@@ -101,21 +102,6 @@ def reload_checkpoint(
             "out is_checkpoint_format"
         )
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
-    old_path = model_config.model
-    path = weights_path or old_path
-    if weights_iterator is not None:
-        weights = weights_of(model_config, weights_iterator)
-    else:
-        loader = make_loader(load_config)
-        if not hasattr(loader, "get_all_weights"):
-            raise CheckpointError(
-                f"load_format={load_config.load_format} cannot load a model again: hand over a weights_iterator, or "
-                'change it first, by update_config({"load_config": {"load_format": "auto"}})'
-            )
-        if reason := _misfit(model_config, path):
-            raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
-        model_config.model = path
-        weights = loader.get_all_weights(model_config, model)
     device = load_config.device or vllm_config.device_config.device
     assert device is not None
     with torch.device(device):
@@ -126,13 +112,17 @@ def reload_checkpoint(
         except Exception as error:
             for module in model.modules():
                 get_layerwise_info(module).load_numel = 0  # A layer that got half of its weights keeps its old ones.
-            model_config.model = old_path
             raise CheckpointError(
                 f"cannot load weights from {path}: {_first_line(error)}; some layers may hold new weights, so load "
                 "again"
             ) from error
         finally:
             finalize_layerwise_reload(model, model_config)
+    if scales:
+        try:
+            scales.renew(model, is_whole=weights_iterator is None)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
 
 
 def _check_reloadable(model: nn.Module) -> None:
@@ -173,15 +163,15 @@ def _check_complete(model: nn.Module) -> None:
             raise CheckpointError(f"only a part of the weights of {name} was given")
 
 
-def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
+def _misfit(model_config: ModelConfig) -> str | None:
     """Describes the first tensor that is missing or has another shape than in transformers' own model; None if all
     fit."""
     files = sorted(Path(path or model_config.model).glob("*.safetensors"))
     try:
         with torch.device("meta"):
             wanted = AutoModelForCausalLM.from_config(model_config.hf_config).state_dict()
-        found = {}
-        for file in files:
+        found: dict[str, Any] = dict(quantised or {})
+        for file in files if quantised is None else ():
             with safe_open(file, "pt") as tensors:
                 slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
                 # A quantisation method packs several values into bytes, in a shape of its own.
@@ -192,13 +182,13 @@ def _misfit(model_config: ModelConfig, path: str | None = None) -> str | None:
         return None  # Saved under other names, as bare models without a head are.
     tied = "lm_head.weight" if model_config.hf_config.tie_word_embeddings else None
     # Tensors that a quantisation method makes of a layer's may have names of their own.
-    quantised = {name.rpartition(".")[0] for name in found} if model_config.quantization else set()
+    packed = {name.rpartition(".")[0] for name in found} if model_config.quantization else set()
     # Newer releases of transformers rename tensors of some layers, while checkpoints have the old names.
     renamed = {_layer_of(name) for name in found if name not in wanted}
     for name, tensor in wanted.items():
         if name in found and found[name] not in (None, list(tensor.shape)):
             return f"{name} has shape {found[name]}, the config asks for {list(tensor.shape)}"
-        is_known = name == tied or name.rpartition(".")[0] in quantised or _layer_of(name) in renamed
+        is_known = name == tied or name.rpartition(".")[0] in packed or _layer_of(name) in renamed
         if name not in found and not is_known:
             return f"{name} is missing"
     return None

@@ -152,9 +152,15 @@ class PagedPlatform(Platform):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
 
+        from model_runner_base.quantized.configuration import set_aside
         from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
-        from model_runner_base.vllm_compat.patches.hybrid_config import keep_block_size, know_mamba2
-        from model_runner_base.vllm_compat.probes.recurrent import SERVES_STATES
+        from model_runner_base.vllm_compat.patches.forced_backends import leave_backend_open
+        from model_runner_base.vllm_compat.patches.hybrid_config import (
+            keep_block_size,
+            know_mamba2,
+            leave_prefix_caching_off,
+        )
+        from model_runner_base.vllm_compat.patches.quantized_config import before_a_method_is_chosen
 
         def batch_defaults(world_size: int) -> tuple[dict[UsageContext | None, int], dict[UsageContext | None, int]]:
             contexts = (None, *UsageContext)
@@ -182,7 +188,6 @@ class PagedPlatform(Platform):
         open."""
         from vllm import envs
         from vllm.config import CompilationMode
-        from vllm.model_executor.layers.quantization import QuantizationMethods
 
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.errors import UnsupportedConfigError
@@ -237,13 +242,16 @@ class PagedPlatform(Platform):
             return
         speculation = vllm_config.speculative_config
         draft = None if speculation is None else speculation.draft_model_config
-        for quantization in filter(None, (model.quantization, draft and draft.quantization)):
-            # Methods that a user registered bring their own kernels.
-            if quantization in get_args(QuantizationMethods) and quantization not in cls.supported_quantization:
+        for each in filter(None, (model, draft)):
+            set_aside(each, cls.supported_quantization)  # A config that the engine's arguments did not make.
+            check_checkpoint(each, vllm_config.load_config)
+            if chooses_kernels(each.architecture, each.hf_text_config):
                 raise UnsupportedConfigError(
                     f"{each.architecture} is not supported here yet: vLLM runs its keys and values of unequal head "
                     "sizes with kernels of its own; use another model"
                 )
+        if model.quantization is None:
+            vllm_config.quant_config = None
         if not cache.kv_cache_memory_bytes and cls.shares_host_memory(vllm_config):
             cache.kv_cache_memory_bytes = int(cls._kv_cache_gib() * GIB)
         assert isinstance(model.dtype, torch.dtype)

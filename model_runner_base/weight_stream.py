@@ -1,6 +1,6 @@
 """Stream of weights into a model: the model's first load, its draft model's, and every reload read it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,11 +9,17 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
+from model_runner_base.quantized.configuration import format_of_model, stored_tensors
+from model_runner_base.quantized.stored import StoredTensors
+from model_runner_base.quantized.stream import Dequantiser
+
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Names and tensors as a checkpoint has them."""
 
 
-def weights_of(model_config: ModelConfig, source: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+def weights_of(
+    model_config: ModelConfig, source: Weights, stored: StoredTensors | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the weights that the model of ``model_config`` takes, one at a time, so that few are held at once.
 
     Weights of a quantised checkpoint are dequantised, unless vLLM has kernels for them.
@@ -22,10 +28,13 @@ def weights_of(model_config: ModelConfig, source: Weights) -> Iterator[tuple[str
         source: what the loader of the configured format reads, or what was passed to a reload.
         stored: the local checkpoint that ``source`` reads.
     """
+    form = format_of_model(model_config)
+    if form is not None:
+        source = Dequantiser(form, model_config.dtype, stored).weights(source)  # type: ignore[arg-type]
     yield from source
 
 
-def make_loader(load_config: LoadConfig) -> Any:
+def make_loader(load_config: LoadConfig, filtered: Callable[[Weights], Weights] = iter) -> Any:
     """Makes vLLM's loader of the configured format; if it has a stream, ``get_all_weights``, that goes through
     ``filtered``, and through ``weights_of``.
 
@@ -34,14 +43,21 @@ def make_loader(load_config: LoadConfig) -> Any:
     loader: Any = get_model_loader(load_config)
     read = getattr(loader, "get_all_weights", None)
     if read is not None:
-        loader.get_all_weights = lambda model_config, model: weights_of(model_config, read(model_config, model))
+        loader.get_all_weights = lambda model_config, model: weights_of(
+            model_config, filtered(read(model_config, model)), stored_tensors(model_config)
+        )
     return loader
 
 
-def get_model(vllm_config: VllmConfig, model_config: ModelConfig | None = None, prefix: str = "") -> nn.Module:
+def get_model(
+    vllm_config: VllmConfig,
+    model_config: ModelConfig | None = None,
+    prefix: str = "",
+    filtered: Callable[[Weights], Weights] = iter,
+) -> nn.Module:
     """Returns the model with its weights, as vLLM's function of this name does; ``model_config`` is that of a draft
-    model."""
-    loader = make_loader(vllm_config.load_config)
+    model, and ``filtered`` takes weights from the stream that no model has."""
+    loader = make_loader(vllm_config.load_config, filtered)
     model: nn.Module = loader.load_model(
         vllm_config=vllm_config, model_config=model_config or vllm_config.model_config, prefix=prefix
     )

@@ -10,6 +10,7 @@ KINDS = {
     "the code's structure": ("project/test_structure.py::test_device_runner", 1),
     "the arrays of a step": ("base/test_batch_builder.py", 10),
     "attention": ("base/test_attention.py", 15),
+    "quantised weights": ("base/test_dequantise.py", 5),
     "an attention plan": ("base/test_attention_plan.py", 10),
     "what is drawn": ("base/test_sampling.py::test_draws_follow_the_distribution", 10),
     "requests that are refused": ("base/test_errors.py::test_bad_parameters_are_refused", 15),

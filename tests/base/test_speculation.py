@@ -224,16 +224,16 @@ def test_windows_are_refused_under_asynchronous_scheduling(tiny_model: Any) -> N
         LLM(str(model.path), async_scheduling=True, **options)
 
 
-def test_a_draft_that_is_quantised_is_refused(tiny_model: Any) -> None:
-    """A draft that is quantised is refused before its weights are read."""
+def test_a_draft_of_an_unknown_quantisation_is_refused(tiny_model: Any) -> None:
+    """A draft that can neither run quantised nor be dequantised is refused before its weights are read."""
     model = tiny_model("llama")
     config = speculation("same", model)
     path = Path(config["model"])
-    quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "int-quantized"}
+    quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "marlin-24"}
     whole = (path / "config.json").read_text()
     (path / "config.json").write_text(json.dumps(json.loads(whole) | {"quantization_config": quantised}))
     try:
-        with pytest.raises(Exception, match="quantization compressed-tensors has no kernels here"):
+        with pytest.raises(Exception, match="compressed-tensors checkpoints with format marlin-24 are not dequantised"):
             LLM(str(model.path), **(DEFAULTS | {"enforce_eager": True, "speculative_config": config}))
     finally:
         (path / "config.json").write_text(whole)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,9 +42,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checkpoints that are loaded; their weights are scaled on the way."""
     paths, whole = [], weight_stream.weights_of
 
-    def weights_of(model_config: ModelConfig, source: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights_of(model_config: ModelConfig, source: Weights, *stored: Any) -> Iterator[tuple[str, torch.Tensor]]:
         paths.append(model_config.model)
-        return whole(model_config, scaled(source))
+        return whole(model_config, scaled(source), *stored)
 
     # Both modules call it by this name.
     monkeypatch.setattr(weight_stream, "weights_of", weights_of)

@@ -28,6 +28,7 @@ from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import DEFAULTS
 from model_runner_base.testing.models import TinyModel, reference_model
+from model_runner_base.testing.quantized import EXAMPLES, write_checkpoints
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.metrics import CompilationCount
 from neuron_runner.platform import NeuronPlatform
@@ -188,29 +189,38 @@ def test_the_example_shows_text_and_bytes(capfd: pytest.CaptureFixture[str]) -> 
     assert shown.count("In the beginning God created") == 2
 
 
-@pytest.mark.parametrize(
-    ("additional_config", "has_kernels", "message"),
-    [
-        ({}, False, "quantization compressed-tensors has no kernels here: leave it out"),
-        (INT8, False, "quantization compressed-tensors has no kernels here: leave it out"),
-        (INT8, True, r"quantised already \(compressed-tensors\).*leave out quant_dtype"),
-    ],
-    ids=["plain", "int8", "int8 of what a platform serves"],
-)
-def test_a_checkpoint_that_is_quantised_already_is_refused(
-    additional_config: dict[str, Any],
-    has_kernels: bool,
-    message: str,
-    tiny_model: Callable[[str], TinyModel],
-    monkeypatch: pytest.MonkeyPatch,
+def test_int8_of_what_a_platform_serves_is_refused(
+    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NeuronPlatform, "supported_quantization", ["compressed-tensors"] * has_kernels)
-    path = tiny_model("llama").path
+    """Weights that keep their quantisation, since a platform lists the method, are not stored as int8."""
+    monkeypatch.setattr(NeuronPlatform, "supported_quantization", ["compressed-tensors"])
     quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "int-quantized"}
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(Exception, match=r"quantised already \(compressed-tensors\).*leave out quant_dtype"):
         LLM(
-            str(path),
-            additional_config=additional_config,
+            str(tiny_model("llama").path),
+            additional_config=INT8,
             hf_overrides={"quantization_config": quantised},
-            **(DEFAULTS | {"max_model_len": 128}),
+            **(DEFAULTS | {"max_model_len": 128, "dtype": "float32"}),
         )
+
+
+def test_a_quantised_checkpoint_is_rounded_to_int8(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """Dequantised weights are rounded like plain ones, and so are those of a later checkpoint in another format."""
+    model = tiny_model("qwen3")
+    first, plain = write_checkpoints(model, EXAMPLES["GPTQ in act order"][1], tmp_path / "first")
+    second, other = write_checkpoints(model, EXAMPLES["experts in blocks of FP8"][1], tmp_path / "second")
+    want, want_other = (rounded_checkpoint(each, tmp_path / f"rounded {each is plain}") for each in (plain, other))
+    assert expected(want, PROMPTS) != expected(plain, PROMPTS)
+    with engine(first.path, max_model_len=128, additional_config=INT8) as llm:
+        before = CompilationCount.now()
+        assert generate(llm, PROMPTS) == expected(want, PROMPTS)
+        reload_weights(llm, weights_path=str(second.path))
+        assert generate(llm, PROMPTS) == expected(want_other, PROMPTS)
+        assert CompilationCount.now() == before
+
+
+def test_two_workers_share_dequantised_experts(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    kind, scheme = EXAMPLES["experts in blocks of FP8"]
+    quantised, plain = write_checkpoints(tiny_model(kind), scheme, tmp_path, has_shards=True)
+    with engine(quantised.path, max_model_len=128, enforce_eager=True, tensor_parallel_size=2) as llm:
+        assert generate(llm, PROMPTS) == expected(plain, PROMPTS)

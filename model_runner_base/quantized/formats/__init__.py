@@ -1,0 +1,1 @@
+"""Quantised formats of checkpoints, by the ``quant_method`` of their config."""

@@ -1,0 +1,103 @@
+"""Interface of a quantised format: which stored tensors belong to one weight, and the weight that they make."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+VALUES = "values"
+"""Part that holds a weight's quantised values; the other parts say what they mean."""
+UNUSED_ENDINGS = (
+    ".input_scale",
+    "_proj_input_scale",
+    ".input_scale_inv",
+    ".input_scale_ub",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".activation_scale",
+    ".qscale_act",
+    ".k_scale",
+    ".kv_scale",
+    ".v_scale",
+    ".q_scale",
+    ".prob_scale",
+    ".output_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+)
+"""Endings of stored scales of activations, which are not quantised here, and of KV caches. 8-bit caches take theirs
+before the stream is dequantised."""
+
+Parts = Mapping[str, torch.Tensor]
+"""Stored tensors of one weight by the name of their part."""
+
+
+class WeightFormat(ABC):
+    """Quantised format of a checkpoint. ``config`` is the ``quantization_config`` of its ``config.json``."""
+
+    title: ClassVar[str]
+    """The format's name in messages."""
+    endings: ClassVar[Mapping[str, tuple[str, str]]]
+    """Endings of stored names: the part that such a tensor is, and what the weight's name ends with instead. Longer
+    endings come before those that they end with."""
+    num_dims: ClassVar[int] = 2
+    """Dimensions of the values of one weight. If they have another one in front, weights of experts are stacked."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def unsupported_reason(self) -> str | None:
+        """Setting of the config that cannot be dequantised, in words; this default finds none."""
+        return None
+
+    def rounds_activations(self) -> bool:
+        """Whether the format's own kernels round activations too; this default says no."""
+        return False
+
+    def part_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+        """The weight that a stored tensor belongs to, and its part; None for a tensor that is stored as it is."""
+        for ending, (part, plain) in self.endings.items():
+            if name.endswith(ending):
+                return name.removesuffix(ending) + plain, part
+        return None
+
+    @abstractmethod
+    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+        """Parts without which a weight cannot be computed; ``parts`` are those that are known."""
+
+    @abstractmethod
+    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
+        """One weight, or a stack of them, in float32; raises ValueError if its parts do not fit together."""
+
+    def part_names(self) -> set[str]:
+        """Parts that a weight may have."""
+        return {VALUES, *(part for part, _ in self.endings.values())}
+
+    def names_of(self, weight: str, part: str) -> list[str]:
+        """Names under which a weight's part may be stored, the usual one first."""
+        return [
+            weight.removesuffix(plain) + ending
+            for ending, (known, plain) in self.endings.items()
+            if known == part and weight.endswith(plain)
+        ]
+
+    def missing(self, weight: str, parts: Parts) -> list[str]:
+        """Parts that are needed and not known."""
+        return [part for part in self.needed(weight, parts) if part not in parts]
+
+    def dequantise(self, weight: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in ``dtype``. Stacked experts are computed one by one, so that float32 is held for one of them."""
+        values = parts[VALUES]
+        if values.ndim == self.num_dims:
+            return self.compute(weight, parts).to(dtype)
+        count, result = len(values), None
+        for index in range(count):
+            own = {name: part[index] if part.ndim and len(part) == count else part for name, part in parts.items()}
+            one = self.dequantise(weight, own, dtype)
+            if result is None:
+                result = one.new_empty((count, *one.shape))
+            result[index] = one
+        if result is None:
+            raise ValueError(f"it has no values: its shape is {list(values.shape)}")
+        return result
