@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import CheckpointError as CheckpointError
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.layers.cache_scales import CacheScales, has_plain_attention
 from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.recurrent.layers import use_plain_recurrences
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
@@ -39,6 +40,10 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     # these.
     rotary_embedding._ROPE_DICT.clear()
     is_draft = False
+    # vLLM's own kernels read the scales that vLLM loads.
+    scales = CacheScales() if use_plain_layers and _has_small_cache(vllm_config) else None
+    if use_plain_layers:
+        allow_experts_without_gate()
     try:
         model = get_model(vllm_config, filtered=scales.take if scales else iter)
         is_draft = True
@@ -60,6 +65,11 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         if misfit := _misfit(model_config):
             raise CheckpointError(f"{message}: {misfit}; save the checkpoint again, or correct config.json") from None
         raise CheckpointError(f"{message}: {_first_line(error)}") from error
+
+
+def _has_small_cache(vllm_config: VllmConfig) -> bool:
+    """Whether the KV cache has 8 bits a number."""
+    return vllm_config.cache_config.cache_dtype.startswith("fp8")
 
 
 def _first_line(error: Exception) -> str:
@@ -104,7 +114,22 @@ def reload_checkpoint(
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     device = load_config.device or vllm_config.device_config.device
     assert device is not None
-    with torch.device(device):
+    path = weights_path or model_config.model
+    scales = CacheScales() if _has_small_cache(vllm_config) and has_plain_attention(model) else None
+    filtered = scales.take if scales else iter
+    with reading(model_config, path if weights_iterator is None else model_config.model), torch.device(device):
+        if weights_iterator is not None:
+            weights = weights_of(model_config, filtered(weights_iterator))
+        else:
+            loader = make_loader(load_config, filtered)
+            if not hasattr(loader, "get_all_weights"):
+                raise CheckpointError(
+                    f"load_format={load_config.load_format} cannot load a model again: hand over a weights_iterator, "
+                    'or change it first, by update_config({"load_config": {"load_format": "auto"}})'
+                )
+            if reason := _misfit(model_config):
+                raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
+            weights = loader.get_all_weights(model_config, model)
         initialize_layerwise_reload(model)
         try:
             model.load_weights(weights)  # type: ignore[operator]

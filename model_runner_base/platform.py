@@ -233,6 +233,11 @@ class PagedPlatform(Platform):
             raise UnsupportedConfigError(
                 "weights are not offloaded here: leave out cpu_offload_gb and offload_group_size"
             )
+        if calculates_kv_scales(cache) and cache.cache_dtype.startswith("fp8"):
+            raise UnsupportedConfigError(
+                "scales of an 8-bit KV cache are not calculated here: leave out calculate_kv_scales, and those of the "
+                "checkpoint are taken, or 1 where it has none"
+            )
         forgo_kv_scales(cache)
         set_default_block_size(cache, cls.default_block_size)
         choose_cache_mode(vllm_config)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from model_runner_base.attention.metadata import PairPlan
+from model_runner_base.attention.numbers import AS_THEY_ARE, Numbers
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class CacheFormat:
 
     num_kv_heads: int
     head_size: int
+    numbers: Numbers = AS_THEY_ARE
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of a cache tensor."""
@@ -50,18 +52,19 @@ class CacheFormat:
             value: as ``key``.
         """
         heads = -1, self.num_kv_heads, self.head_size
-        kv_cache.index_put_((blocks, offsets), torch.cat((key.view(heads), value.view(heads)), dim=1))
+        rows = torch.cat((key.view(heads), value.view(heads)), dim=1)
+        kv_cache.index_put_((blocks, offsets), self.numbers.store(rows, kv_cache.dtype))
 
     def read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of every pair, each [P, S, K, D] with KV tiles of S positions."""
         if plan.pair_blocks is None:
-            tiles = read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles)
+            tiles = self.numbers.restore(read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles))
             return tiles[..., : self.num_kv_heads, :], tiles[..., self.num_kv_heads :, :]
         shape = (-1, plan.kv_tile, self.num_kv_heads, self.head_size)
         # Two gathers, not one that is split afterwards: a compiler can then gather into the layout of each product.
         keys = kv_cache[:, :, : self.num_kv_heads][plan.pair_blocks]
         values = kv_cache[:, :, self.num_kv_heads :][plan.pair_blocks]
-        return keys.view(shape), values.view(shape)
+        return self.numbers.restore(keys.view(shape)), self.numbers.restore(values.view(shape))
 
 
 def read_lines(kv_cache: torch.Tensor, num_lines: int, num_tiles: int) -> torch.Tensor:

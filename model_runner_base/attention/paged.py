@@ -120,15 +120,15 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             refused.append(f"{kind.value} attention")
         if not is_causal and alibi_slopes is not None:
             refused.append(f"{kind.value} attention with ALiBi")
-        if kv_cache_dtype != "auto":
-            refused.append(f"kv_cache_dtype={kv_cache_dtype}")
         if refused:
             raise NotImplementedError(f"paged attention in plain torch does not support: {', '.join(refused)}")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
-        self.cache_format = CacheFormat(self.num_kv_heads, head_size)
+        # While vLLM makes a model, torch's default dtype is the model's.
+        self.numbers = numbers_of(kv_cache_dtype, torch.get_default_dtype())
+        self.cache_format = self.make_format()
         self.sliding_window = sliding_window if is_causal else None
         """Sliding window of a decoder layer; None for other layers, where only the plan says what is seen."""
         self.is_cross = kind == AttentionType.ENCODER_DECODER

@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.layout import CacheLayout, LayerCache
+from model_runner_base.attention.numbers import Float8
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.caches.scratch import scratch_caches
 from model_runner_base.caches.tiles import stored_size
@@ -125,6 +126,11 @@ class _Form(NamedTuple):
         except (AttributeError, NotImplementedError):
             order = tuple(range(len(shape)))
         return cls(shape, order, layer.dtype, reads_plans(backend))
+
+    def of_floats(self, layer: Any) -> "_Form":
+        """Form with the dtype of 8-bit floats in place of bytes, where the layer's numbers are such."""
+        numbers = layer.impl.numbers if self.is_ours else None
+        return self._replace(dtype=numbers.kind) if isinstance(numbers, Float8) else self
 
     @property
     def in_memory(self) -> tuple[int, ...]:

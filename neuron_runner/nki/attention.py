@@ -51,6 +51,7 @@ class NkiAttentionImpl(PagedAttentionImpl):
         super().__init__(*args, **kwargs)
         lacking = [name for name in ("alibi_slopes", "sinks") if getattr(self, name) is not None]
         lacking += ["cross-attention"] if self.is_cross else []
+        lacking += [] if self.numbers is AS_THEY_ARE else ["kv_cache_dtype=fp8"]
         if lacking:
             raise NotImplementedError(
                 f"the NKI attention kernel does not support {' and '.join(lacking)}: set {NKI_VARIABLE}=0 to run "

@@ -54,7 +54,7 @@ def start(model: Path, **options: Any) -> None:
             {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {"enable_sp": True}}},
             "leave enable_sp and fuse_gemm_comms out of pass_config",
         ),
-        ({"kv_cache_dtype": "fp8"}, "^paged attention in plain torch does not support: kv_cache_dtype=fp8"),
+        ({"kv_cache_dtype": "bfloat16"}, "^kv_cache_dtype=bfloat16 is not supported in plain torch: use auto, fp8"),
         ({"logits_processors": ["no_such_module:Processor"]}, "Failed to load 0th LogitsProcessor plugin"),
         ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN does not run here"),
     ],

@@ -1,0 +1,41 @@
+"""Deliberate faults in formats of caches: latents, and numbers of 8 bits."""
+
+from mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "a latent is written to the next slot",
+        "attention/latent.py",
+        "kv_cache.index_put_((blocks, offsets), ",
+        "kv_cache.index_put_((blocks, (offsets + 1) % kv_cache.shape[1]), ",
+        "test_cache_formats and one_request",
+    ),
+    Mutation(
+        "rotary keys are left out of the scores of latents",
+        "layers/latent_attention.py",
+        "torch.cat((absorbed, rotary), dim=2)",
+        "torch.cat((absorbed, 0 * rotary), dim=2)",
+        "test_cache_formats and one_request",
+    ),
+    Mutation(
+        "queries are taken to the space of latents by the next head's projection",
+        "layers/latent_attention.py",
+        "self.kv_b_proj.to_latent)",
+        "self.kv_b_proj.to_latent.roll(1, 0))",
+        "test_cache_formats and one_request",
+    ),
+    Mutation(
+        "outputs are not multiplied by the scale of 8-bit values",
+        "layers/cache_scales.py",
+        "out = (out * layer.cache_value_scale).to(",
+        "out = out.to(",
+        "test_cache_formats and eight_bits",
+    ),
+    Mutation(
+        "numbers too large for 8 bits are not limited",
+        "attention/numbers.py",
+        ".clamp(-limit, limit)",
+        "",
+        "test_cache_formats and eight_bits",
+    ),
+]
