@@ -18,6 +18,10 @@ from model_runner_base.errors import CheckpointError as CheckpointError
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.cache_scales import CacheScales, has_plain_attention
 from model_runner_base.layers.fused_moe import use_plain_experts
+from model_runner_base.layers.latent_attention import use_plain_latents
+from model_runner_base.quantized.checks import plain_shapes
+from model_runner_base.quantized.configuration import format_of_model, reading
+from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.recurrent.layers import use_plain_recurrences
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
@@ -35,6 +39,11 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     if has_states(vllm_config) and not use_plain_layers:
         raise UnsupportedConfigError(
             "recurrent layers run in plain torch, which this device does not use: serve a model of attention layers"
+        )
+    if vllm_config.model_config.use_mla and not use_plain_layers:
+        raise UnsupportedConfigError(
+            "latent attention (MLA) runs in plain torch, which this device does not use: set VLLM_MLA_DISABLE=1, with "
+            "which keys and values are kept"
         )
     # vLLM shares rotary embeddings of equal settings, and some models change theirs; the next model must not find
     # these.
@@ -54,6 +63,9 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         if use_plain_layers:
             use_plain_experts(model)
             use_plain_recurrences(model)
+            use_plain_latents(model)
+        if scales:
+            scales.apply(model)
         return model
     except (NotImplementedError, UnsupportedConfigError, torch.OutOfMemoryError):
         raise  # A layer or the platform lacks something, or memory is full: no fault of the checkpoint.

@@ -138,8 +138,15 @@ class PagedPlatform(Platform):
             name = selected_backend.name
             raise UnsupportedConfigError(f"attention backend {name} does not run here: leave the choice out")
         if attn_selector_config.use_mla:
-            raise UnsupportedConfigError("models with multi-head latent attention (MLA) are not supported yet")
+            return "model_runner_base.attention.latent.LatentAttentionBackend"
         return "model_runner_base.attention.paged.PagedAttentionBackend"
+
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> type[Any]:
+        """Class that newer releases of vLLM make for each layer of latent attention, and that computes nothing here."""
+        from model_runner_base.attention.latent import NoPrefill
+
+        return NoPrefill
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:

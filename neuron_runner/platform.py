@@ -65,6 +65,14 @@ class NeuronPlatform(PagedPlatform):
         from neuron_runner.nki import use_nki
 
         plain = super().get_attn_backend_cls(selected_backend, attn_selector_config)
+        if attn_selector_config.use_mla and use_nki():
+            from model_runner_base.errors import UnsupportedConfigError
+            from neuron_runner.nki.availability import NKI_VARIABLE
+
+            raise UnsupportedConfigError(
+                f"the NKI attention kernel does not support latent attention (MLA) yet: set {NKI_VARIABLE}=0 to run "
+                "attention as plain torch"
+            )
         return "neuron_runner.nki.attention.NkiAttentionBackend" if use_nki() else plain
 
     @classmethod

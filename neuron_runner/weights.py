@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from model_runner_base.layers.fused_moe import PlainExpertsMethod
+from model_runner_base.layers.latent_attention import AbsorbedProjection
 from model_runner_base.loader import CheckpointError
 from neuron_runner import environment
 

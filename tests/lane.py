@@ -23,6 +23,8 @@ NEWEST = [
     "base/test_engine_contracts.py",
     "base/test_hostile_engine.py",
     "base/test_image_families.py",
+    "base/test_later_architectures.py",
+    "base/test_latent_attention.py",
     "base/test_limits.py",
     "base/test_lora.py",
     "base/test_lora_refusals.py",

@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
+from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, is_of_latents, layer_caches
 
 
 def estimate_step_memory(
@@ -41,9 +41,11 @@ def estimate_step_memory(
         step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * width
         step += _experts(model_config, size.num_tokens)
         pairs = limits.named(size)
-        for layer in layer_caches(specs).values():
-            attention = 0
-            counts = limits.cross_pairs(size) if is_of_encoder(layer.spec) else pairs
+        worst = max(worst, 4 * step)
+        for num_kv_heads, head_size, num_halves, is_cross in shapes:
+            # A layer that keeps one row a token, of latents, has queries and outputs as long as the row.
+            attention = 2 * size.num_tokens * heads * head_size if num_halves == 1 else 0
+            counts = limits.cross_pairs(size) if is_cross else pairs
             decode_query = max(limits.decode.query, limits.pass_tokens)  # A pass of drafting may take more of a row.
             for query, keys, count in (
                 (decode_query, limits.decode.keys, counts["decode_pairs"]),
@@ -55,6 +57,23 @@ def estimate_step_memory(
                 attention += count * (partial + (gathered + scores if gathers_cache else keys))
             worst = max(worst, 4 * (step + attention))
     return worst + embeddings_memory(model_config, limits.max_num_tokens)
+
+
+def _cache_shapes(
+    specs: Mapping[str, Any], limits: StepLimits, model_config: ModelConfig
+) -> set[tuple[int, int, int, bool]]:
+    """KV heads, head size and number of halves (keys and values; latents have one) of each different layer, and
+    whether its keys are an encoder's.
+
+    Where requests do not decode, layers may have no spec: they attend to the step's own keys, in a scratch cache.
+    """
+    shapes = {
+        (layer.num_kv_heads, layer.head_size, 1 if is_of_latents(layer.spec) else 2, is_of_encoder(layer.spec))
+        for layer in layer_caches(specs).values()
+    }
+    if shapes or limits.decodes:
+        return shapes
+    return {(model_config.get_total_num_kv_heads(), model_config.get_head_size(), 2, False)}
 
 
 def _experts(model_config: ModelConfig, num_tokens: int) -> int:

@@ -242,11 +242,37 @@ MIXTURES: Configs = {
     ),
 }
 
-REFUSED: Configs = {
-    "deepseek-v2": lambda: hf.DeepseekV2Config(**_UNTIED, **_MLA, **_DEEPSEEK, moe_intermediate_size=32),
-    "deepseek-v3": lambda: hf.DeepseekV3Config(**_UNTIED, **_MLA, **_DEEPSEEK, moe_intermediate_size=32),
-    "longcat-flash": lambda: hf.LongcatFlashConfig(
-        **{**_UNTIED, **_MLA, "q_lora_rank": 16}, num_layers=2, n_routed_experts=8, moe_topk=2, ffn_hidden_size=128
+LATENT: Configs = {
+    "deepseek-v2": lambda: hf.DeepseekV2Config(**_LATENT, topk_method="group_limited_greedy"),
+    "deepseek-v3": lambda: hf.DeepseekV3Config(**_LATENT_V3, rope_scaling=_YARN | _MSCALE),
+    "kimi-k2": lambda: hf.DeepseekV3Config(**_LATENT_V3 | {"n_group": 1}),
+}
+"""Architectures with latent attention (MLA)."""
+
+LATENT_LATER: Configs = {"glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(**_LATENT_V3 | {"n_group": 1})}
+"""More of them, in later releases of transformers."""
+
+GEMMA4 = {
+    **UNTIED,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 15.0,
+}
+
+LATER: Configs = {
+    "gemma4": lambda: hf.Gemma4TextConfig(**GEMMA4, num_global_key_value_heads=1, attention_k_eq_v=True),
+    "gemma4-shared": lambda: hf.Gemma4TextConfig(
+        **GEMMA4 | {"hidden_size_per_layer_input": 16},
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4-moe": lambda: hf.Gemma4TextConfig(
+        **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=32
     ),
 }
 """Architectures of later releases of transformers: layers of two head sizes, one whose values are its keys, KV caches
@@ -312,15 +338,9 @@ VLLM_NAMES = {"phimoe": "PhiMoEForCausalLM"}
 """Names in vLLM's registry of architectures whose class in transformers has another name."""
 
 EXERCISES = {
-    "lfm2": "gated short convolutions",
-    "mamba": "Mamba, no attention",
-    "falcon-mamba": "Mamba with norms of what a token selects, no attention",
-    "jamba": "Mamba and attention, no rotary positions",
-    "mamba2": "Mamba 2, no attention",
-    "bamba": "Mamba 2 and attention",
-    "falcon-h1": "Mamba 2 and attention in one layer, multipliers",
-    "granite-hybrid": "Mamba 2 and attention, multipliers",
-    "qwen3-next": "gated delta nets and gated attention, experts",
+    "deepseek-v2": "latent attention; experts: softmax, groups, shared; dense first layer",
+    "deepseek-v3": "latent attention, queries of low rank, YaRN; experts: sigmoid, bias, groups, shared",
+    "kimi-k2": "the same class without groups of experts or YaRN",
     "llama": "rotary positions, grouped heads",
     "qwen2": "biases, tied embeddings",
     "qwen3": "norms of queries and keys, a head size of its own",

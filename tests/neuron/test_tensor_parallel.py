@@ -165,3 +165,20 @@ def test_four_workers_replicate_heads_and_pad_the_vocabulary(
         with pytest.raises(Exception, match=r"cancelled|Executor failed|Worker failed"):
             while True:
                 generate(llm, prompts, greedy(12))
+
+
+def test_latents_are_on_every_rank(tiny_model: Callable[[str], TinyModel]) -> None:
+    """Ranks share the heads of latent attention, whose absorbed projections are cut; each has the whole latents."""
+    model, prompts = tiny_model("deepseek-v2"), random_prompts(5, [5, 40, 70])
+    options: dict[str, Any] = {"max_model_len": 128, "tensor_parallel_size": 2, "kv_cache_memory_bytes": 1 << 20}
+    with engine(model.path, **options, additional_config={"neuron_config": FEW_BUCKETS}) as llm:
+        before = llm.collective_rpc(count_of_rank)
+        assert tokens_of(generate(llm, prompts, greedy(12))) == [model.greedy(tuple(p), 12) for p in prompts]
+        assert llm.collective_rpc(count_of_rank) == before
+        assert llm.collective_rpc(latent_shapes) == [[(2, 16, 24), (2, 24, 12)]] * 2
+
+
+def latent_shapes(worker: Any) -> list[tuple[int, ...]]:
+    """Shapes of the first layer's absorbed projections."""
+    projection = worker.get_model().model.layers[0].self_attn.kv_b_proj
+    return [tuple(projection.to_latent.shape), tuple(projection.from_latent.shape)]

@@ -49,6 +49,7 @@ __all__ = [
     "collect_specs",
     "cross_length",
     "is_of_encoder",
+    "is_of_latents",
     "layer_caches",
     "raise_limit_for_encoder",
     "read_layout",
@@ -88,6 +89,11 @@ def attends_to_encoder(layer: Any) -> bool:
 def is_of_encoder(spec: Any) -> bool:
     """Whether a KV-cache spec is that of a cross-attention layer."""
     return isinstance(spec, CrossAttentionSpec)
+
+
+def is_of_latents(spec: Any) -> bool:
+    """Whether a KV-cache spec is that of a layer of latent attention, which keeps one row a token."""
+    return isinstance(spec, MLAAttentionSpec)
 
 
 def shared_caches(vllm_config: VllmConfig) -> dict[str, str]:
