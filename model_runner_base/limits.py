@@ -14,6 +14,8 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.our_engines import SCHEDULER
+from model_runner_base.pooling_limits import check_pooling
+from model_runner_base.recurrent.ranks import check_ranks
 from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_second_runner
@@ -112,8 +114,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         "sequence parallelism is not supported yet: leave enable_sp and fuse_gemm_comms out of pass_config": (
             setting(vllm_config, "compilation_config.pass_config.enable_sp", False)
         ),
-        "pooling models are not supported yet: use a model that generates": model and model.runner_type == "pooling",
-        "models with multi-head latent attention (MLA) are not supported yet": model and model.use_mla,
         "routed experts are not returned yet: leave out enable_return_routed_experts": (
             returns_routed_experts(vllm_config)
         ),
@@ -142,7 +142,9 @@ def check_config(vllm_config: VllmConfig) -> None:
             setting(parallel, "enable_elastic_ep", False) or setting(parallel, "enable_fault_tolerance", False)
         ),
     }
-    _refuse(refusals)
+    refuse(refusals)
+    if model and model.runner_type == "pooling":
+        check_pooling(vllm_config)
     if has_states(vllm_config):
         _check_recurrent(vllm_config)
     if model and model.use_mla:

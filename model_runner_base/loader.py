@@ -164,6 +164,10 @@ def reload_checkpoint(
 
 def _check_reloadable(model: nn.Module) -> None:
     """Raises CheckpointError for weights whose loading vLLM does not record, since reloading relies on that record."""
+    if hasattr(model, "pooler"):
+        raise CheckpointError(
+            "weights of a pooling model cannot be loaded again yet: start another engine; nothing was changed"
+        )
     if getattr(model, "supports_multimodal", False):
         raise CheckpointError(
             "weights of a multimodal model cannot be loaded again yet: start another engine; nothing was changed"
@@ -203,7 +207,15 @@ def _check_complete(model: nn.Module) -> None:
 def _misfit(model_config: ModelConfig) -> str | None:
     """Describes the first tensor that is missing or has another shape than in transformers' own model; None if all
     fit."""
-    files = sorted(Path(path or model_config.model).glob("*.safetensors"))
+    if model_config.runner_type == "pooling":
+        return None  # Its tensors are not those of a model that generates.
+    directory = Path(model_config.model)
+    form = format_of_model(model_config)
+    try:
+        quantised = None if form is None else plain_shapes(form, StoredTensors(directory))
+    except CheckpointError as error:
+        return str(error)
+    files = sorted(directory.glob("*.safetensors"))
     try:
         with torch.device("meta"):
             wanted = AutoModelForCausalLM.from_config(model_config.hf_config).state_dict()

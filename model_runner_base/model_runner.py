@@ -30,8 +30,9 @@ from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.background import BackgroundCompiler
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
-from model_runner_base.heads.generate import supported_tasks
+from model_runner_base.heads.factory import supported_tasks
 from model_runner_base.heads.head import Forward
+from model_runner_base.heads.pooled import PooledStep
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.logits_processors import load_processors
 from model_runner_base.heads.sampling.logprobs import reads_processed

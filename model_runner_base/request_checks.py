@@ -22,10 +22,13 @@ class RequestChecks:
     hidden_size: int
     item_width: int | None
     """Width of the embeddings of an image, a video or a sound; None where the model takes none."""
+    vector_size: int | None = None
+    """Length of the vectors of a pooling model."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "RequestChecks":
-        return cls(model.get_vocab_size(), model.get_inputs_embeds_size(), item_width(model))
+        vector_size = model.embedding_size if model.runner_type == "pooling" else None
+        return cls(model.get_vocab_size(), model.get_inputs_embeds_size(), item_width(model), vector_size)
 
     def check(self, processed_inputs: Any, params: SamplingParams | PoolingParams) -> None:
         """Raises ValueError for a request whose output would be wrong; takes arguments of

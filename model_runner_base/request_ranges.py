@@ -286,6 +286,10 @@ REQUEST: dict[str, Rule] = {
 """Rules by field of ``EngineCoreRequest``. A field that is None is not checked."""
 
 
+EVERY_TOKEN = ("token_embed", "token_classify", "embed&token_classify")
+"""Pooling tasks with a result for each token."""
+
+
 def _check_all(rules: Mapping[str, Rule], values: Any, vocab_size: int) -> None:
     for name, rule in rules.items():
         value = getattr(values, name, None)

@@ -54,8 +54,9 @@ def check_fits(num_tokens: int, vllm_config: VllmConfig) -> None:
 
 def _frees_blocks(vllm_config: VllmConfig) -> bool:
     """Whether every layer may see only a part of the tokens, so that a request need not hold all of its blocks."""
-    if vllm_config.model_config.is_attention_free:
-        return True
+    model = vllm_config.model_config
+    if model.is_attention_free or (model.runner_type == "pooling" and model.attn_type == "encoder_only"):
+        return True  # Nothing is kept.
     config = vllm_config.model_config.hf_text_config
     kinds = getattr(config, "layer_types", None)
     if kinds:

@@ -1,6 +1,7 @@
 """NeuronModelRunner: the four hooks of ModelRunnerBase on Neuron."""
 
 from model_runner_base.graphs.policy import GraphPolicy
+from model_runner_base.heads.pooling.placement import pooler_left_out
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.multimodal.towers.placement import towers_left_out

@@ -27,33 +27,16 @@ from vllm import LLM
 from model_runner_base.testing.engine import DEFAULTS, shut_down, wait_for_sizes
 from model_runner_base.testing.fixtures import tiny_model
 
-LONGEST = [
-    "conformance_openxla",
-    "mutations",
-    "conformance",
-    "gpu_runner",
-    "architectures",
-    "lora",
-    "lora_server",
-    "tensor_parallel",
-    "plain_device",
-    "gpu_benchmark",
-    "suffix_decoding",
-    "examples",
-    "images",
-    "quantization",
-    "reload",
-    "errors",
-    "recurrent_models",
-    "drafts",
-    "trained_heads",
-    "speculation",
-    "compilation",
-    "server",
-    "ways_to_run",
-    "streaming_input",
-]
-"""Files that take longest."""
+LONGEST = """
+    conformance_openxla mutations conformance gpu_runner examples recurrent_models image_families pooling images
+    gpu_benchmark architectures plain_device tensor_parallel sleep errors lora server streaming_input quantization
+    ways_to_run plugins reload serving_while_compiling dynamo latent_attention drafts ray engine_contracts
+    pooling_server recurrent_ranks ops prompt_embeds gpu_lora contiguous_cache transcription_server
+    drafts_with_images hostile_server smallest_limits small_caches foreign_platform runtime_control compilation
+    speculation suffix_decoding trained_heads cutting lora_server benchmarks quantised_models unequal_layers
+    embeddings_server
+""".split()
+"""Files that take longest in either lane, some 40 seconds and more; longest first."""
 
 BUNDLED_MODEL = ROOT / "examples" / "models" / "kjv-2m"
 

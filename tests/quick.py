@@ -18,6 +18,7 @@ KINDS = {
     "adapters": ("base/test_lora.py::test_synchronous_scheduling", 10),
     "drafts": ("base/test_speculation.py::test_states_of_three_layers", 10),
     "recurrent layers": ("base/test_recurrences.py", 5),
+    "embeddings": ("base/test_pooling.py::test_equals_transformers[bert-classes]", 10),
     "images": ("base/test_whole_images.py::test_tokens_of_an_image_see_each_other", 15),
     "sessions": ("base/test_streaming_input.py::test_preempted_sessions", 10),
     "graphs of a GPU": ("gpu/test_cuda_graphs.py", 10),

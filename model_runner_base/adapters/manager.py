@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from model_runner_base.adapters.checks import Names, check_config, check_fit, widths_of
 from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
+from model_runner_base.heads.pooling.placement import pooler_modules
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer
 from model_runner_base.vllm_compat.types.recurrent import rename_adapters
 from model_runner_base.vllm_compat.types.speculation import read_speculation
@@ -70,7 +71,10 @@ class SlotManager(LRUCacheLoRAModelManager):
     def use_slots(self, make_layer: Callable[[BaseLayerWithLoRA], SlotLayer]) -> None:
         """Makes ``make_layer``'s layers write adapters from now on, each for one of vLLM's LoRA layers."""
         layers: dict[str, BaseLayerWithLoRA] = self.modules
-        self.widths = widths_of(layers, self.packed_modules)
+        widths = widths_of(layers, self.packed_modules)
+        if self.is_pooling_model:  # Its adapters may have the names of a model without a head.
+            widths |= {name.removeprefix("model."): each for name, each in widths.items()}
+        self.widths = widths
         self.slotted = {name: make_layer(layer) for name, layer in layers.items()}
         self.modules = self.slotted  # type: ignore[assignment]
         self.replaced = [

@@ -22,6 +22,7 @@ def step_limits(
     layers = attention_layers(vllm_config).values()
     has_plans = all(reads_plans(layer.get_attn_backend()) for layer in layers)
     cross_len = cross_length(vllm_config)
+    decodes = vllm_config.model_config.runner_type != "pooling"
     return StepLimits(
         max_num_tokens=scheduler.max_num_batched_tokens,
         max_num_reqs=scheduler.max_num_seqs,

@@ -5,17 +5,19 @@ leaves the answer to ``sample_tokens``, which the engine calls next.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from model_runner_base.heads.pooled import PooledStep
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.components import StepComponent
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.schedule import Arrival, Grammar, Schedule
 
@@ -44,6 +46,13 @@ class Forward:
 class Head(ABC):
     """Head interface. Methods that are not abstract do nothing by default."""
 
+    answers_at_once: ClassVar[bool] = False
+    """Whether ``answer`` answers every step, so that the engine never asks for ``sample_tokens``."""
+
+    def components(self) -> Sequence[StepComponent]:
+        """Components of the step that the head brings; they come after the token ids and before the layout."""
+        return ()
+
     @abstractmethod
     def info_of(self, arrival: Arrival) -> RequestInfo:
         """Makes the lasting state of a request that comes for the first time, or of a session's next turn."""
@@ -69,7 +78,7 @@ class Head(ABC):
         """Launches the work of ``sample_tokens``; called only if ``answer`` returned None."""
         raise NotImplementedError
 
-    def answer(self, forward: Forward) -> SampledStep | None:
+    def answer(self, forward: Forward) -> SampledStep | PooledStep | None:
         """Returns the step's results if they need no sampling; None leaves them to ``sample_tokens``."""
         return None
 

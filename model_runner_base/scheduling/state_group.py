@@ -30,6 +30,10 @@ STATES_PER_REQUEST = 3
 
 A request holds two in a step in which it enters a block, and one more while a release frees states a step late."""
 GROUP = "recurrent_states"
+WAITS_FOR_STATES = hasattr(MambaManager, "new_step_starts")
+"""Whether vLLM itself schedules a request one step later if it hits what this step writes."""
+RESETS_ALL_POOLS = hasattr(KVCacheCoordinator, "reset_prefix_cache")
+"""Whether vLLM forgets the prefixes of all groups' pools, not of the common one alone."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.factory import make_drafter
 from model_runner_base.draft.loading import draft_of
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
-from model_runner_base.heads.generate import make_generate_head
+from model_runner_base.heads.factory import make_head
+from model_runner_base.heads.generate import GenerateHead, make_generate_head
 from model_runner_base.heads.head import Head
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary

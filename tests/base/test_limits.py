@@ -119,8 +119,6 @@ def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
         ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=1"),
         ("parallel_config.enable_expert_parallel", True, "leave out enable_expert_parallel"),
         ("compilation_config.pass_config.enable_sp", True, "leave enable_sp and fuse_gemm_comms out of pass_config"),
-        ("model_config.runner_type", "pooling", "use a model that generates"),
-        ("model_config.use_mla", True, r"multi-head latent attention \(MLA\) are not supported yet"),
         ("model_config.is_attention_free", True, "a model of attention layers"),
         ("model_config.is_hybrid", True, "a model of attention layers"),
         ("model_config.enable_return_routed_experts", True, "leave out enable_return_routed_experts"),
@@ -189,9 +187,78 @@ def test_what_encoder_decoders_are_not_served_with_yet(setting: str, value: Any,
     check_refused(config, setting, value, message)
 
 
-def test_what_the_second_runner_alone_would_do_is_refused() -> None:
-    """Logits processors are refused with vLLM's second runner, where they have another interface.
-    ``VLLM_USE_V2_MODEL_RUNNER`` chooses that runner, or vLLM itself where it has Triton."""
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        (
+            "model_config.hf_text_config.index_topk",
+            2048,
+            r"sparse attention \(DSA\) is not supported yet: .* beyond 2048 tokens",
+        ),
+        ("model_config.architecture", "LongcatFlashForCausalLM", "LongcatFlash.* since some of its experts return"),
+        ("lora_config", SimpleNamespace(), "leave out enable_lora, or set VLLM_MLA_DISABLE=1"),
+        ("speculative_config", draft(), "drafts by eagle are not .* ngram, suffix, mtp, or leave out"),
+    ],
+)
+def test_what_latent_attention_is_not_served_with_yet(setting: str, value: Any, message: str) -> None:
+    config: Any = deepcopy(SERVED)
+    config.model_config.use_mla = True
+    check_refused(config, setting, value, message)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model_config.architecture", "JinaForRanking", "JinaForRanking .* use one without a pooler of its own"),
+        ("model_config.architecture", "GteNewModel", "GteNewModel, whose tokens see all .* or one of BertModel"),
+        (
+            "model_config.is_multimodal_model",
+            True,
+            "BertModel pools no images yet: use a model of text, or vectors of Qwen3VL",
+        ),
+        ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
+        ("model_config.pooler_config.enable_chunked_processing", True, "out of pooler_config"),
+        ("cache_config.cache_dtype", "fp8", "BertModel keeps no KV cache: leave out kv_cache_dtype"),
+        ("cache_config.enable_prefix_caching", True, "leave out enable_prefix_caching"),
+        ("scheduler_config.enable_chunked_prefill", True, "leave out enable_chunked_prefill"),
+        ("parallel_config.tensor_parallel_size", 2, "BertModel, .* is not cut over ranks yet: use tensor_parallel"),
+        ("lora_config", SimpleNamespace(), "see all of their text, are not supported yet: leave out enable_lora"),
+    ],
+)
+def test_what_pooling_models_are_not_served_with_yet(setting: str, value: Any, message: str) -> None:
+    config: Any = deepcopy(SERVED)
+    model = {
+        "runner_type": "pooling",
+        "architecture": "BertModel",
+        "attn_type": "encoder_only",
+        "pooler_config": SimpleNamespace(enable_chunked_processing=None),
+        "is_chunked_prefill_supported": False,
+        "is_prefix_caching_supported": False,
+    }
+    vars(config.model_config).update(model)
+    vars(config.cache_config).update(enable_prefix_caching=False, cache_dtype="auto")
+    config.scheduler_config.enable_chunked_prefill = False
+    check_refused(config, setting, value, message)
+
+
+def test_prefixes_with_images_are_refused_for_recurrent_layers() -> None:
+    config: Any = deepcopy(SERVED)
+    model = {"is_hybrid": True, "architecture": "Qwen3_5ForConditionalGeneration", "multimodal_config": None}
+    vars(config.model_config).update(model)
+    check_refused(config, "model_config.is_multimodal_model", True, "with images and recurrent layers yet: set enable")
+
+
+def test_latent_attention_needs_plain_torch() -> None:
+    """A device whose layers keep vLLM's kernels is refused before anything is loaded."""
+    config: Any = deepcopy(SERVED)
+    config.model_config.use_mla = True
+    with pytest.raises(UnsupportedConfigError, match="this device does not use: set VLLM_MLA_DISABLE=1"):
+        load_checkpoint(config, use_plain_layers=False)
+
+
+@pytest.mark.skipif(not HAS_SLOT_PROCESSORS, reason="this vLLM has one interface")
+def test_processors_of_the_first_interface() -> None:
+    """Processors are refused with vLLM's second runner before they are loaded, and the message says what to set."""
     config: Any = deepcopy(SERVED)
     config.use_v2_model_runner = True
     message = "logits processors are not supported with vLLM's second runner"

@@ -138,6 +138,7 @@ PROMISES = {
         "preemption and window or interrupted or host_does_not_wait": 3,
         "test_arrivals_and_aborts and eagle or hostile": 3,
         "multimodal and (qwen3 or llava) and (test_tokens or preemption or cached_prefix)": 6,
+        "test_pooling and (vectors_of_tokens or preemption or mixed_batches and qwen3)": 3,
     },
     "PlanningPlatform": {
         "multimodal and qwen3 and (test_tokens or several_requests or aborted)": 3,

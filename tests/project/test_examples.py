@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
 from model_runner_base.testing.adapters import TinyAdapter
+from model_runner_base.testing.pooling import TOLERANCE
 
 ROOT = Path(__file__).parents[2]
 LIGHT = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "XLA_FLAGS")}

@@ -10,7 +10,15 @@ import pytest
 from lane import HAS_OPENXLA, NEWEST, ROOT
 
 BASE = ROOT / "model_runner_base"
-PORTS = (BASE / "vllm_compat", BASE / "testing" / "scheduler_outputs.py", ROOT / "gpu_runner" / "vllm_compat.py")
+PORTS = (
+    BASE / "vllm_compat",
+    BASE / "scheduling" / "releases.py",
+    BASE / "heads" / "pooling" / "metadata.py",
+    BASE / "heads" / "sampling" / "slot_processors.py",
+    BASE / "testing" / "scheduler_outputs.py",
+    BASE / "testing" / "slot_processors.py",
+    ROOT / "gpu_runner" / "vllm_compat.py",
+)
 PACKAGES = ("model_runner_base", "gpu_runner", "neuron_runner", "examples", "benchmarks")
 TESTS = [path for path in (ROOT / "tests").rglob("*.py") if HAS_OPENXLA]
 TESTS = TESTS or [ROOT / "tests" / name for name in NEWEST]

@@ -26,6 +26,11 @@ def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int) -> i
     return low
 
 
+def num_sampled_tokens(scheduler: Any) -> int:
+    """Number of tokens that a request needs a place for after its prompt: one, or none in a pooling model."""
+    return 0 if scheduler.vllm_config.model_config.runner_type == "pooling" else 1
+
+
 def _num_blocks(config: KVCacheConfig, num_tokens: int, scheduler: Any) -> int:
     """Number of blocks, over all groups, that a request with ``num_tokens`` computed tokens holds at a time."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]

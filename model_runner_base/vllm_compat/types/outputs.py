@@ -13,6 +13,7 @@ from vllm.v1.outputs import (
 )
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.heads.pooled import PooledStep
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.requests.device_rows import NO_TOKEN
 from model_runner_base.step.batch import InputBatch
@@ -139,3 +140,31 @@ class StepOutput(AsyncModelRunnerOutput):
         owner, place = owner[place > 0], place[place > 0]
         np.add.at(counts, owner, num_nans[self._logits_start[owner] + place])
         return counts
+
+
+class PooledOutput(AsyncModelRunnerOutput):
+    """Results of a step of a pooling model; reading them pools, and waits for the step if a prompt is whole in it."""
+
+    def __init__(self, batch: InputBatch, pooled: PooledStep, device_ops: DeviceOps) -> None:
+        self._req_ids, self._req_id_to_index = batch.req_ids, batch.req_id_to_index
+        self._pooled = pooled
+
+    def get_kv_connector_output(self) -> None:
+        """Returns None, since limits.py refuses KV transfer."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        values, late = self._pooled.finish()
+        output = ModelRunnerOutput(self._req_ids, self._req_id_to_index)
+        if errors := self._pooled.errors | late:
+            output = FailedOutput(self._req_ids, self._req_id_to_index, errors=errors)
+        output.pooler_output = list(values)
+        return output
+
+
+OUTPUTS: dict[type, Any] = {SampledStep: StepOutput, PooledStep: PooledOutput}
+"""Output by the type of a head's results."""
+
+
+def make_output(batch: InputBatch, results: SampledStep | PooledStep, device_ops: DeviceOps) -> AsyncModelRunnerOutput:
+    """Makes the output of a step from what its head returned."""
+    return OUTPUTS[type(results)](batch, results, device_ops)

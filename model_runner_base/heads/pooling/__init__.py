@@ -1,0 +1,1 @@
+"""Pooling: embeddings, classes and scores of whole prompts."""

@@ -1,0 +1,59 @@
+"""Token types of a pair of texts, which BERT adds to the embeddings: 0 in the first text, 1 in the second.
+
+vLLM's models take them in a bit of the token ids (``vllm/model_executor/models/bert.py``). Its front end sends where
+the second text lies.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.model_executor.models.bert import TOKEN_TYPE_SHIFT, BertEmbedding
+from vllm.model_executor.models.roberta import RobertaEmbedding
+from vllm.pooling_params import PoolingParams
+
+from model_runner_base.errors import RequestError
+from model_runner_base.heads.pooling.metadata import second_text_of
+from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.components import StepComponent
+from model_runner_base.step.sizes import StepSize
+
+SECOND_TEXT = 1 << TOKEN_TYPE_SHIFT
+"""The bit of the ids of a second text's tokens."""
+
+
+def has_token_types(model: Any) -> bool:
+    """Whether a loaded model has embeddings for two types of tokens, and takes the types in a bit of the ids."""
+    embeddings = (each for each in model.modules() if isinstance(each, BertEmbedding | RobertaEmbedding))
+    return any(each.token_type_embeddings.num_embeddings > 1 for each in embeddings)
+
+
+def check_token_types(params: PoolingParams, num_tokens: int, has_types: bool) -> None:
+    """Raises RequestError if a prompt of ``num_tokens`` has a second text and the model knows no types.
+
+    Front ends also name an empty one: a tokenizer may return types that are all 0.
+    """
+    start, stop = second_text_of(params, num_tokens) or (0, 0)
+    if not has_types and start < stop:
+        raise RequestError("this model has no token types: send both texts as one prompt")
+
+
+class TokenTypes(StepComponent):
+    """Sets the bit in the ids of second texts, after the ids were packed."""
+
+    reads: ClassVar[tuple[str, ...]] = ("token_ids",)
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self._second_text = np.zeros((2, max_num_reqs), np.int64)
+        """[2, rows] position of the second text's first token, and of the first token after it; equal if there is
+        none."""
+
+    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
+        self._second_text[:, row] = second_text_of(info.params, len(token_ids)) or (0, 0)
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        token_ids, computed = views["token_ids"], batch.num_computed
+        starts, stops = (self._second_text[:, batch.rows] - computed).clip(0, batch.query_len)
+        for index in np.flatnonzero(starts < stops).tolist():
+            first = batch.query_start[index]
+            token_ids[first + starts[index] : first + stops[index]] |= SECOND_TEXT
