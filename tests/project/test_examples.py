@@ -10,9 +10,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import BUNDLED_MODEL
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    LlavaForConditionalGeneration,
+)
 
 from model_runner_base.testing.adapters import TinyAdapter
 from model_runner_base.testing.pooling import TOLERANCE
@@ -20,6 +27,23 @@ from model_runner_base.testing.pooling import TOLERANCE
 ROOT = Path(__file__).parents[2]
 LIGHT = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "XLA_FLAGS")}
 """Settings with which tests end sooner."""
+
+
+PARAPHRASES = {
+    "god made the sky and the earth": "In the beginning God created the heaven and the earth.",
+    "gentle answer turns anger": "A soft answer turneth away wrath: but grievous words stir up anger.",
+    "blessed are those who make peace": "Blessed are the peacemakers: for they shall be called the children of God.",
+    "go to the ant you lazy man": "Go to the ant, thou sluggard; consider her ways, and be wise:",
+}
+"""Verses by queries that find them."""
+DOCUMENTED = {
+    "What is the capital of China?": "The capital of China is Beijing.",
+    "Explain gravity": "Gravity is a force that attracts two bodies towards each other. It gives weight to physical "
+    "objects and is responsible for the movement of planets around the sun.",
+    "What is the capital of France?": "The capital of France is Paris.",
+    "What is the capital of Brazil?": "The capital of Brazil is Brasilia.",
+}
+"""Pairs of vLLM's examples of embedding and of scoring."""
 
 
 @cache
@@ -125,6 +149,33 @@ def test_pictures() -> None:
         text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert answer.split("\n")[0] == f"{question}{text}", printed
         assert (text.strip() == f"{colour.capitalize()}.") if index % 2 else text.startswith(f" A {colour} {shape} ")
+
+
+@torch.no_grad()
+def vectors(texts: list[str]) -> torch.Tensor:
+    """Normalised vectors [texts, hidden] of the bundled embedding model."""
+    path = BUNDLED_MODEL.with_name("kjv-embed")
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path, dtype="float32")
+    means = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+    return torch.nn.functional.normalize(torch.stack(means), dim=-1)
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """The verse that a query rewords comes first; order and cosines are those of HF transformers."""
+    pairs = PARAPHRASES | DOCUMENTED
+    queries, sentences = list(pairs), list(pairs.values())
+    file = tmp_path / "sentences.txt"
+    file.write_text("\n".join(sentences))
+    arguments = [part for query in queries for part in ("--query", query)]
+    printed = run("rank.py", "--enforce-eager", "--file", str(file), "--top", str(len(sentences)), *arguments)
+    blocks = [block.splitlines() for block in printed.split("\n\n") if block.strip()][-len(queries) :]
+    for (query, *lines), cosines in zip(blocks, vectors(queries) @ vectors(sentences).T, strict=True):
+        got = {line[9:]: float(line[:7]) for line in lines}
+        want = dict(sorted(zip(sentences, cosines.tolist(), strict=True), key=lambda pair: -pair[1]))
+        assert list(got) == list(want), query
+        assert got == pytest.approx(want, abs=TOLERANCE), query
+        if query in PARAPHRASES:
+            assert next(iter(got)) == PARAPHRASES[query]
 
 
 @pytest.mark.parametrize(
