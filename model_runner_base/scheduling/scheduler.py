@@ -12,12 +12,14 @@ from model_runner_base.scheduling.corrections.session_turns import SessionTurns
 from model_runner_base.scheduling.corrections.state_prefixes import StatePrefixes
 from model_runner_base.scheduling.corrections.state_sessions import StateSessions
 from model_runner_base.scheduling.corrections.turn_params import TurnParams
+from model_runner_base.scheduling.corrections.window_blocks import WindowBlocks
+from model_runner_base.scheduling.releases import DROPS_STALE_OUTPUTS, has_known_steps
 from model_runner_base.scheduling.rows.row_steps import RowSteps
 from model_runner_base.scheduling.rows.support import has_steps_of_rows
 from model_runner_base.scheduling.state_group import with_states
 
 
-class RowScheduling(RowSteps, StateSessions, SessionTurns, BidirectionalImages):
+class RowScheduling(RowSteps, StateSessions, WindowBlocks, Turns, BidirectionalImages):  # type: ignore[misc, valid-type]
     """Rows and all corrections: a mixin for ``Scheduler``, ``AsyncScheduler`` or a class of the user's."""
 
 
@@ -58,3 +60,4 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *arg
 # The runner asks a scheduler class, or this function, for two abilities: to end requests that failed, and to keep the
 # blocks of a sliding window until drafts are verified.
 make_scheduler.reads_errors = True  # type: ignore[attr-defined]
+make_scheduler.keeps_window_blocks = has_known_steps()  # type: ignore[attr-defined]

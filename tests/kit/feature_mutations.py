@@ -257,6 +257,13 @@ MUTATIONS = [
         "test_an_image_of_several_requests",
     ),
     Mutation(
+        "blocks before a window are freed while drafts are in flight",
+        "scheduling/corrections/window_blocks.py",
+        "num_computed - self.requests[req_id].num_output_placeholders",
+        "num_computed",
+        "test_windows and every-layer",
+    ),
+    Mutation(
         "tokens of an image do not see its last one",
         "multimodal/spans.py",
         "ends.first[seen], ends.last[seen] = first, last",

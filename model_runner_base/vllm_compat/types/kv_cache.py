@@ -130,13 +130,22 @@ def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
             raise UnsupportedConfigError(
                 f"layer {name} keeps a {type(spec).__name__}; such layers are not supported yet"
             )
-        if read_speculation(vllm_config).unread and not isinstance(spec, FullAttentionSpec):
+        forgets = read_speculation(vllm_config).unread and not isinstance(spec, FullAttentionSpec)
+        if forgets and not keeps_window_blocks(vllm_config):
             raise UnsupportedConfigError(
                 f"layer {name} forgets keys before its window, and this scheduler would free their blocks before "
                 "drafts are verified: leave out scheduler_cls, or set async_scheduling=False"
             )
         specs[name] = spec
     return specs
+
+
+def keeps_window_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether the scheduler keeps the blocks of a window until it is known which drafts were right."""
+    cls = vllm_config.scheduler_config.get_scheduler_cls()
+    # Newer releases free blocks by the tokens that have been read.
+    by_tokens_read = "processed_computed_tokens" in signature(KVCacheManager.remove_skipped_blocks).parameters
+    return by_tokens_read or getattr(cls, "keeps_window_blocks", False)
 
 
 def layer_caches(specs: Mapping[str, KVCacheSpec]) -> dict[str, LayerCache]:
