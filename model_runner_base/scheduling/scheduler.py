@@ -15,8 +15,10 @@ from model_runner_base.scheduling.corrections.turn_params import TurnParams
 from model_runner_base.scheduling.corrections.window_blocks import WindowBlocks
 from model_runner_base.scheduling.releases import DROPS_STALE_OUTPUTS, has_known_steps
 from model_runner_base.scheduling.rows.row_steps import RowSteps
-from model_runner_base.scheduling.rows.support import has_steps_of_rows
-from model_runner_base.scheduling.state_group import with_states
+from model_runner_base.scheduling.state_group import WAITS_FOR_STATES, keeps_states, with_states
+
+Turns: type[TurnParams] = TurnParams if DROPS_STALE_OUTPUTS else SessionTurns
+"""Corrections of sessions. A release that drops stale outputs itself needs those of ``TurnParams`` alone."""
 
 
 class RowScheduling(RowSteps, StateSessions, WindowBlocks, Turns, BidirectionalImages):  # type: ignore[misc, valid-type]
@@ -43,16 +45,16 @@ class TurnScheduler(StateSessions, TurnParams, Scheduler):
     """vLLM's ``Scheduler`` with corrections only, for a release whose steps have fields that rows do not know."""
 
 
-class AsyncTurnScheduler(TurnParams, AsyncScheduler):
+class AsyncTurnScheduler(StateSessions, TurnParams, AsyncScheduler):
     """vLLM's ``AsyncScheduler`` with corrections only."""
 
 
 def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> TurnParams:
     """Makes the scheduler that the configuration asks for; ``scheduler_cls`` names this function."""
     groups = with_states(kv_cache_config, vllm_config)
-    sync, asynchronous = (
-        (RowScheduler, AsyncRowScheduler) if has_steps_of_rows() else (TurnScheduler, AsyncTurnScheduler)
-    )
+    sync, asynchronous = (RowScheduler, AsyncRowScheduler) if has_known_steps() else (TurnScheduler, AsyncTurnScheduler)
+    if keeps_states(vllm_config) and not WAITS_FOR_STATES:
+        sync, asynchronous = PrefixScheduler, AsyncPrefixScheduler
     cls = asynchronous if vllm_config.scheduler_config.async_scheduling else sync
     return cls(vllm_config, groups, *args, **kwargs)
 

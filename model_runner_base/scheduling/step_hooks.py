@@ -29,8 +29,8 @@ class StepHooks(Scheduler):
     is vLLM's own: no hook is called in it, and each method of vLLM's runs once.
     """
 
-    schedules_all = True
-    """Whether ``schedule`` sees all requests, rather than those that have no row."""
+    num_hidden = 0
+    """Number of running requests that are in rows of the scheduler, so that vLLM's own code does not see them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,13 +43,31 @@ class StepHooks(Scheduler):
         self.compiling_turns: set[str] = set()
         """Requests whose grammar may still be compiling while a step of theirs is in flight (``_before_bitmask``)."""
 
+    # ---- Limits ----
+
+    @property
+    def max_num_active_reqs(self) -> int:
+        """Largest number of running requests that vLLM's own code sees; newer releases have this limit.
+
+        Those releases subtract the sessions that wait for input from it.
+        """
+        return self._num_seats - self.num_hidden + self._num_idle_seats()
+
+    @max_num_active_reqs.setter
+    def max_num_active_reqs(self, value: int) -> None:
+        self._num_seats = value
+
+    def get_request_counts(self) -> tuple[int, int]:
+        num_running, num_waiting = super().get_request_counts()
+        return num_running + self.num_hidden, num_waiting
+
     # ---- Once a step ----
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         while self.before_schedule:
             self.before_schedule.pop()()
         step = super().schedule(*args, **kwargs)
-        if not step.total_num_scheduled_tokens and not self.running and self.schedules_all:
+        if not step.total_num_scheduled_tokens and not self.running and not self.num_hidden:
             self._when_nothing_runs()
         return step
 
@@ -66,9 +84,9 @@ class StepHooks(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.after_update:
             # Functions that these add are for the next output.
-            works, self.after_update = self.after_update, []
-            for work in works:
-                work(outputs)
+            functions, self.after_update = self.after_update, []
+            for function in functions:
+                function(outputs)
         return outputs
 
     # ---- Once a request of a step ----
@@ -87,6 +105,10 @@ class StepHooks(Scheduler):
         return kept, stopped
 
     # ---- Hooks ----
+
+    def _num_idle_seats(self) -> int:
+        """Number of sessions that wait for input and take no other request's place."""
+        return 0
 
     def _when_nothing_runs(self) -> None:
         """Called after a step that has nothing to do, while requests may wait."""

@@ -21,14 +21,16 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.harness.releases import new_request, one_cache
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
-from model_runner_base.scheduling.corrections.session_turns import SessionTurns
+from model_runner_base.scheduling.releases import DROPS_STALE_OUTPUTS
 from model_runner_base.scheduling.rows.row_request import RowRequest
+from model_runner_base.scheduling.scheduler import Turns
 from model_runner_base.scheduling.state_group import GROUP, state_spec
 
 BLOCK_SIZE = 16
@@ -55,6 +57,8 @@ class Setting:
     include_finished_set: bool = False
     depth: int = 2
     """Steps in flight, where scheduling is asynchronous; vLLM's engine has two."""
+    is_second_contract: bool = False
+    """Whether steps are sent as vLLM's second model runner reads them; rows have them on newer releases only."""
     has_states: bool = False
     """Whether the model has recurrent layers, too, and so a second group."""
 
@@ -107,7 +111,7 @@ class Grammar:
     def accept_tokens(self, req_id: str, token_ids: list[int]) -> bool:
         """Accepts all tokens but one in forty, which newer releases end a request for."""
         self.accepted += token_ids
-        return True
+        return not DROPS_STALE_OUTPUTS or 13 not in token_ids
 
 
 class GrammarManager:
@@ -115,6 +119,12 @@ class GrammarManager:
 
     def should_advance(self, request: Request) -> bool:
         return request.use_structured_output
+
+    def accept_tokens(self, request: Request, token_ids: list[int]) -> bool:
+        """Advances a request's grammar, which newer releases ask the manager to do."""
+        if request.structured_output_request is None:
+            return True
+        return request.structured_output_request.grammar.accept_tokens(request.request_id, token_ids)  # type: ignore
 
     def grammar_bitmask(self, requests: dict[str, Request], req_ids: list[str], _: Any) -> Any:
         states = []
@@ -125,11 +135,11 @@ class GrammarManager:
         return states
 
 
-class SyncTurns(SessionTurns, Scheduler):
+class SyncTurns(Turns, Scheduler):
     """vLLM's own scheduler, corrected for sessions, forced resets and finished grammars, of which some break it."""
 
 
-class AsyncTurns(SessionTurns, AsyncScheduler):
+class AsyncTurns(Turns, AsyncScheduler):
     pass
 
 
@@ -146,11 +156,9 @@ class EagerAsyncRows(AsyncRowScheduler):
 def make(cls: type[Scheduler], setting: Setting) -> Any:
     config = config_of(setting)
     layers = [f"layer {index}" for index in range(2)]
-    size = setting.num_blocks * SPEC.page_size_bytes
-    groups = [KVCacheGroupSpec(layers, SPEC)]
+    caches = one_cache(layers, SPEC, setting.num_blocks)
     if setting.has_states:
-        groups.append(KVCacheGroupSpec([GROUP], state_spec(MAX_MODEL_LEN, setting.max_num_seqs)))
-    caches = KVCacheConfig(setting.num_blocks, [KVCacheTensor(size, layers)], groups)
+        caches.kv_cache_groups.append(KVCacheGroupSpec([GROUP], state_spec(MAX_MODEL_LEN, setting.max_num_seqs)))
     scheduler = cls(
         config,
         caches,
@@ -160,6 +168,7 @@ def make(cls: type[Scheduler], setting: Setting) -> Any:
         include_finished_set=setting.include_finished_set,
     )
     scheduler.max_num_scheduled_tokens = setting.max_num_batched_tokens
+    scheduler.use_v2_model_runner = setting.is_second_contract
     return scheduler
 
 
@@ -175,18 +184,19 @@ class Asked:
 
     def make(self) -> Request:
         more = {"structured_outputs": StructuredOutputsParams(regex="a*")} if self.is_structured else {}
-        request = Request(
-            self.req_id,
-            list(self.prompt),
-            SamplingParams(**self.params, **more),
-            None,
-            EOS,
-            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
-            **self.options,
-        )
+        params, hasher = SamplingParams(**self.params, **more), get_request_block_hasher(BLOCK_SIZE, sha256)
+        request = new_request(self.req_id, list(self.prompt), params, EOS, block_hasher=hasher, **self.options)
         if request.structured_output_request is not None:
             request.structured_output_request.grammar = Grammar()  # type: ignore[assignment]
         return request
+
+
+class FreedInOtherOrder(Exception):
+    """Raised where several requests end in a step, one of them because its grammar rejects a token.
+
+    Such a request gives back its blocks before the others, and vLLM's in the order of the batch: from there on requests
+    get other blocks.
+    """
 
 
 class BothFailed(Exception):
@@ -327,6 +337,8 @@ class Pair:
             self.look()
         except BothFailed:
             self.has_failed = True
+        except FreedInOtherOrder:
+            pass
         return self
 
     def _each(self, call: Callable[[Any, int], Any]) -> list[Any]:
@@ -364,6 +376,12 @@ class Pair:
         )
         assert list(made[0]) == list(made[1])
         same(*[{client: asked(outputs) for client, outputs in each.items()} for each in made], "the outputs")
+        ends = [output.finish_reason for each in made[0].values() for output in each.outputs if output.finish_reason]
+        if FinishReason.ERROR in ends and len(ends) > 1:
+            orders = [caches_of(scheduler)["free"] for scheduler in self.both]
+            assert sorted(orders[0]) == sorted(orders[1])
+            if orders[0] != orders[1]:
+                raise FreedInOtherOrder
 
     # ---- Both are the same ----
 

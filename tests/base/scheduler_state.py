@@ -19,6 +19,8 @@ def same(stock: Any, ours: Any, what: str) -> None:
 
 def told(output: SchedulerOutput) -> dict[str, Any]:
     """Fields of a step, as the runner is told them."""
+    if hasattr(output, "new_block_ids_to_zero"):
+        output.new_block_ids_to_zero = None  # For models with states. This library's runner does not read it.
     return {
         each.name: [asdict_plain(new) for new in value] if each.name == "scheduled_new_reqs" else plain(value)
         for each in fields(output)
@@ -47,10 +49,13 @@ def asked(outputs: Any) -> Any:
     return listed, outputs.finished_requests, stats and asdict(stats)
 
 
-STATE = (
+STATE = (  # Not every release has all.
     "status",
     "num_computed_tokens",
     "num_output_placeholders",
+    "num_in_flight_tokens",
+    "num_stale_output_tokens",
+    "drop_stale_output",
     "discard_latest_async_tokens",
     "spec_token_ids",
     "num_cached_tokens",
@@ -68,7 +73,7 @@ STATE = (
 
 
 def state_of(request: Request) -> dict[str, Any]:
-    state = {name: getattr(request, name) for name in STATE}
+    state = {name: getattr(request, name, None) for name in STATE}
     structured = request.structured_output_request
     return state | {
         "all tokens": request.all_token_ids.copy(),

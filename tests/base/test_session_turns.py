@@ -10,7 +10,7 @@ from conftest import engine
 from test_streaming_input import WITHOUT_EOS
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.structured_output import StructuredOutputManager
 
 from model_runner_base.testing.cases import random_prompts
@@ -31,6 +31,12 @@ def llm(request: pytest.FixtureRequest, model: TinyModel) -> Iterator[LLM]:
     options = {"async_scheduling": request.param, "skip_tokenizer_init": False}
     with engine(model.path, max_model_len=LONGEST, max_num_seqs=4, enforce_eager=True, **options) as llm:
         yield llm
+
+
+def told_of(output: EngineCoreOutput) -> Any:
+    """Stop token or words that an output ends with; newer releases have a field of their own for errors."""
+    error = getattr(output, "error", None)
+    return error.message if error else output.stop_reason
 
 
 class Client:
@@ -79,7 +85,7 @@ class Client:
                     self.turns[name][-1].extend(output.new_token_ids)
                     if output.finish_reason is not None:
                         self.turns[name].append([])
-                        self.ends.setdefault(name, []).append((output.finish_reason, output.stop_reason))
+                        self.ends.setdefault(name, []).append((output.finish_reason, told_of(output)))
 
     def close(self, *names: str) -> None:
         self.core.abort_requests([name + self.suffix for name in names])

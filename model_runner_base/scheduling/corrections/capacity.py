@@ -13,11 +13,12 @@ def longest_request(scheduler: Any, config: KVCacheConfig, num_blocks: int) -> i
     The last token is sampled but never computed, unless the model pools. Drafts after it are computed, so they need
     blocks.
     """
-    num_beside = scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
+    num_sampled = num_sampled_tokens(scheduler)
+    num_ahead = scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
     low, high = 0, scheduler.max_model_len
     while low < high:
         length = (low + high + 1) // 2
-        num_computed = min(length - 1 + num_beside, scheduler.max_model_len)
+        num_computed = min(length - num_sampled + num_ahead, scheduler.max_model_len)
         # One block is the null block, which no request gets.
         if _num_blocks(config, num_computed, scheduler) < num_blocks:
             low = length

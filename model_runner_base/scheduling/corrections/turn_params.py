@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from model_runner_base.scheduling.corrections.failures import RequestFailures, too_long_reason
+from model_runner_base.scheduling.corrections.failures import RequestFailures
 
 _STATUSES = RequestStatus.__members__
 WAITING_FOR_GRAMMAR = _STATUSES.get("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR") or _STATUSES["WAITING_FOR_FSM"]
@@ -49,19 +49,14 @@ class TurnParams(RequestFailures):
         else:
             session.streaming_queue.append(turn)
 
-    @property
-    def max_num_active_reqs(self) -> int:
-        """Largest number of running requests. Newer releases subtract the sessions that wait for input from it.
+    def _num_idle_seats(self) -> int:
+        """Number of sessions that wait for input and take no other request's place.
 
         With a runner of this library those sessions block no others, since their rows are given away
         (``RequestStates.free_rows_for``). vLLM's own runner does not give rows away.
         """
         is_vllms_own = str(self.vllm_config.parallel_config.worker_cls).startswith("vllm.")
-        return self._num_seats + (0 if is_vllms_own else self.num_waiting_for_streaming_input)
-
-    @max_num_active_reqs.setter
-    def max_num_active_reqs(self, value: int) -> None:
-        self._num_seats = value
+        return 0 if is_vllms_own else self.num_waiting_for_streaming_input
 
     def _when_nothing_runs(self) -> None:
         """Gives blocks of sessions that wait for input to requests that wait for blocks, from the next step on."""
@@ -120,7 +115,7 @@ class TurnParams(RequestFailures):
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         assert isinstance(update, Turn)
         # The prompt takes all outputs but the last.
-        reason = too_long_reason(session.num_tokens - 1 + len(update.prompt_token_ids or ()), self.max_model_len)
+        reason = self._too_long(session.num_tokens - 1 + len(update.prompt_token_ids or ()))
         if reason is not None:
             self._fail(session, f"this session is too long: {reason}")
             return

@@ -9,18 +9,17 @@ from vllm.v1.metrics.stats import SchedulerStats
 from model_runner_base.scheduling.rows.batch import Batch
 
 _FIELDS = EngineCoreOutput.__struct_fields__
-_BETWEEN = (_FIELDS.index("num_cached_tokens") if "num_cached_tokens" in _FIELDS else len(_FIELDS)) - 2
-"""Number of fields between the tokens and ``num_cached_tokens``; none of them is set for a plain token.
-
-Releases without ``num_cached_tokens`` have no rows.
-"""
+_BETWEEN = _FIELDS.index("num_cached_tokens") - 2 if "num_cached_tokens" in _FIELDS else None
+"""Number of fields between the tokens and ``num_cached_tokens``, none of which a plain token sets; None if this vLLM
+has no such field."""
 
 Merged = dict[int, EngineCoreOutputs]
 
 
 def plain_outputs(batch: Batch, token_lists: Sequence[list[int]]) -> list[EngineCoreOutput | None]:
     """Makes an output for each request of the batch, none of which ends."""
-    return list(map(EngineCoreOutput, batch.req_ids, token_lists, *repeat(repeat(None), _BETWEEN), batch.num_cached))
+    further = () if _BETWEEN is None else (*repeat(repeat(None), _BETWEEN), batch.num_cached)
+    return list(map(EngineCoreOutput, batch.req_ids, token_lists, *further))
 
 
 def merge(

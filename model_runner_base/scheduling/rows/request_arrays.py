@@ -20,7 +20,8 @@ FIELDS = (
     "length",  # num_prompt_tokens + max_tokens
     "cap",  # known tokens at which the request ends
     "prompt",  # num_prompt_tokens
-    "num_cached",  # num_cached_tokens
+    "num_cached",  # num_cached_tokens, if this vLLM has it
+    "in_flight",  # num_in_flight_tokens, if this vLLM has it, less computed, plus known
     "client",  # client_index
     "structured",  # whether a grammar follows the tokens
     "logprobs",  # whether log probabilities are asked for
@@ -45,6 +46,7 @@ class RequestArrays:
     cap: np.ndarray
     prompt: np.ndarray
     num_cached: np.ndarray
+    in_flight: np.ndarray
     client: np.ndarray
     structured: np.ndarray
     logprobs: np.ndarray

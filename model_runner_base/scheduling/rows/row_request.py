@@ -28,6 +28,11 @@ class GuardedAttribute:
         if request is None:
             return self
         request.decode_rows.bring_up_to_date(request)
+        return self._read(request)
+
+    def _read(self, request: Any) -> Any:
+        if self._name not in request.__dict__:
+            raise AttributeError(self._name)  # Not every release of vLLM has it.
         return request.__dict__[self._name]
 
     def __set__(self, request: Any, value: Any) -> None:
@@ -39,7 +44,7 @@ class WriteGuardedAttribute(GuardedAttribute):
     """Attribute that is always up to date in the request; writing it takes the request out of its row."""
 
     def __get__(self, request: Any, owner: type) -> Any:
-        return self if request is None else request.__dict__[self._name]
+        return self if request is None else self._read(request)
 
 
 class RowRequest(Request):
@@ -53,6 +58,7 @@ class RowRequest(Request):
 
     num_computed_tokens = GuardedAttribute()  # type: ignore[assignment]
     num_output_placeholders = GuardedAttribute()  # type: ignore[assignment]
+    num_in_flight_tokens = GuardedAttribute()
     _output_token_ids = GuardedAttribute()  # type: ignore[assignment]
     _all_token_ids = GuardedAttribute()  # type: ignore[assignment]
     output_token_ids = GuardedAttribute()  # type: ignore[assignment]
@@ -60,6 +66,7 @@ class RowRequest(Request):
     status = WriteGuardedAttribute()  # type: ignore[assignment]
     spec_token_ids = WriteGuardedAttribute()  # type: ignore[assignment]
     discard_latest_async_tokens = WriteGuardedAttribute()  # type: ignore[assignment]
+    num_stale_output_tokens = WriteGuardedAttribute()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Takes the request out of its row, so that a copy is a plain request."""

@@ -13,10 +13,19 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from model_runner_base.scheduling.releases import (
+    DROPS_STALE_OUTPUTS,
+    advance_grammar,
+    common_prefix,
+    has_ended_requests,
+    holds_waiting,
+    is_paused,
+    take_preempted,
+)
 from model_runner_base.scheduling.rows.batch import Batch, RowEvents
 from model_runner_base.scheduling.rows.outputs import merge, plain_outputs
 from model_runner_base.scheduling.rows.row_request import RowRequest
@@ -61,30 +70,34 @@ class RowSteps(StepHooks):
             logger.info("Requests are scheduled by vLLM's own loops, because of %s.", reason)
             return
         manager = self.kv_cache_manager
-        attention, *others = manager.coordinator.single_type_managers
-        self._unchanged: tuple[list[int], ...] = ([],) * len(others)
+        self._unchanged: tuple[list[int], ...] = ([],) * (len(manager.coordinator.single_type_managers) - 1)
         """New blocks of the groups after the first: none."""
-        self._rows = ScheduledRows(attention, manager.block_pool, self.max_model_len, self._is_async)
+        self._rows = ScheduledRows(manager, self.max_model_len, self._is_async)
 
     # ---- A step is scheduled ----
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         rows = self._rows
         if rows is None:
-            return super().schedule()
-        events = self._row_events(rows) if len(self.running) >= self.least_rows else None
+            return super().schedule(*args, **kwargs)
+        is_plain = len(self.running) >= self.least_rows and not any(args) and not any(kwargs.values())
+        events = self._row_events(rows) if is_plain else None
         if events is None:
             if rows.requests or self._steps:
                 rows.let_all_go()
                 self._steps.clear()
-            return super().schedule()
+            return super().schedule(*args, **kwargs)
         return self._schedule_rows(rows, events)
 
     def _row_events(self, rows: ScheduledRows) -> RowEvents | None:
         """Rows that have an event in this step, such as a new block; None if vLLM must schedule all requests."""
         if self._steps and not self._is_async:
             return None  # The output of the last step has not been read yet, and its tokens are this step's input.
-        rows.settle(self.running, self.prev_step_scheduled_req_ids, [step.batch for step in self._steps])
+        if is_paused(self):
+            return None
+        # The first contract sends all tokens of a request that the last step did not have.
+        before = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
+        rows.settle(self.running, before, [step.batch for step in self._steps])
         num_rows = len(rows.requests)
         events = rows.events() if num_rows else None
         if events is None:
@@ -104,16 +117,16 @@ class RowSteps(StepHooks):
         batch, before = rows.batch(), self.prev_step_scheduled_req_ids
         num_rows, num_active = len(rows.requests), len(batch.req_ids)
         block_ids = rows.grow(events)
-        is_alone = len(self.running) == num_rows and not self.waiting
+        is_alone = len(self.running) == num_rows and not holds_waiting(self)
         output = self._schedule_none() if is_alone else self._schedule_others(num_rows, num_active)
         counts = output.num_scheduled_tokens
-        if counts:
-            before = {*batch.req_ids, *counts}
-        elif before is not batch.id_set or len(before) != num_active:
-            before = batch.id_set = set(batch.req_ids)
-        self.prev_step_scheduled_req_ids = before
-        first = self.running[0].request_id
-        output.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
+        if not self.use_v2_model_runner:
+            if counts:
+                before = {*batch.req_ids, *counts}
+            elif before is not batch.id_set or len(before) != num_active:
+                before = batch.id_set = set(batch.req_ids)
+            self.prev_step_scheduled_req_ids = before
+        output.num_common_prefix_blocks = common_prefix(self)
         if num_active:
             self._join(rows, batch, events, block_ids, output)
             self._steps.append(RowStep(output, batch, counts))
@@ -123,7 +136,7 @@ class RowSteps(StepHooks):
     def _schedule_none(self) -> SchedulerOutput:
         """Returns a step without tokens, as there is nothing for vLLM's own code to schedule."""
         output = SchedulerOutput.make_empty()
-        output.preempted_req_ids = set()
+        output.preempted_req_ids = take_preempted(self)
         output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
         output.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()
         return output
@@ -136,11 +149,11 @@ class RowSteps(StepHooks):
         self.prev_step_scheduled_req_ids = {request.request_id for request in self.running} & before
         self.max_num_scheduled_tokens -= num_active
         self.max_num_running_reqs -= num_rows
-        self.schedules_all = False
+        self.num_hidden = num_rows
         try:
             return super().schedule()
         finally:
-            self.schedules_all = True
+            self.num_hidden = 0
             self.max_num_scheduled_tokens, self.max_num_running_reqs = limits
             self.running = running[:num_rows] + self.running
 
@@ -197,7 +210,8 @@ class RowSteps(StepHooks):
         set_apart = [place for place, req_id in enumerate(batch.req_ids) if req_id in told] if told else ()
         apart = self._rows.receive(batch, token_ids, set_apart)
         self._let_go(self._rows, step.others)
-        if apart or step.others or self.finished_req_ids_dict or self.after_update:
+        rejected = self._accept(batch, token_lists, set(apart)) if batch.structured else ()
+        if apart or step.others or self.finished_req_ids_dict or self.after_update or has_ended_requests(self):
             rest = copy(scheduler_output)
             rest.num_scheduled_tokens = {batch.req_ids[place]: 1 for place in apart} | step.others
             theirs = super().update_from_output(rest, model_runner_output)
@@ -209,8 +223,8 @@ class RowSteps(StepHooks):
         if logprobs and batch.logprobs:
             for place in batch.logprobs:
                 outputs[place].new_logprobs = logprobs.slice_request(places[place], 1)
-        if batch.structured:
-            self._accept(batch, token_lists, set(apart))
+        for place in rejected:
+            outputs[place].finish_reason = FinishReason.ERROR
         return merge(batch, outputs, apart, theirs)
 
     def _take_step(self, scheduler_output: SchedulerOutput) -> RowStep | None:
@@ -227,18 +241,24 @@ class RowSteps(StepHooks):
             if isinstance(request, RowRequest):
                 rows.let_go(request)
 
-    def _accept(self, batch: Batch, token_lists: list[list[int]], apart: set[int]) -> None:
-        """Advances the grammars by the batch's tokens, except at the places ``apart``."""
+    def _accept(self, batch: Batch, token_lists: list[list[int]], apart: set[int]) -> list[int]:
+        """Advances the grammars by the batch's tokens, except at the places ``apart``.
+
+        Returns the places of requests that end because their grammar rejects a token; vLLM 0.16 ends none.
+        """
+        rejected = []
         for place in batch.structured:
             if place in apart:
                 continue
             req_id, token_ids = batch.req_ids[place], token_lists[place]
             request: Request = self.requests[req_id]
-            if self.structured_output_manager.should_advance(request):
-                structured = request.structured_output_request
-                assert structured is not None and structured.grammar is not None
-                if not structured.grammar.accept_tokens(req_id, token_ids):
-                    logger.warning("Unexpected: grammar rejected tokens %s for request %s.", token_ids, req_id)
+            if advance_grammar(self.structured_output_manager, request, token_ids) is False:
+                logger.warning("Unexpected: grammar rejected tokens %s for request %s.", token_ids, req_id)
+                if DROPS_STALE_OUTPUTS:
+                    request.resumable = False
+                    self.finish_requests(req_id, RequestStatus.FINISHED_ERROR)
+                    rejected.append(place)
+        return rejected
 
 
 def _plain_tokens(

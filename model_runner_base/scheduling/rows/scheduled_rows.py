@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
+from model_runner_base.scheduling.releases import is_plain_decode, num_in_flight, stop_tokens
 from model_runner_base.scheduling.rows.batch import Batch, RowEvents
 from model_runner_base.scheduling.rows.request_arrays import MAX_STOPS, NEVER, RequestArrays
 from model_runner_base.scheduling.rows.row_request import RowRequest
@@ -19,14 +19,14 @@ class ScheduledRows(RequestArrays):
     Requests in a row are ``RowRequest``s. A row whose request has left it is ``loose`` until ``settle``.
     """
 
-    def __init__(
-        self, manager: SingleTypeKVCacheManager, pool: BlockPool, max_model_len: int, has_placeholders: bool
-    ) -> None:
+    def __init__(self, manager: KVCacheManager, max_model_len: int, has_placeholders: bool) -> None:
         self.requests: list[Request] = []
         self.req_ids: list[str] = []
         self.loose: set[int] = set()
-        self.block_size = manager.block_size
-        self._manager, self._pool = manager, pool
+        self._manager, self._pool = manager, manager.block_pool
+        self._attention = manager.coordinator.single_type_managers[0]
+        """Manager of the group with attention, the only one whose blocks grow."""
+        self.block_size = self._attention.block_size
         self._max_model_len = max_model_len
         self._has_placeholders = has_placeholders
         self._batch: Batch | None = None
@@ -37,8 +37,11 @@ class ScheduledRows(RequestArrays):
 
     # ---- Requests that have a row ----
 
-    def settle(self, running: list[Request], scheduled_before: Set[str], in_flight: Iterable[Batch]) -> None:
-        """Gives rows to running requests from the first on, up to one that cannot have a row; no later one has one."""
+    def settle(self, running: list[Request], scheduled_before: Set[str] | None, in_flight: Iterable[Batch]) -> None:
+        """Gives rows to running requests from the first on, up to one that cannot have a row; no later one has one.
+
+        ``scheduled_before`` are the ids of the last step; None: any request may have a row, whenever it last ran.
+        """
         self._batches = set(in_flight)
         if self.loose:
             self._fill_loose(scheduled_before)
@@ -55,7 +58,7 @@ class ScheduledRows(RequestArrays):
         if count < len(running):
             self._append(running, count, scheduled_before)
 
-    def can_take(self, request: Request, scheduled_before: Set[str]) -> bool:
+    def can_take(self, request: Request, scheduled_before: Set[str] | None) -> bool:
         """Whether the request is in steady decode: each next step yields one token of it, and nothing else happens."""
         params, req_id = request.sampling_params, request.request_id
         if type(request) is not Request or request.status != RequestStatus.RUNNING or params is None:
@@ -64,22 +67,22 @@ class ScheduledRows(RequestArrays):
             return False
         if request.trace_headers is not None or request.stop_reason is not None or request.events:
             return False
-        if request.num_nans_in_logits or request.num_external_computed_tokens or request.spec_token_ids:
+        if request.num_nans_in_logits or request.spec_token_ids or request.is_prefill_chunk:
             return False
-        if request.is_prefill_chunk or request.discard_latest_async_tokens or req_id not in scheduled_before:
+        if not is_plain_decode(request) or (scheduled_before is not None and req_id not in scheduled_before):
             return False
         computed, known, placeholders = request.num_computed_tokens, request.num_tokens, request.num_output_placeholders
         if known + placeholders - computed != 1 or known >= request.num_prompt_tokens + request.max_tokens - 1:
             return False
         if computed + 2 >= self._max_model_len or (placeholders and not self._has_placeholders):
             return False
-        blocks = self._manager.req_to_blocks.get(req_id, ())
+        blocks = self._attention.req_to_blocks.get(req_id, ())
         if len(blocks) != -(-computed // self.block_size):
             return False
-        stops = params.stop_token_ids or ()
-        return len(stops) < MAX_STOPS and all(-NEVER < token < NEVER for token in stops)
+        stops = stop_tokens(request)
+        return len(stops) <= MAX_STOPS and all(-NEVER < token < NEVER for token in stops)
 
-    def _fill_loose(self, scheduled_before: Set[str]) -> None:
+    def _fill_loose(self, scheduled_before: Set[str] | None) -> None:
         dropped = []
         for row in sorted(self.loose):
             if self.can_take(self.requests[row], scheduled_before):
@@ -90,7 +93,7 @@ class ScheduledRows(RequestArrays):
         if dropped:
             self._drop(dropped)
 
-    def _append(self, running: list[Request], start: int, scheduled_before: Set[str]) -> None:
+    def _append(self, running: list[Request], start: int, scheduled_before: Set[str] | None) -> None:
         row = start
         while row < len(running) and self.can_take(running[row], scheduled_before):
             row += 1
@@ -114,10 +117,10 @@ class ScheduledRows(RequestArrays):
         )  # A request may ask for more than int64 holds.
         last, cap = min(length - 1, self._max_model_len - 1), min(length, self._max_model_len)
         next_full = (known // size + 1) * size
-        next_block = len(self._manager.req_to_blocks[request.request_id]) * size
+        next_block = len(self._attention.req_to_blocks[request.request_id]) * size
         next_cached = NEVER
-        if self._manager.enable_caching:
-            next_cached = (self._manager.num_cached_block.get(request.request_id, 0) + 1) * size
+        if self._attention.enable_caching:
+            next_cached = (self._attention.num_cached_block.get(request.request_id, 0) + 1) * size
         self._numbers[:, row] = (
             computed,
             known,
@@ -132,16 +135,14 @@ class ScheduledRows(RequestArrays):
             length,
             cap,
             request.num_prompt_tokens,
-            request.num_cached_tokens,
+            getattr(request, "num_cached_tokens", 0),
+            num_in_flight(request) - computed + known,
             request.client_index,
             request.structured_output_request is not None,
-            params.logprobs is not None,
+            getattr(params, "num_logprobs", params.logprobs) is not None,
             False,
         )
-        stops = list(params.stop_token_ids or ())
-        if not params.ignore_eos and request.eos_token_id is not None:
-            stops.append(request.eos_token_id)
-        self._set_stops(row, stops)
+        self._set_stops(row, stop_tokens(request))
         request.__dict__["decode_rows"] = self
         request.__class__ = RowRequest
 
@@ -200,6 +201,8 @@ class ScheduledRows(RequestArrays):
         state = self.requests[row].__dict__
         state["num_computed_tokens"] = int(self.computed[row])
         state["num_output_placeholders"] = int(self.placeholders[row])
+        if "num_in_flight_tokens" in state:
+            state["num_in_flight_tokens"] = int(self.in_flight[row] + self.computed[row] - self.known[row])
         start, end = int(self.written[row]), int(self.known[row])
         if start < end:
             # The tokens lie in one block, because a full block is written at once.
@@ -250,7 +253,7 @@ class ScheduledRows(RequestArrays):
             for row, block in zip(
                 events.entering.tolist(), self._pool.get_new_blocks(len(events.entering)), strict=True
             ):
-                self._manager.req_to_blocks[self.req_ids[row]].append(block)
+                self._attention.req_to_blocks[self.req_ids[row]].append(block)
                 ids.append(block.block_id)
             self.next_block[events.entering] += size
         if len(events.caching):

@@ -3,10 +3,10 @@
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from model_runner_base.scheduling.releases import unserved_features
 from model_runner_base.scheduling.state_group import StateManager
 
 HOOKS = (
@@ -23,6 +23,7 @@ HOOKS = (
 def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
     """Name of a feature of the scheduler that rows do not support; None if they support all."""
     config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
+    kinds = [type(each) for each in manager.coordinator.single_type_managers]
     reasons = {
         "a KV connector": scheduler.connector is not None,
         "an encoder cache connector": scheduler.ec_connector is not None,
@@ -34,15 +35,13 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
         "an encoder-decoder model": scheduler.is_encoder_decoder,
         "pipeline stages": scheduler.use_pp,
         "context parallelism": scheduler.dcp_world_size * scheduler.pcp_world_size > 1,
-        "routed experts in outputs": config.model_config.enable_return_routed_experts,
-        "vLLM's second model runner": scheduler.use_v2_model_runner,
         "a cache manager of its own": type(manager) is not KVCacheManager
         or type(manager.coordinator) not in (UnitaryKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache),
         # A state of recurrent layers never grows.
         "layers other than one group with full attention": [kind for kind in kinds if kind is not StateManager]
         != [FullAttentionManager],
         "a method of its own": _has_own_hooks(type(scheduler), mixin),
-    }
+    } | unserved_features(scheduler, is_ours=StateManager in kinds)
     for reason, holds in reasons.items():
         if holds:
             return reason
@@ -60,28 +59,3 @@ def _has_own_hooks(scheduler_cls: type, mixin: type) -> bool:
     return any(name in vars(cls) for cls in others for name in HOOKS) or any(
         name in vars(cls) for cls in order[:at] for name in private
     )
-
-
-FILLED = {
-    "scheduled_new_reqs",
-    "scheduled_cached_reqs",
-    "num_scheduled_tokens",
-    "total_num_scheduled_tokens",
-    "scheduled_spec_decode_tokens",
-    "scheduled_encoder_inputs",
-    "num_common_prefix_blocks",
-    "finished_req_ids",
-    "free_encoder_mm_hashes",
-    "preempted_req_ids",
-    "has_structured_output_requests",
-    "pending_structured_output_tokens",
-    "num_invalid_spec_tokens",
-    "kv_connector_metadata",
-    "ec_connector_metadata",
-}
-"""Fields of a step that this scheduler fills, or knows to be empty."""
-
-
-def has_steps_of_rows() -> bool:
-    """Whether a step has these fields alone. With others a request may be in a state that rows do not know."""
-    return set(SchedulerOutput.__dataclass_fields__) == FILLED
