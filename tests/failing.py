@@ -18,7 +18,7 @@ def fail_admission(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fails(row: int, info: Any, token_ids: list[int]) -> None:
         admit(row, info, token_ids)
-        if info.sampling_params.seed == SEED:
+        if info.params.seed == SEED:
             raise IndexError(f"nothing at {SEED}")
 
     monkeypatch.setattr(pipeline, "admit", fails)

@@ -176,3 +176,13 @@ def test_data_that_a_step_fails_on(llm: LLM, model: TinyModel, monkeypatch: pyte
     assert run(llm)["bad"].finish_reason == "error", "a step of nothing else"
     assert generate(llm, list(PROMPTS)) == expected(model, list(PROMPTS))
     assert not runner_of(llm).errors
+
+
+def test_a_request_that_fails_leaves_no_prefix(llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a request that the runner left out hold no keys: the same prompt does not find them in the cache."""
+    (prompt,) = random_prompts(72, [100])
+    fail_admission(llm, monkeypatch)
+    add(llm, "bad", prompt, greedy(9, seed=SEED))
+    assert run(llm)["bad"].finish_reason == "error"
+    assert generate(llm, [prompt]) == expected(model, [prompt])
+    assert not runner_of(llm).errors

@@ -16,7 +16,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from model_runner_base.scheduling.corrections.capacity import longest_request
+from model_runner_base.scheduling.corrections.capacity import longest_request, num_sampled_tokens
+from model_runner_base.scheduling.releases import ends_failed_grammars
 from model_runner_base.scheduling.step_hooks import StepHooks, errors_of
 
 logger = init_logger(__name__)
@@ -44,6 +45,9 @@ class RequestFailures(StepHooks):
                 self.max_model_len,
             )
             self.max_model_len = longest
+        self._too_long = partial(too_long_reason, longest=self.max_model_len, num_sampled=num_sampled_tokens(self))
+        if not num_sampled_tokens(self) and not hasattr(self, "num_sampled_tokens_per_step"):
+            self.max_model_len += 1  # Some releases leave a place for an output token in every prompt that is cut.
 
     # ---- When a request arrives ----
 
@@ -63,7 +67,7 @@ class RequestFailures(StepHooks):
 
     def _unservable_reason(self, request: Request) -> str | None:
         """Error of a request that no step can serve, and that would block later requests; None if one can serve it."""
-        return too_long_reason(request.num_prompt_tokens, self.max_model_len)
+        return self._too_long(request.num_prompt_tokens)
 
     def _watch_grammar(self, request: Request) -> None:
         """Makes a grammar that does not compile end its request alone, as newer releases do by themselves.
@@ -72,7 +76,7 @@ class RequestFailures(StepHooks):
         """
         structured = request.structured_output_request
         compiling = None if structured is None else structured._grammar
-        if not isinstance(compiling, Future):
+        if not isinstance(compiling, Future) or ends_failed_grammars(self):
             return
         compiled: Future[Any] = Future()
 
@@ -109,8 +113,18 @@ class RequestFailures(StepHooks):
         """Ends the requests that ``errors`` of the runner's output names."""
         for req_id, reason in errors_of(output).items():
             if (request := self.requests.get(req_id)) is not None:
+                self._forget_blocks(request)
                 self._fail(request, reason or no_token_reason(request))
         return super()._before_update(scheduler_output, output)
+
+    def _forget_blocks(self, request: Request) -> None:
+        """Takes a failed request's blocks out of the prefix cache.
+
+        vLLM puts them there when it schedules a request, and the runner may have left the request out of the step.
+        """
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            blocks = manager.req_to_blocks.get(request.request_id, ())
+            manager.block_pool.evict_blocks({block.block_id for block in blocks})
 
     @contextmanager
     def _around_check(self, request: Request, new_token_ids: list[int]) -> Iterator[None]:
@@ -166,11 +180,12 @@ def no_token_reason(request: Request) -> str:
     return f"no token is left that {names} allow after {request.num_output_tokens} output tokens: relax one of them"
 
 
-def too_long_reason(num_tokens: int, longest: int) -> str | None:
-    """Error of a prompt that leaves no space for an output token; None if there is some."""
-    if num_tokens < longest:
+def too_long_reason(num_tokens: int, longest: int, num_sampled: int) -> str | None:
+    """Error of a prompt that leaves no space for ``num_sampled`` output tokens, one or none; None if there is some."""
+    if num_tokens + num_sampled <= longest:
         return None
+    fits = "and one output token do not fit" if num_sampled else "does not fit"
     return (
-        f"a prompt of {num_tokens} tokens and one output token do not fit the {longest} tokens that a request can have "
-        "here: shorten it, or raise max_model_len, num_gpu_blocks_override or kv_cache_memory_bytes"
+        f"a prompt of {num_tokens} tokens {fits} the {longest} tokens that a request can have here: shorten it, or "
+        "raise max_model_len, num_gpu_blocks_override or kv_cache_memory_bytes"
     )

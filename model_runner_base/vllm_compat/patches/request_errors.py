@@ -4,10 +4,11 @@ vLLM lets its platform check a prompt and its parameters only. Other parts of a 
 engine's sizes, are checked on the request that goes to the engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
@@ -66,6 +67,7 @@ def _raising(process_outputs: Any) -> Any:
             if output.finish_reason is FinishReason.ERROR and output.stop_reason
         ]
         aborted: list[str] = []
+        _give_vectors(self, failed)
         for output in failed:
             aborted += _end(self, output)
         processed = process_outputs(self, engine_core_outputs, *args, **kwargs)
@@ -73,6 +75,14 @@ def _raising(process_outputs: Any) -> Any:
         return processed
 
     return raising
+
+
+def _give_vectors(processor: OutputProcessor, failed: Sequence[Any]) -> None:
+    """Gives failed requests for vectors an empty one, since vLLM takes an output without a vector for text."""
+    for output in failed:
+        state = processor.request_states.get(output.request_id)
+        if state is not None and state.detokenizer is None:
+            output.pooling_output = torch.empty(0)
 
 
 def _end(processor: OutputProcessor, output: Any) -> list[str]:
