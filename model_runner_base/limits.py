@@ -18,8 +18,9 @@ from model_runner_base.pooling_limits import check_pooling
 from model_runner_base.recurrent.ranks import check_ranks
 from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.vllm_compat.probes import multimodal
-from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_second_runner
-from model_runner_base.vllm_compat.probes.recurrent import SERVES_STATES
+from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_slot_processors
+from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
+from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
 from model_runner_base.vllm_compat.types.recurrent import has_states
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
 
@@ -186,8 +187,10 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         "if it is what would have been drawn; leave it out": (
             setting(config, "rejection_sample_method", "standard") != "standard"
         ),
-        f"{', '.join(_plugins())}: logits processors from plugins are not supported with speculative decoding, where "
-        "vLLM leaves them out: uninstall them, or leave out speculative_config": bool(_plugins()),
+        f"{', '.join(plugins)}: logits processors from plugins are not supported with speculative decoding, where "
+        "vLLM leaves them out: uninstall them, or leave out speculative_config": bool(
+            plugins and not uses_slot_processors(vllm_config)
+        ),
         f"draft_tensor_parallel_size={_size_of(config.draft_parallel_config)} is not supported: the draft model is "
         f"split like the target, over tensor_parallel_size={_size_of(config.target_parallel_config)}; leave it out": (
             _size_of(config.draft_parallel_config) not in (None, _size_of(config.target_parallel_config))

@@ -34,7 +34,6 @@ from model_runner_base.heads.factory import supported_tasks
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.pooled import PooledStep
 from model_runner_base.heads.sampled import SampledStep
-from model_runner_base.heads.sampling.logits_processors import load_processors
 from model_runner_base.heads.sampling.logprobs import reads_processed
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPlan

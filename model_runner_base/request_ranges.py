@@ -229,9 +229,9 @@ SAMPLING: dict[str, Rule] = {
     "_watermarking_skipped": ByVllm("made of watermarking"),
     "prompt_logprob_token_ids": NotYet(),
     "prompt_logprob_start": NotYet(),
-    "logprob_token_ids": NotYet(),
+    "logprob_token_ids": Tokens(),
     "stream_interval": Integer(1, INT64_MAX),
-    "thinking_token_budget": NotYet(),
+    "thinking_token_budget": COUNT,
     "repetition_detection": ByVllm(
         "its sizes are checked when it is made, and the scheduler's loop is bounded by them"
     ),

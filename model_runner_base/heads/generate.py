@@ -15,6 +15,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction, WrapFunction
 from model_runner_base.heads.head import Forward, Head
 from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPipeline, SamplingPlan
 from model_runner_base.heads.sampling.vocabulary import Vocabulary

@@ -26,6 +26,7 @@ from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.heads.factory import make_head
 from model_runner_base.heads.generate import GenerateHead, make_generate_head
 from model_runner_base.heads.head import Head
+from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import make_embedding_inputs
@@ -62,7 +63,7 @@ class Unwired(Protocol):
     adapters: Adapters
     encoder: Encoder
     model: Any
-    logits_processors: Any
+    logits_processors: CustomProcessors
     errors: RequestErrors
     max_model_len: int
     KV_TILE: int
@@ -122,6 +123,22 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     bind_kv_caches = partial(bind, kv_caches, index_of, config)
     bind_kv_caches()
 
+    # The head, which turns the model's hidden states into tokens or vectors.
+    generating = partial(
+        make_generate_head,
+        config,
+        runner.model,
+        runner.vocabulary,
+        runner.logits_processors,
+        runner.make_sampler,
+        runner.adapters,
+        requests,
+        rows,
+        policy,
+        device_ops,
+    )
+    head = make_head(config.model_config, runner.model, requests, device_ops, generating)
+
     # What a step sends: sizes, caches, inputs.
     reads_lines = all(group.reads_lines for group in groups) and not speculation.num_drafts
     limits = runner.step_limits(num_lines(layout, config) if reads_lines else 0)
@@ -145,20 +162,6 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
             ),
             *runner.encoder.components(requests),
         ]
-    )
-
-    # The head, which turns the model's hidden states into tokens.
-    head = make_generate_head(
-        config,
-        runner.model,
-        runner.vocabulary,
-        runner.logits_processors,
-        runner.make_sampler,
-        runner.adapters,
-        requests,
-        rows,
-        policy,
-        device_ops,
     )
 
     # The drafter, which guesses the next tokens.

@@ -111,6 +111,27 @@ def check_entry(entry: dict[int, Logprob], want: np.ndarray, token: int, count: 
         assert entry[i].decoded_token == text, f"{place}: text of {i} is {entry[i].decoded_token!r}, not {text!r}"
 
 
+def check_chosen(model: TinyModel, asked: dict[str, Any], output: RequestOutput) -> None:
+    """Checks values and ranks where a request asks for tokens of its choice (``logprob_token_ids`` among the parameters
+    ``asked``), for the likeliest, or for none."""
+    completion, prompt = output.outputs[0], list(output.prompt_token_ids or ())
+    if not asked:
+        assert completion.logprobs is None, "logprobs that were not asked for"
+        return
+    assert completion.logprobs is not None, f"{asked}: no logprobs"
+    tokens = list(completion.token_ids)
+    want = rules.log_softmax(logits_after(model, [*prompt, *tokens])[len(prompt) - 1 : -1].astype(np.float64))
+    for place, row, token in zip(completion.logprobs, want, tokens, strict=True):
+        assert place is not None
+        best = np.argsort(-row, kind="stable")[: asked.get("logprobs", 0)].tolist()
+        assert place.keys() == {token, *asked.get("logprob_token_ids", best)}, f"{asked}: {list(place)}"
+        got = [each.logprob for each in place.values()]
+        assert all(map(_close, got, row[list(place)])), f"{asked}: {got}, the reference's are {row[list(place)]}"
+        # vLLM's front end numbers the chosen tokens from 1 on, and the last entry of a token counts.
+        if token not in asked.get("logprob_token_ids", ()):
+            assert place[token].rank == int((row >= row[token]).sum()), f"{asked}: rank of {token}"
+
+
 _TEXTS: dict[int, str] = {}
 
 

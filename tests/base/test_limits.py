@@ -261,8 +261,19 @@ def test_processors_of_the_first_interface() -> None:
     """Processors are refused with vLLM's second runner before they are loaded, and the message says what to set."""
     config: Any = deepcopy(SERVED)
     config.use_v2_model_runner = True
-    message = "logits processors are not supported with vLLM's second runner"
-    check_refused(config, "model_config.logits_processors", ["my.Processor"], message)
+    name = "model_runner_base.testing.processors:Favour"
+    check_refused(config, "model_config.logits_processors", [name], "Favour: .* set VLLM_USE_V2_MODEL_RUNNER=0")
+
+
+def test_text_alone() -> None:
+    """A family that was not tried is served with text alone, unless its text sees the tokens after it."""
+    config: Any = deepcopy(SERVED)
+    config.model_config.is_multimodal_model = True
+    config.model_config.multimodal_config.get_limit_per_prompt = lambda modality: 0
+    config.model_config.architecture = "Blip2ForConditionalGeneration"
+    check_config(config)
+    check_refused(deepcopy(config), "model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds")
+    check_refused(config, "model_config.architecture", "PaliGemmaForConditionalGeneration", "also without an image")
 
 
 @pytest.mark.parametrize("name", [name for name in NEWER_PARAMS if name in SamplingParams.__struct_fields__])

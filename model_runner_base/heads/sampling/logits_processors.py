@@ -22,24 +22,36 @@ from vllm.v1.sample.logits_processor.interface import AddedRequest, MovedRequest
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.head import Forward
+from model_runner_base.heads.sampling.custom_processors import CustomProcessors, CustomStages
 from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.params import GREEDY_TEMPERATURE
 from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.requests.states import RequestInfo, RequestStates
 
 
-def load_processors(vllm_config: VllmConfig, device: torch.device) -> list[LogitsProcessor]:
+class BatchProcessors(CustomProcessors):
     """Loads the processors of ``logits_processors`` and of installed plugins.
 
     vLLM's min-p comes before any processor that acts between temperature and top-k. If there is one, min-p is run here,
     too, in front. Raises what vLLM raises if a processor cannot be loaded.
     """
-    custom = vllm_config.model_config.logits_processors or ()
-    every = list(build_logitsprocs(vllm_config, device, False, False, custom).all)
-    own = [processor for processor in every if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
-    if any(processor.is_argmax_invariant() for processor in own):
-        own = [*(processor for processor in every if isinstance(processor, MinPLogitsProcessor)), *own]
-    return own
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        custom = vllm_config.model_config.logits_processors or ()
+        every = list(build_logitsprocs(vllm_config, device, False, False, custom).all)
+        own = [processor for processor in every if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
+        self._invariant = [processor for processor in own if processor.is_argmax_invariant()]
+        self._others = [processor for processor in own if not processor.is_argmax_invariant()]
+        self._min_p = [processor for processor in every if isinstance(processor, MinPLogitsProcessor)]
+
+    def stages(self, requests: RequestStates, history: OutputHistory, device_ops: DeviceOps) -> CustomStages:
+        parts = requests, history, device_ops
+        late = [*self._min_p, *self._invariant]
+        return CustomStages(
+            before_penalties=[LogitsProcessors(self._others, *parts)] if self._others else (),
+            after_penalties=[InvariantLogitsProcessors(late, *parts)] if self._invariant else (),
+            has_min_p=bool(self._invariant and self._min_p),
+        )
 
 
 class LogitsProcessors(LogitsStage):
@@ -103,7 +115,7 @@ class InvariantLogitsProcessors(LogitsProcessors):
     """
 
     def _run(self, serving: list[LogitsProcessor], logits: torch.Tensor, infos: list[RequestInfo]) -> torch.Tensor:
-        temperatures = torch.tensor([[info.sampling_params.temperature] for info in infos], device=logits.device)
+        temperatures = torch.tensor([[info.params.temperature] for info in infos], device=logits.device)
         is_greedy = temperatures < GREEDY_TEMPERATURE
         temperatures = torch.where(is_greedy, 1.0, temperatures)
         return torch.where(is_greedy, logits, super()._run(serving, logits / temperatures, infos) * temperatures)
@@ -131,7 +143,7 @@ def batch_update(before: list[RequestInfo], after: list[RequestInfo]) -> BatchUp
     added: list[AddedRequest] = []
     newcomers: dict[int, RequestInfo] = {}
     for info, index in zip((info for info in after if id(info) not in stayed), free, strict=False):
-        added.append((index, info.sampling_params, info.prompt_token_ids, info.output_token_ids))
+        added.append((index, info.params, info.prompt_token_ids, info.output_token_ids))
         newcomers[index] = info
     places |= newcomers
     removed = [index for index in range(len(before)) if index not in places]

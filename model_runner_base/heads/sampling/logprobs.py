@@ -6,13 +6,15 @@ device picks; they stand in place of the likeliest. Format and rank are vLLM's: 
 likeliest in order; the rank counts the tokens that are at least as likely as the sampled one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from vllm.config.model import LogprobsMode
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
 from model_runner_base.device_ops import DeviceOps
@@ -22,8 +24,17 @@ from model_runner_base.heads.sampling.likeliest import likeliest
 NUM_ON_DEVICE = 20
 """Number of likeliest tokens that are found on the device; the OpenAI API allows no more."""
 
+NUM_CHOSEN = 128
+"""Largest number of tokens that a request may choose; vLLM checks it."""
+
+CAN_CHOOSE = "logprob_token_ids" in SamplingParams.__struct_fields__
+"""Whether requests of this vLLM may choose tokens."""
+
 NO_LOGPROBS = -2
 """Count of a request that wants no log probabilities. (In vLLM -1 means the whole vocabulary.)"""
+
+NONE_CHOSEN: Mapping[int, Sequence[int]] = MappingProxyType({})
+"""Chosen tokens of a batch whose requests choose none."""
 
 
 def resolve_count(count: int | None, vocab_size: int) -> int:
@@ -31,6 +42,18 @@ def resolve_count(count: int | None, vocab_size: int) -> int:
     if count is None:
         return NO_LOGPROBS
     return vocab_size if count == -1 else count
+
+
+def count_asked(params: SamplingParams, vocab_size: int) -> int:
+    """Number of likeliest tokens that a request asks for, or NO_LOGPROBS; 0 if it chooses tokens instead."""
+    if params.logprobs is None and chosen_tokens(params):
+        return 0
+    return resolve_count(params.logprobs, vocab_size)
+
+
+def chosen_tokens(params: SamplingParams) -> Sequence[int]:
+    """Tokens that a request chooses for log probabilities; older releases of vLLM have no such parameter."""
+    return getattr(params, "logprob_token_ids", None) or ()
 
 
 def _values(takes_logits: bool, logits: torch.Tensor) -> torch.Tensor:
@@ -50,6 +73,11 @@ def _top(
     return torch.cat((chosen, top_tokens), 1), torch.cat((chosen_value, top_values), 1), ranks
 
 
+def _pick(takes_logits: bool, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Values [S, NUM_CHOSEN] of the tokens [S, NUM_CHOSEN], from logits [S, V]."""
+    return _values(takes_logits, logits).gather(-1, token_ids.long())
+
+
 @dataclass
 class DeviceLogprobs:
     """Results on the device: those of ``_top``, or the values of the whole vocabulary if more tokens are asked for."""
@@ -59,27 +87,48 @@ class DeviceLogprobs:
     tokens: torch.Tensor
     top: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     full: torch.Tensor | None
+    chosen: Mapping[int, Sequence[int]]
+    """Tokens in place of the likeliest, by row of logits."""
+    picked: torch.Tensor | None
+    """[S, NUM_CHOSEN] values of these tokens."""
 
     def begin_to_host(self, num_rows: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
         """Starts copying. The returned function waits for the first ``num_rows`` rows."""
+        likeliest = self._begin_likeliest(num_rows, device_ops)
+        if self.picked is None:
+            return likeliest
+        picked = device_ops.begin_to_host(self.picked)
+        return lambda: self._with_chosen(likeliest(), picked())
+
+    def _begin_likeliest(self, num_rows: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
         if self.top is not None:
             waits = [device_ops.begin_to_host(tensor) for tensor in self.top]
             return lambda: self._likeliest(*(wait()[:num_rows] for wait in waits))
         assert self.full is not None
-        every, chosen = device_ops.begin_to_host(self.full), device_ops.begin_to_host(self.tokens)
-        return lambda: self._sorted(every()[:num_rows], chosen()[:num_rows, None])
+        every, sampled = device_ops.begin_to_host(self.full), device_ops.begin_to_host(self.tokens)
+        return lambda: self._sorted(every()[:num_rows], sampled()[:num_rows, None])
 
     def _likeliest(self, ids: np.ndarray, values: np.ndarray, ranks: np.ndarray) -> LogprobsLists:
         return LogprobsLists(ids[:, : self.count + 1], values[:, : self.count + 1], ranks)
 
-    def _sorted(self, every: np.ndarray, chosen: np.ndarray) -> LogprobsLists:
+    def _sorted(self, every: np.ndarray, sampled: np.ndarray) -> LogprobsLists:
         order = np.argsort(-every, axis=-1, kind="stable")[:, : self.count]
-        chosen_value = np.take_along_axis(every, chosen, axis=-1)
+        value = np.take_along_axis(every, sampled, axis=-1)
         return LogprobsLists(
-            np.concatenate((chosen, order), axis=1).astype(np.int32),
-            np.concatenate((chosen_value, np.take_along_axis(every, order, axis=-1)), axis=1),
-            (every >= chosen_value).sum(axis=-1).astype(np.int32),
+            np.concatenate((sampled, order), axis=1).astype(np.int32),
+            np.concatenate((value, np.take_along_axis(every, order, axis=-1)), axis=1),
+            (every >= value).sum(axis=-1).astype(np.int32),
         )
+
+    def _with_chosen(self, every: LogprobsLists, picked: np.ndarray) -> LogprobsLists:
+        """Puts chosen tokens in place of the likeliest; rows get as many columns as the longest needs."""
+        extra = max(0, max(map(len, self.chosen.values())) + 1 - every.logprobs.shape[1])
+        ids = np.pad(every.logprob_token_ids, ((0, 0), (0, extra)))
+        values = np.pad(every.logprobs, ((0, 0), (0, extra)), constant_values=-np.inf)
+        for row, token_ids in self.chosen.items():
+            ids[row, 1 : len(token_ids) + 1] = token_ids
+            values[row, 1 : len(token_ids) + 1] = picked[row, : len(token_ids)]
+        return LogprobsLists(ids, values, every.sampled_token_ranks)
 
 
 class LogprobsGatherer:
@@ -88,19 +137,39 @@ class LogprobsGatherer:
     ``max_width`` is ``SortLimits.max_width``.
     """
 
-    def __init__(self, takes_logits: bool, max_width: int | None, wrap: WrapFunction) -> None:
+    def __init__(self, takes_logits: bool, max_width: int | None, wrap: WrapFunction, device_ops: DeviceOps) -> None:
         self._top = wrap(partial(_top, takes_logits, max_width), [])
         self._full = wrap(partial(_values, takes_logits), [])
+        self._pick = wrap(partial(_pick, takes_logits), [])
+        self._device_ops = device_ops
 
-    def gather(self, count: int, logits: torch.Tensor, tokens: torch.Tensor) -> DeviceLogprobs:
-        """Launches the ``count`` likeliest tokens a row, for logits [S, V] float32 and chosen tokens [S] int32."""
+    def gather(
+        self,
+        count: int,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        chosen: Mapping[int, Sequence[int]] = NONE_CHOSEN,
+    ) -> DeviceLogprobs:
+        """Launches the ``count`` likeliest tokens a row, for logits [S, V] float32 and sampled tokens [S] int32.
+
+        ``chosen`` are tokens in place of the likeliest, by row.
+        """
+        picked = self._pick_chosen(logits, chosen) if chosen else None
         if count <= NUM_ON_DEVICE:
-            return DeviceLogprobs(count, tokens, self._top(logits, tokens), None)
-        return DeviceLogprobs(count, tokens, None, self._full(logits))
+            return DeviceLogprobs(count, tokens, self._top(logits, tokens), None, chosen, picked)
+        return DeviceLogprobs(count, tokens, None, self._full(logits), chosen, picked)
+
+    def _pick_chosen(self, logits: torch.Tensor, chosen: Mapping[int, Sequence[int]]) -> torch.Tensor:
+        token_ids = np.zeros((logits.shape[0], NUM_CHOSEN), np.int32)
+        for row, each in chosen.items():
+            token_ids[row, : len(each)] = each
+        return self._pick(logits, self._device_ops.to_device(token_ids))
 
     def warm_up(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         for count in (0, NUM_ON_DEVICE + 1):
             self.gather(count, logits, tokens)
+        if CAN_CHOOSE:
+            self._pick_chosen(logits, NONE_CHOSEN)
 
 
 def reads_processed(mode: LogprobsMode) -> bool:

@@ -6,7 +6,7 @@ that keep the likeliest token come after them, as do those of vLLM's second mode
 last. The sampler applies temperature, min-p, top-k and top-p, and draws from the processed logits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,26 +15,28 @@ import numpy as np
 import torch
 import vllm.envs
 from vllm.config import VllmConfig
-from vllm.v1.sample.logits_processor import LogitsProcessor, MinPLogitsProcessor
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.prompt_logprobs import PromptLogprobs
 from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.history import OutputHistory
-from model_runner_base.heads.sampling.logits_processors import InvariantLogitsProcessors, LogitsProcessors
 from model_runner_base.heads.sampling.logprobs import (
     NO_LOGPROBS,
+    NONE_CHOSEN,
     LogprobsGatherer,
+    chosen_tokens,
+    count_asked,
     reads_logits,
     reads_processed,
-    resolve_count,
 )
 from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
 from model_runner_base.heads.sampling.penalties import Penalties
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.stage import LogitsStage
+from model_runner_base.heads.sampling.thinking_budget import ThinkingBudget, markers_of
 from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
@@ -74,6 +76,8 @@ class SamplingPlan:
     """Indices of the requests whose output tokens are needed on the host."""
     num_logprobs: int
     """Largest number of likeliest tokens that a request wants, or NO_LOGPROBS."""
+    chosen: Mapping[int, Sequence[int]]
+    """Tokens whose log probabilities are asked for by name, by row of logits."""
     sample_parts: StepFunction | None = None
     """Sampler of parts of rows (``vocabulary.py``); None if the batch needs whole rows even without a grammar."""
 
@@ -87,7 +91,7 @@ class SamplingPipeline:
     def __init__(
         self,
         vllm_config: VllmConfig,
-        processors: list[LogitsProcessor],
+        processors: CustomProcessors,
         requests: RequestStates,
         samplers: Mapping[SamplingMode, StepFunction],
         compute_logits: Callable[[torch.Tensor, np.ndarray, int | None], torch.Tensor],
@@ -111,31 +115,32 @@ class SamplingPipeline:
         self._device_rows = device_rows
         self._history = history = OutputHistory(device_ops)
         self._masks = TokenMasks(vocab_size, wrap, device_ops)
-        invariant = [processor for processor in processors if processor.is_argmax_invariant()]
-        applies_min_p = not any(isinstance(processor, MinPLogitsProcessor) for processor in invariant)
-        others = [processor for processor in processors if not processor.is_argmax_invariant()]
-        self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, applies_min_p)
-        stages: list[LogitsStage | None] = [
+        custom = processors.stages(requests, history, device_ops)
+        markers = markers_of(vllm_config)
+        self._states = SamplingStates(max_num_reqs, vocab_size, model_config.seed, device_ops, not custom.has_min_p)
+        self._stages: list[LogitsStage] = [
             AllowedTokens(self._masks),
             TokenEdits(requests, history, vocab_size, device_rows.num_tokens > 1, wrap, device_ops),
-            LogitsProcessors(others, requests, history, device_ops) if others else None,
+            *custom.before_penalties,
             Penalties(max_num_reqs, vocab_size, device_rows, wrap, device_ops),
-            InvariantLogitsProcessors(invariant, requests, history, device_ops) if invariant else None,
+            *custom.after_penalties,
+            *([ThinkingBudget(markers, requests, history, wrap, device_ops)] if markers else []),
         ]
-        self._stages = [stage for stage in stages if stage is not None]
         mode = model_config.logprobs_mode
         self._reads_processed = reads_processed(mode)
-        self._logprobs = LogprobsGatherer(reads_logits(mode), sort_limits.max_width, wrap)
+        self._logprobs = LogprobsGatherer(reads_logits(mode), sort_limits.max_width, wrap, device_ops)
         # Prompts have no processed logits, and vLLM always returns log probabilities for them.
         prompt_gatherer = self._logprobs
         if reads_logits(mode):
-            prompt_gatherer = LogprobsGatherer(False, sort_limits.max_width, wrap)
+            prompt_gatherer = LogprobsGatherer(False, sort_limits.max_width, wrap, device_ops)
         self.prompt_logprobs = PromptLogprobs(compute_logits, prompt_gatherer, max_num_reqs, vocab_size, device_ops)
         self._count_nans = wrap(_count_nans, []) if vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS else _count_nothing
 
         self._asked = np.zeros(max_num_reqs, np.int32)
         """[rows] bit i: the request asks for stage i; the next bit: a stage reads its output tokens on the host."""
         self._num_logprobs = np.zeros(max_num_reqs, np.int32)
+        self._chosen_ids: dict[int, Sequence[int]] = {}
+        """Tokens that requests choose for log probabilities, by row; a row may have been given up since."""
         self._plan: SamplingPlan | None = None
 
     # ---- Requests ----
@@ -146,9 +151,12 @@ class SamplingPipeline:
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         """Called when a request takes a row; ``token_ids`` are its prompt and its output so far."""
-        params = info.sampling_params
+        params = info.params
         self._states.admit(row, params, info.seed)
-        self._num_logprobs[row] = resolve_count(params.logprobs, self._vocab_size)
+        self._num_logprobs[row] = count_asked(params, self._vocab_size)
+        self._chosen_ids.pop(row, None)
+        if chosen := chosen_tokens(params):
+            self._chosen_ids[row] = chosen
         asked = 0
         for bit, stage in enumerate(self._stages):
             if stage.asked_by(params):
@@ -175,9 +183,10 @@ class SamplingPipeline:
             batch.rows, batch.is_sampled, self._asked, self._states.modes, self._num_logprobs, NO_LOGPROBS
         )
         mode = SamplingMode(highest_mode)
+        chosen = self._chosen(batch) if self._chosen_ids else NONE_CHOSEN
         if not every:
             sample_parts = self._part_samplers.get(mode) if num_logprobs == NO_LOGPROBS else None
-            return SamplingPlan(mode, [], _NOBODY, num_logprobs, sample_parts)
+            return SamplingPlan(mode, [], _NOBODY, num_logprobs, chosen, sample_parts)
         asked = np.where(batch.is_sampled, self._asked[batch.rows], 0)
         return SamplingPlan(
             mode=mode,
@@ -186,7 +195,15 @@ class SamplingPipeline:
             ],
             looking_back=np.flatnonzero(asked >> len(self._stages) & 1),
             num_logprobs=num_logprobs,
+            chosen=chosen,
         )
+
+    def _chosen(self, batch: InputBatch) -> dict[int, Sequence[int]]:
+        """Tokens that requests choose for log probabilities, by row of logits."""
+        choosing = np.flatnonzero(np.isin(batch.rows, list(self._chosen_ids)) & batch.is_sampled)
+        every = batch.logits_rows(choosing)
+        owners = batch.rows[choosing][every.owner].tolist()
+        return {row: self._chosen_ids[owner] for row, owner in zip(every.rows.tolist(), owners, strict=True)}
 
     def run(self, plan: SamplingPlan, forward: Forward, grammar: Grammar | None) -> SampledStep:
         """Launches the sampling of a step. It waits only if a rule reads the tokens of earlier steps."""
@@ -213,7 +230,7 @@ class SamplingPipeline:
         sampled = SampledStep(tokens, num_nans=self._count_nans(whole))
         if plan.num_logprobs != NO_LOGPROBS:
             values = processed if self._reads_processed else raw
-            sampled.logprobs = self._logprobs.gather(plan.num_logprobs, values, tokens)
+            sampled.logprobs = self._logprobs.gather(plan.num_logprobs, values, tokens, plan.chosen)
         return sampled
 
     def _draw(

@@ -26,6 +26,14 @@ def uses_second_runner(vllm_config: Any) -> bool:
     return bool(setting(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER))
 
 
+def uses_slot_processors(vllm_config: Any) -> bool:
+    """Whether custom logits processors have the interface of vLLM's second model runner.
+
+    Releases whose second runner has none take those of the first runner with both.
+    """
+    return HAS_SLOT_PROCESSORS and uses_second_runner(vllm_config)
+
+
 def rotary_dims(model_config: Any) -> int:
     """Number of positions that a token is rotated by; as a rule one.
 
