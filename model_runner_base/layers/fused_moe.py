@@ -43,7 +43,9 @@ def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": partial(_gated, F.silu),
     "gelu": partial(_gated, F.gelu),
+    "gelu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
     "swigluoai": _clamped_swiglu,
+    "relu2_no_mul": lambda x: F.relu(x).square(),
 }
 
 

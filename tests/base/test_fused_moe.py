@@ -31,7 +31,12 @@ def clamped_swiglu(inner: np.ndarray) -> np.ndarray:
     return gate * sigmoid(1.702 * gate) * (up + 1)
 
 
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+
 ACTIVATIONS = {
+    "gelu_tanh": lambda inner: gelu_tanh(inner[:INNER]) * inner[INNER:],
     "silu": lambda inner: inner[:INNER] * sigmoid(inner[:INNER]) * inner[INNER:],
     "gelu": lambda inner: gelu(inner[:INNER]) * inner[INNER:],
     "swigluoai": clamped_swiglu,

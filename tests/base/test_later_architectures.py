@@ -1,0 +1,24 @@
+"""Architectures of later releases of transformers: greedy tokens and log probabilities equal HF's in float32."""
+
+from collections.abc import Callable
+
+import pytest
+from conftest import engine
+from lane import HAS_OPENXLA
+from test_architectures import PROMPTS, check
+from test_latent_attention import largest_error
+
+from model_runner_base.testing.architectures import LATER
+from model_runner_base.testing.engine import generate, greedy, tokens_of
+from model_runner_base.testing.models import TinyModel
+
+
+@pytest.mark.skipif(HAS_OPENXLA, reason="this release of transformers has none of them")
+@pytest.mark.parametrize("name", LATER)
+def test_equals_transformers(name: str, tiny_model: Callable[[str], TinyModel]) -> None:
+    """Prompts in parts and mixed batches, longer than windows; the platform chooses the backend, though vLLM would
+    force its own."""
+    model = tiny_model(name)
+    with engine(model.path, max_model_len=256, enforce_eager=True, max_logprobs=-1) as llm:
+        check(model, PROMPTS, tokens_of(generate(llm, PROMPTS, greedy(12))))
+        assert largest_error(llm, model, PROMPTS) < 2e-4
