@@ -31,6 +31,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     from model_runner_base.request_checks import RequestChecks
     from model_runner_base.vllm_compat.patches.adapter_requests import load_adapters_first
     from model_runner_base.vllm_compat.patches.item_data import keep_item_data
+    from model_runner_base.vllm_compat.patches.pixel_scales import scale_in_processor
     from model_runner_base.vllm_compat.patches.refusals import refuse_in_words
     from model_runner_base.vllm_compat.patches.refused_items import forget_refused_items
     from model_runner_base.vllm_compat.patches.request_errors import hold_requests

@@ -81,9 +81,25 @@ RECURRENT_ARCHITECTURES = (
     "Zamba2ForCausalLM",
 )
 """Architectures with recurrent layers whose tokens are held against another implementation."""
-WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", *multimodal.VIDEOS_UNTRIED)
-"""Architectures whose videos are refused. For the first two, vLLM's M-RoPE counts the frames of a video, but not the
-text between them."""
+SEES_WHOLE_PROMPT = ("PaliGemmaForConditionalGeneration",)
+"""Architectures whose text sees all of the prompt, which nothing here computes."""
+TEXT_ALONE = "limit_mm_per_prompt={'image': 0, 'video': 0, 'audio': 0}"
+"""Setting with which a multimodal model is one of text."""
+RECURRENT_WITH_ADAPTERS = (
+    "FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+)
+"""Architectures with recurrent layers whose adapters are held against merged weights."""
+WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
+"""Architectures whose videos are refused, since vLLM's M-RoPE counts the frames of a video, but not the text between
+them."""
+
+
+logger = init_logger(__name__)
 
 
 def check_config(vllm_config: VllmConfig) -> None:

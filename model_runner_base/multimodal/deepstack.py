@@ -36,10 +36,10 @@ class DeepstackBuffers:
             model._get_deepstack_input_embeds = self._of_call
             model._clear_deepstack_input_embeds = lambda num_tokens: None
 
-    def bind(self, beside: torch.Tensor) -> None:
-        """Binds ``beside`` [T, levels * H], all levels of a step's tokens. Part of the graph."""
+    def bind(self, embeddings: torch.Tensor) -> None:
+        """Binds ``embeddings`` [T, levels * H], all levels of a step's tokens. Part of the graph."""
         if self.count:
-            levels = beside.chunk(self.count, 1)
+            levels = embeddings.chunk(self.count, 1)
             if self._held:
                 levels = tuple(held[: len(x)].copy_(x) for held, x in zip(self._held, levels, strict=True))
             self._bound = _named(levels)

@@ -123,7 +123,9 @@ class ItemEncoder(Encoder):
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
         missing = [
-            item for item in [*items, *schedule.orphans] if item.identifier not in self._rows and item.data is not None
+            item
+            for item in [*items, *schedule.failed_items]
+            if item.identifier not in self._rows and item.data is not None
         ]
         if missing:
             self._encode(missing)

@@ -9,12 +9,13 @@ from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.multimodal.cross import CrossEncoder
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder, ItemEncoder
 from model_runner_base.vllm_compat.patches.item_data import keep_item_data
+from model_runner_base.vllm_compat.probes.multimodal import takes_items
 
 
 def choose_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Encoder:
     """Makes the encoder of the loaded ``model``; one that does nothing if requests have text alone."""
     config = vllm_config.model_config
-    if not config.is_multimodal_model:
+    if not takes_items(config):
         return NO_ENCODER
     keep_item_data()  # In an engine core that was spawned, the platform has not checked the config and called this.
     return (CrossEncoder if config.is_encoder_decoder else ItemEncoder)(vllm_config, model, wrap, device_ops)

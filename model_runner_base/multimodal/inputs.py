@@ -107,10 +107,10 @@ def gather_encoder_outputs(
     Returns:
         Embeddings [T, H], and the further numbers of the pool's rows [T, W - H], zeros for text.
     """
-    stands = (rows >= 0).unsqueeze(1)
+    is_encoded = (rows >= 0).unsqueeze(1)
     gathered = pool[rows.clamp(min=0)].to(looked_up.dtype)
     width = looked_up.shape[1]
-    return torch.where(stands, gathered[:, :width], looked_up), torch.where(stands, gathered[:, width:], 0)
+    return torch.where(is_encoded, gathered[:, :width], looked_up), torch.where(is_encoded, gathered[:, width:], 0)
 
 
 class RotaryInputs(StepComponent):
@@ -126,11 +126,11 @@ class RotaryInputs(StepComponent):
         self._num_dims = num_dims
         self._calc_positions = calc_positions
         self._of_prompt: list[np.ndarray] = [np.zeros((num_dims, 0), np.int32)] * requests.max_num_reqs
-        self._behind = np.zeros(requests.max_num_reqs, np.int32)
+        self._after_prompt = np.zeros(requests.max_num_reqs, np.int32)
         """[rows] offset of all tokens after the prompt."""
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        self._of_prompt[row], self._behind[row] = self._calc_positions(info)
+        self._of_prompt[row], self._after_prompt[row] = self._calc_positions(info)
 
     def sections(self, size: StepSize) -> list[Section]:
         dims = (self._num_dims, size.num_tokens) if size.kind == StepKind.MIXED else (size.num_tokens,)
@@ -138,13 +138,13 @@ class RotaryInputs(StepComponent):
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         offsets, num_decodes = views[ROTATION], batch.num_decodes
-        of_rows = self._behind[batch.rows[:num_decodes]].repeat(batch.row_len)
+        of_rows = self._after_prompt[batch.rows[:num_decodes]].repeat(batch.row_len)
         offsets[..., : len(of_rows)] = of_rows
         offsets[..., len(of_rows) :] = 0
         for index in range(num_decodes, len(batch.rows)):
             row, begin, token = (int(of[index]) for of in (batch.rows, batch.num_computed, batch.query_start))
             of_chunk = offsets[:, token : token + int(batch.query_len[index])]
-            of_chunk[:] = self._behind[row]
+            of_chunk[:] = self._after_prompt[row]
             in_prompt = self._of_prompt[row][:, begin : begin + of_chunk.shape[1]]
             of_chunk[:, : in_prompt.shape[1]] = in_prompt
 

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from model_runner_base.limits import WITHOUT_VIDEO
+from model_runner_base.testing.architectures import EXPERTS
 from model_runner_base.testing.further_images import FURTHER_FAMILIES
 from model_runner_base.testing.processed import (
     TEXT,
@@ -45,7 +46,7 @@ class SeeingModel:
     def greedy_of_video(self, text: str, frames: np.ndarray, count: int) -> tuple[list[int], list[int]]:
         """The same for a video [frames, height, width, 3] of two frames a second, none of which is skipped."""
         video = torch.from_numpy(frames).permute(0, 3, 1, 2)
-        told = {"do_sample_frames": False, "video_metadata": [video_facts(frames)]} if self.tells_times else {}
+        told = {"do_sample_frames": False, "video_metadata": [video_facts(frames)]} if self.takes_times else {}
         return continued(self.path, count, text=[text], videos=[video], **told)
 
     @property
@@ -55,9 +56,10 @@ class SeeingModel:
         return {"limit_mm_per_prompt": {"video": 0}} if {*architectures} & {*WITHOUT_VIDEO} else {}
 
     @property
-    def tells_times(self) -> bool:
-        """Whether its processor writes the time of each frame into the prompt."""
-        return "Qwen3VL" in (self.path / "config.json").read_text()
+    def takes_times(self) -> bool:
+        """Whether its processor takes the time of each frame, which some write into the prompt."""
+        text = (self.path / "config.json").read_text()
+        return any(name in text for name in ("Qwen3VL", "Qwen3_5", *NEEDS_TIMES))
 
     def log_probabilities(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int]) -> torch.Tensor:
         """Log-probabilities [len(tokens), V] at the place of each of ``tokens``, given all tokens before it."""
@@ -160,7 +162,20 @@ def _qwen3_vl(config_class: Any = hf.Qwen3VLConfig, **text: Any) -> Family:
 
 
 def _qwen3_vl_moe() -> Family:
-    return _qwen3_vl(hf.Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    # transformers 5 has no norm_topk_prob, which published checkpoints have and vLLM reads.
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    return _qwen3_vl(hf.Qwen3VLMoeConfig, **experts)
+
+
+def _qwen3_5(config_class: str = "Qwen3_5Config", **text: Any) -> Family:
+    classes = getattr(hf, config_class), hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor
+    rotation = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    layers = DELTA_NET | {"num_hidden_layers": 2, "rope_scaling": rotation}
+    return _qwen_vl(classes, _INNER | {"num_position_embeddings": 64}, **layers, **text)
+
+
+def _qwen3_5_moe() -> Family:
+    return _qwen3_5("Qwen3_5MoeConfig", **EXPERTS, shared_expert_intermediate_size=32)
 
 
 def _llava_onevision() -> Family:
@@ -245,6 +260,8 @@ def _gemma3() -> Family:
         boi_token_index=ids[0],
         image_token_index=ids[1],
         eoi_token_index=ids[2],
+        # transformers 5 reads it here: tied weights of this size repeat a prompt's last token.
+        tie_word_embeddings=False,
     )
     images = hf.Gemma3ImageProcessor(size={"height": 32, "width": 32})
     processor = hf.Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=16)
@@ -262,6 +279,7 @@ FAMILIES = {
     "gemma3": _gemma3,
     "qwen3-vl-moe": _qwen3_vl_moe,
     **FURTHER_FAMILIES,
+    **({"qwen3.5": _qwen3_5, "qwen3.5-moe": _qwen3_5_moe} if hasattr(hf, "Qwen3_5Config") else {}),
 }
 
 

@@ -20,6 +20,7 @@ from model_runner_base.scheduling.corrections.bidirectional_images import withou
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read
 from model_runner_base.testing.images import SeeingModel, make_seeing_model, picture
+from model_runner_base.vllm_compat.probes.multimodal import SEES_BEFORE_WINDOW
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True}
 
@@ -30,7 +31,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return lambda name: make_seeing_model(name, directory)
 
 
-@pytest.mark.parametrize("window", [24, 8])
+@pytest.mark.parametrize("window", [24, 8] if SEES_BEFORE_WINDOW else [24])
 def test_tokens_of_an_image_see_each_other(window: int, make_model: Any, tmp_path: Path) -> None:
     """Tokens are the reference's whatever a chunk begins with, in windows longer and shorter than an image. Requests
     that decode meanwhile leave less than an image's tokens of many a step."""

@@ -45,7 +45,7 @@ def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: 
     frames = np.stack([np.array(picture(seed, 32, 32)) for seed in range(6)])
     see = model.placeholder.replace("image", "video")
     facts = video_facts(frames) | {"do_sample_frames": False, "video_backend": "opencv"}
-    video: Any = {"video": (frames, facts) if model.tells_times else frames}
+    video: Any = {"video": (frames, facts) if model.takes_times else frames}
     options = {"skip_tokenizer_init": False, "max_model_len": 256}
     with engine(model.path, **options, additional_config={"neuron_config": FEW_BUCKETS}) as llm:
         module = runner_of(llm).model
@@ -81,7 +81,7 @@ def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "counted"), [("ngram", "accepted"), ("head", "draft")])
-def test_adapters_and_drafts_beside_images(kind: str, counted: str, tmp_path: Path) -> None:
+def test_adapters_and_drafts_with_images(kind: str, counted: str, tmp_path: Path) -> None:
     """Adapters and drafts serve a model that adds to its first layers, in graphs that are compiled before any
     adapter is loaded."""
     model = make_seeing_model("qwen3-vl", tmp_path)

@@ -60,8 +60,11 @@ def transcribe(client: openai.OpenAI, file: bytes, **options: Any) -> Any:
 
 def complaint(client: openai.OpenAI, file: bytes) -> str:
     """Message of a failed request: vLLM 0.16 gives it with status 200 for any error in reading a file but a
-    ValueError."""
-    message: str = transcribe(client, file).model_extra["error"]["message"]
+    ValueError, later releases with status 400."""
+    try:
+        message: str = transcribe(client, file).model_extra["error"]["message"]
+    except openai.BadRequestError as error:
+        message = error.message
     return message
 
 

@@ -67,13 +67,13 @@ class PatchGraphs(EncoderGraphs):
         dtype = self._pool.tensors[0].dtype
         padded = [
             torch.nn.functional.pad(x.detach().to(dtype), (0, 0, 0, size - count))
-            for x in (frames.pixels, frames.cos, frames.sin, *frames.beside)
+            for x in (frames.pixels, frames.cos, frames.sin, *frames.embeddings)
         ]
-        pixels, cos, sin, *beside = map(self._device_ops.upload, padded)
+        pixels, cos, sin, *embeddings = map(self._device_ops.upload, padded)
         segments = np.pad(frames.segments, ((0, 0), (0, size - count)), constant_values=PADDING)
         places = np.pad(rows, (0, (size - count) // self._tower.unit), constant_values=self._pool.num_rows)
         to_device = self._device_ops.to_device
-        self._run(self._pool.tensors[0], to_device(places), pixels, cos, sin, to_device(segments), *beside)
+        self._run(self._pool.tensors[0], to_device(places), pixels, cos, sin, to_device(segments), *embeddings)
 
     def warm_up(self) -> None:
         for size in self._sizes[::-1]:

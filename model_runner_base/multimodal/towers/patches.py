@@ -35,7 +35,7 @@ class Frames:
     """[kinds, P] int32: in layers of each kind, patches with the same number see each other."""
     rows: np.ndarray
     """[P / merged] the rows of the item that these patches become."""
-    beside: tuple[torch.Tensor, ...] = ()
+    embeddings: tuple[torch.Tensor, ...] = ()
     """Tensors [P, hidden] that some towers add to the embeddings of the patches."""
 
 
@@ -62,11 +62,16 @@ class PatchTower:
             place(getattr(self.on_device, name))
 
     def encode(
-        self, pixels: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, segments: torch.Tensor, *beside: torch.Tensor
+        self,
+        pixels: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        segments: torch.Tensor,
+        *embeddings: torch.Tensor,
     ) -> torch.Tensor:
         """Encodes frames, with or without padding, to rows [P / merged, W]. Traceable."""
         visual = self.on_device
-        hidden = sum(beside, start=visual.patch_embed(pixels)).unsqueeze(1)
+        hidden = sum(embeddings, start=visual.patch_embed(pixels)).unsqueeze(1)
         beneath = []
         for number, block in enumerate(visual.blocks):
             seen = segments[self._kind_of(number)]
@@ -168,5 +173,7 @@ PATCH_TOWERS: dict[str, type[PatchTower]] = {
     "Qwen2_5_VLForConditionalGeneration": WindowTower,
     "Qwen3VLForConditionalGeneration": DeepTower,
     "Qwen3VLMoeForConditionalGeneration": DeepTower,
+    "Qwen3_5ForConditionalGeneration": DeepTower,
+    "Qwen3_5MoeForConditionalGeneration": DeepTower,
 }
 """Towers with patches, by architecture."""

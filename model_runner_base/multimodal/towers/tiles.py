@@ -15,6 +15,8 @@ import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.models.vision import get_num_selected_vision_tokens, get_vision_encoder_info
 
+from model_runner_base.vllm_compat.probes.multimodal import takes_items
+
 BETWEEN = -1
 """Place of the model's embedding between the rows of an image, which is not a row of a tile."""
 
@@ -99,7 +101,7 @@ TILED_TOWERS = {
 
 def tiled_tower(model_config: ModelConfig) -> TiledTower | None:
     """The tiled tower of a model; None if it has none."""
-    tower = TILED_TOWERS.get(model_config.architecture) if model_config.is_multimodal_model else None
+    tower = TILED_TOWERS.get(model_config.architecture) if takes_items(model_config) else None
     if tower is None or (tower.towers and model_config.hf_config.vision_config.model_type not in tower.towers):
         return None
     return tower

@@ -18,7 +18,7 @@ class BidirectionalImages(Scheduler):
 
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
-    ) -> tuple[list[int], int, int, list[int]]:
+    ) -> tuple[Any, ...]:
         if self.vllm_config.model_config.is_mm_prefix_lm:
             num_new_tokens = without_cut_image(request, num_computed_tokens, num_new_tokens)
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **kwargs)

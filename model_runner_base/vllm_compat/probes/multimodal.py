@@ -6,26 +6,53 @@ from typing import Any
 from vllm.config import ModelConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY, utils
 
+from model_runner_base.vllm_compat.probes.config import setting
+
 _IS_OF_FIRST = hasattr(utils, "group_mm_kwargs_by_modality")
 
 group_by_modality: Any = getattr(utils, "group_mm_kwargs_by_modality" if _IS_OF_FIRST else "group_and_batch_mm_kwargs")
 
-UNTRIED_LATER = (
-    "Gemma3ForConditionalGeneration",
-    "Qwen2AudioForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "Cohere2VisionForConditionalGeneration",
-    "HunYuanVLForConditionalGeneration",
-    "WhisperForConditionalGeneration",
-)
+UNTRIED_LATER = ("HunYuanVLForConditionalGeneration",)
 """Architectures that are refused on later releases; docs/vllm_versions.md says why."""
-VIDEOS_UNTRIED = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
-"""Architectures whose videos were not compared with another implementation on this release, or have other tokens."""
+SEES_BEFORE_WINDOW = _IS_OF_FIRST
+"""Whether transformers lets a token of an image see the image's tokens before its window, as this library does."""
+LATER_ALONE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""Architectures that the first of the releases does not have."""
+NEEDS_TIMES: tuple[str, ...] = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration",)
+"""Architectures whose videos must come with the time of each frame, although their prompts do not name it."""
+WIDER_WINDOW: dict[str, int] = {} if _IS_OF_FIRST else {"Cohere2VisionForConditionalGeneration": 1}
+"""Tokens that vLLM adds to the window of an architecture's config; its comment says that the model was trained so."""
+
+MODALITIES = ("image", "video", "audio")
+OTHER_ITEMS = ("KimiK25ForConditionalGeneration",)
+"""Architectures whose items are of a further kind, which ``limit_mm_per_prompt`` names otherwise."""
+
+
+def takes_items(model_config: ModelConfig) -> bool:
+    """Whether requests may have images, videos or sounds.
+
+    If ``limit_mm_per_prompt`` rules them out, vLLM loads no towers, and the model is one of text. The positions of
+    XD-RoPE come from the encoder, also for text.
+    """
+    config = model_config.multimodal_config
+    if not model_config.is_multimodal_model or config is None:
+        return model_config.is_multimodal_model
+    is_open = any(config.get_limit_per_prompt(modality) > 0 for modality in MODALITIES)
+    is_open |= config.enable_mm_embeds or model_config.architecture in OTHER_ITEMS
+    return model_config.is_encoder_decoder or is_open or setting(model_config, "uses_xdrope_dim", 0) > 0
+
+
+def decoder_of(processed_inputs: Any) -> Any:
+    """Inputs of the decoder, if those of a request are for an encoder and a decoder; else all of them."""
+    for name in ("decoder", "decoder_prompt"):
+        if name in processed_inputs:
+            return processed_inputs[name]
+    return processed_inputs
 
 
 def tried(architectures: Sequence[str]) -> Sequence[str]:
     """Filters ``architectures`` for those whose images were compared with another implementation on this release."""
-    return [each for each in architectures if _IS_OF_FIRST or each not in UNTRIED_LATER]
+    return [each for each in architectures if each not in (LATER_ALONE if _IS_OF_FIRST else UNTRIED_LATER)]
 
 
 def largest_items(budget: Any, model_config: ModelConfig) -> list[tuple[str, Any]]:

@@ -90,15 +90,14 @@ def deep_model(directory: Path) -> SeeingModel:
         ("gemma3", "head", "draft"),
     ],
 )
-def test_drafts_beside_images(family: str, kind: str, counted: str, tmp_path: Path) -> None:
+def test_drafts_with_images(family: str, kind: str, counted: str, tmp_path: Path) -> None:
     """A decode row has several tokens, which models of M-RoPE rotate by other positions than the cache's. In other
     models the row comes after tokens that see each other."""
     model = make_seeing_model(family, tmp_path)
     asked = prompts(model)
     want = expected(model, asked, 24)
     config = speculation(kind, TinyModel(model.path))
-    options = OPTIONS | ({"async_scheduling": False} if family == "gemma3" else {})  # Gemma 3 has windows.
-    with engine(model.path, **options, speculative_config=config) as llm:
+    with engine(model.path, **OPTIONS, speculative_config=config) as llm:
         assert read(ask(llm, asked, 24)) == want
         assert read(ask(llm, asked[::-1], 24)) == want[::-1]
         assert metric(llm, f"vllm:spec_decode_num_{counted}_tokens") > 0
