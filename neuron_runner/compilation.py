@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
 from contextlib import suppress
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import torch
+from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
@@ -37,8 +38,8 @@ from neuron_runner.masks import select_by_where
 _INT_ARGUMENT = re.compile(r"L_ints_(\d+)_$")
 
 
-class _Captured(Exception):
-    """Ends a capture before anything runs."""
+class _Captured(BaseException):
+    """Ends a capture as soon as the graph exists: Dynamo wraps an ``Exception`` of its backend."""
 
 
 class Source(NamedTuple):
@@ -275,19 +276,18 @@ def _trace(
     graphs: list[torch.fx.GraphModule] = []
     inputs: list[Any] = []
 
-    def keep(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def keep(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> NoReturn:
         graphs.append(graph)
-
-        def stop(*args: Any) -> Any:
-            inputs.extend(args)
-            raise _Captured
-
-        return stop
+        counters["stats"]["unique_graphs"] += 1  # As Dynamo counts it when its backend returns.
+        inputs.extend(value.node.hint if isinstance(value, torch.SymInt) else value for value in example_inputs)
+        raise _Captured
 
     torch._dynamo.reset()
     with (
         # Without duck shaping, sizes that happen to be equal at this call stay apart.
         symbolic_shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        # Symbolic sizes are new in each capture: making entries for them costs more than the cache saves.
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=not is_symbolic),
         mock.patch.object(functional, "layer_norm", _layer_norm),
         # Dynamo asks for every tensor; where there is no driver, each answer is a search for one.
         mock.patch.object(torch.cuda, "is_available", lambda: False),

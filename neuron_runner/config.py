@@ -84,12 +84,12 @@ class OnDeviceSamplingConfig(_Options):
         default=MAX_CANDIDATES,
         ge=1,
         le=MAX_CANDIDATES,
-        description="A token outside the so many likeliest is never drawn: a request's top_k above it, or none, acts "
-        "as this number, and top_p and min_p choose among what it leaves. Greedy requests are as without it.",
+        description="Tokens are drawn from this many likeliest ones: it caps each request's top_k, and top_p and min_p "
+        "choose among the rest. Greedy requests do not change.",
     )
     dynamic: Literal[True] = Field(
         default=True,
-        description="Each request brings its own temperature, top_k and top_p. There is no other way here.",
+        description="Each request has its own temperature, top_k and top_p. Only true is accepted.",
     )
 
 
@@ -98,44 +98,41 @@ class NeuronConfig(_Options):
 
     num_batched_tokens_buckets: Buckets | None = Field(
         default=None,
-        description="Tokens of prompts in a step that takes prompts in, beside any that decode (transformers-neuronx: "
-        "context encoding). The last is max_num_batched_tokens; longer prompts are taken in chunks. Placed if left "
-        "out. Powers of two start at 128.",
+        description="Prompt tokens of a step with prompts (transformers-neuronx: context encoding). The last is "
+        "max_num_batched_tokens; longer prompts run in chunks. Placed if left out. Powers of two start at 128.",
     )
     num_seqs_buckets: Buckets | None = Field(
         default=None,
-        description="Requests of a pure decode step. The last is max_num_seqs. Placed if left out, or powers of two "
-        "if context_length_buckets is given. Powers of two start at 1.",
+        description="Requests of a decode step. The last is max_num_seqs. Placed if left out, or powers of two if "
+        "context_length_buckets is given. Powers of two start at 1.",
     )
     context_length_buckets: Buckets | None = Field(
         default=None,
-        description="Mean context of the requests of a pure decode step (transformers-neuronx: token generation). The "
-        "last is max_model_len. Placed if left out, or 64, 256, 512, ... if num_seqs_buckets is given. Powers of two "
-        "start at 128.",
+        description="Mean context of the requests of a decode step (transformers-neuronx: token generation). The last "
+        "is max_model_len. Placed if left out, or 64, 256, 512, ... if num_seqs_buckets is given. Powers of two start "
+        "at 128.",
     )
     max_padding: float = Field(
         default=0.21,
         gt=0,
         le=1,
-        description="Share of the expected work that may be padding, where sizes are placed; 0.28 takes about "
-        "two thirds of the graphs of 0.21, and start-up time with them. 1 takes the largest sizes alone.",
+        description="Share of the expected work that may be padding, where sizes are placed. 0.28 needs about two "
+        "thirds of the graphs and of the start-up time of 0.21. 1 makes the largest sizes only.",
     )
     compile_backend: Backend = Field(
         default=None,
-        description="openxla captures a function once and compiles it for every size; torch.compile has torch_xla's "
-        "own backend trace it anew for each: the slow reference. Any other names a backend of Dynamo, and goes without "
-        "torch_xla: neuron, or what stands in for it. Left out: openxla where torch_xla is installed, else neuron.",
+        description="openxla, torch.compile, or the name of a backend of Dynamo, which needs no torch_xla. Left out: "
+        "openxla if torch_xla is installed, else neuron.",
     )
     warm_up: Literal["background", "full"] | None = Field(
         default=None,
         description="background serves as soon as the largest sizes are compiled, and compiles the others meanwhile; "
-        "full serves when all are. Left out: background with one worker, full with several, which could not change "
-        "over to a size together.",
+        "full serves when all are compiled. Left out: background with one worker, full with several.",
     )
     on_device_sampling_config: OnDeviceSamplingConfig | None = Field(
         default=None,
-        description="Limits of drawing on the device. Left out, tokens are drawn from the whole vocabulary on PJRT "
-        "CPU; on Neuron devices, whose compiler cannot sort a vocabulary, the defaults below hold.",
+        description="Limits of sampling on the device. Left out: none on PJRT CPU; the defaults below on Neuron "
+        "devices, whose compiler cannot sort a vocabulary.",
     )
     quant_dtype: Literal["s8"] | None = Field(
         default=None,
@@ -155,7 +152,7 @@ class NeuronConfig(_Options):
         """Whether torch_xla compiles and runs the steps."""
         return self.backend in XLA_BACKENDS
 
-    def warms_up_behind(self, num_workers: int) -> bool:
+    def warms_up_in_background(self, num_workers: int) -> bool:
         """Whether steps are served while sizes are still compiled.
 
         Raises ValueError for options that do not go together, or not with this number of workers.

@@ -14,6 +14,7 @@ class XlaDeviceOps(DeviceOps):
     """Memory figures come from the runtime's own report, or from the host's where the device is the host."""
 
     towers_as_graphs = True
+    has_float8_caches = True  # torch_xla views bytes as floats on the host, while it traces.
 
     @property
     def eager_device(self) -> torch.device:

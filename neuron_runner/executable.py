@@ -201,7 +201,7 @@ class Compiler:
                 pool.shutdown(cancel_futures=True)
 
     @contextmanager
-    def behind(self) -> Iterator[list[Future[None]]]:
+    def in_background(self) -> Iterator[list[Future[None]]]:
         """A context in which nothing is run, and what is traced begins to be compiled, at low priority.
 
         Yields the list of compilations so far. When it ends, the compilations need nothing more of the tensors that
@@ -213,7 +213,7 @@ class Compiler:
             future: Future[None] = Future()
             before = num_lowered()
             futures.append(future)
-            thread = threading.Thread(target=_compile_behind, args=(task, future), name="compile-behind")
+            thread = threading.Thread(target=_compile_in_background, args=(task, future), name="compile-in-background")
             thread.start()
             while not future.done() and num_lowered() == before:
                 time.sleep(0.0005)
@@ -230,7 +230,7 @@ def _lower_priority(thread: threading.Thread) -> None:
         os.setpriority(os.PRIO_PROCESS, number, max(10, os.getpriority(os.PRIO_PROCESS, number)))
 
 
-def _compile_behind(task: Callable[[], None], future: "Future[None]") -> None:
+def _compile_in_background(task: Callable[[], None], future: "Future[None]") -> None:
     with UNCOMPILED.another():
         try:
             task()

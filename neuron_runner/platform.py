@@ -113,7 +113,7 @@ class NeuronPlatform(PagedPlatform):
         if model is not None:
             config.check_limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len)
         if is_compiled:
-            config.warms_up_behind(vllm_config.parallel_config.world_size)
+            config.warms_up_in_background(vllm_config.parallel_config.world_size)
         if isinstance(vllm_config.additional_config, dict):
             # Hands the workers what the environment said; a host that is started separately reads its own environment.
             vllm_config.additional_config = config.written_into(vllm_config.additional_config)

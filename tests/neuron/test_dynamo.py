@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from lane import HAS_OPENXLA, ROOT
@@ -28,20 +29,31 @@ TorchDeviceOps.to_host = lambda self, tensor: tensor.numpy()
 """
 
 
-def run_kit(options: dict[str, object], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the kit in a process of Neuron's platform, whichever platform the lane has."""
-    environment = {**os.environ, "VLLM_NEURON_RUNNER": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
+def run_kit(options: dict[str, object], *arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs the kit in a process of Neuron's platform, whichever platform the lane has, with modules of ``path``."""
+    paths = os.pathsep.join(map(str, (path, ROOT, ROOT / "tests" / "neuron" / "private_device")))
+    environment = {**os.environ, "VLLM_NEURON_RUNNER": "1", "PYTHONPATH": paths, "COLUMNS": "300"}
     command = [sys.executable, "-m", "model_runner_base.testing", "neuron_runner.worker.NeuronWorker"]
-    given = ["--engine-options", json.dumps(options), *arguments]
+    given = ["-p", "private_device", "--engine-options", json.dumps(options), *arguments]
     return subprocess.run([*command, *given], env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
+@in_the_newest_lane
 def test_the_kit_holds() -> None:
     """Tokens are the reference's; graphs have static sizes, all of them made in warm-up; caches stay in place."""
     run = run_kit(OPTIONS, "-k", ROWS)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     results = re.findall(r" {2,}(passes|FAILS|not supported)", run.stdout)
-    assert results == ["passes"] * 4, run.stdout[-8000:]
+    assert results == ["passes"] * 5, run.stdout[-8000:]
+
+
+@in_the_newest_lane
+def test_a_copy_to_the_host_that_is_forgotten(tmp_path: Path) -> None:
+    """The kit catches it, which on a device of the host it could not."""
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    run = run_kit(OPTIONS, "-p", "forgetful", "-k", "test_one_request and llama", path=tmp_path)
+    assert run.returncode == 1, run.stdout[-8000:]
+    assert "can't convert neuron:0 device type tensor to numpy" in run.stdout, run.stdout[-8000:]
 
 
 def test_a_name_that_is_not_registered_is_refused() -> None:
@@ -56,14 +68,14 @@ def test_what_is_left_out_goes_by_torch_xla(monkeypatch: pytest.MonkeyPatch) -> 
         assert NeuronConfig().backend == "openxla"
     monkeypatch.setattr("neuron_runner.environment.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"neither torch_xla nor TorchNeuron.*registered Dynamo backend"):
-        NeuronConfig().warms_up_behind(1)
+        NeuronConfig().warms_up_in_background(1)
     monkeypatch.setattr("torch._dynamo.list_backends", lambda exclude_tags: ["neuron"])
-    assert NeuronConfig().backend == "neuron" and not NeuronConfig().warms_up_behind(1)
+    assert NeuronConfig().backend == "neuron" and not NeuronConfig().warms_up_in_background(1)
 
 
 def test_several_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="compile_backend=aot_eager needs one worker, there are 2"):
-        NeuronConfig(compile_backend="aot_eager").warms_up_behind(2)
+        NeuronConfig(compile_backend="aot_eager").warms_up_in_background(2)
 
 
 @pytest.mark.parametrize(

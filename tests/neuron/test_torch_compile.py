@@ -35,8 +35,8 @@ def test_tokens_equal_the_default_path(tiny_model: Callable[[str], TinyModel]) -
 
 def test_what_it_cannot_do_is_refused() -> None:
     config = NeuronConfig(compile_backend="torch.compile")
-    assert not config.warms_up_behind(1)
+    assert not config.warms_up_in_background(1)
     with pytest.raises(ValueError, match=r"torch\.compile needs one worker, there are 2: .* give openxla"):
-        config.warms_up_behind(2)
+        config.warms_up_in_background(2)
     with pytest.raises(ValueError, match="warm_up=background needs compile_backend=openxla"):
-        NeuronConfig(compile_backend="torch.compile", warm_up="background").warms_up_behind(1)
+        NeuronConfig(compile_backend="torch.compile", warm_up="background").warms_up_in_background(1)
