@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from docs_build import kit_results
 from docs_build.refusals import refusals
 from docs_build.support import DEVICES, FEATURES
 
@@ -59,13 +60,14 @@ def architectures() -> str:
 
     exercises = EXERCISES | recurrent_architectures.EXERCISES
     rows = []
-    for name, make in (CONFIGS | RECURRENT).items():
+    for name, make in (CONFIGS | LATENT | RECURRENT).items():
         config = make()
         architecture = VLLM_NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
         _, served_by = _TEXT_GENERATION_MODELS.get(architecture, ("", "TransformersForCausalLM"))
-        # Of recurrent models, tests compile two.
-        compiled = "not run" if name in RECURRENT and name not in ("lfm2", "qwen3-next") else "equal"
-        rows.append((f"`{name}`", str(served_by), type(config).__name__, EXERCISES.get(name, ""), "equal", compiled))
+        # Of these models, tests compile four.
+        is_compiled = name in (*CONFIGS, "deepseek-v2", "deepseek-v3", "lfm2", "qwen3-next")
+        compiled = "equal" if is_compiled else "not run"
+        rows.append((f"`{name}`", str(served_by), type(config).__name__, exercises.get(name, ""), "equal", compiled))
     return table(("config", "vLLM's class", "transformers' config", "exercises", "eager", "openxla"), rows)
 
 
@@ -79,12 +81,23 @@ def support() -> str:
     return table(("", *DEVICES), [(feature, *cells) for feature, cells in FEATURES.items()])
 
 
+def kit() -> str:
+    """Promises that each device keeps, by group of the conformance kit."""
+    results = kit_results.load()
+    groups = sorted({group for of_device in results.values() for group in of_device})
+    rows = [
+        (group, *(kit_results.cell(of_device.get(group, {})) for of_device in results.values())) for group in groups
+    ]
+    return table(("group", *results), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "faults": faults,
     "architectures": architectures,
     "refusals": refused,
     "support": support,
+    "kit": kit,
 }
 
 

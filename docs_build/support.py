@@ -21,6 +21,7 @@ FEATURES = {
     "LoRA adapters": ("tests", NOT_RUN, NO_CUDA, "tests"),
     "images": ("tests", NOT_RUN, NO_CUDA, "tests"),
     "video, sounds": ("tests", NOT_RUN, NOT_TESTED, "tests"),
+    "embeddings, classes, scores": ("tests", NOT_RUN, NO_CUDA, "tests"),
     "tensor parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "contiguous KV cache": ("tests", NOT_RUN, "-", NOT_TESTED),
     "quantised checkpoints, dequantised": ("tests", NOT_RUN, "-", "tests"),

@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tests of this repository")
     group.addoption("--quick", action="store_true", help="a test of each kind, with a bar: about five minutes")
     group.addoption("--full", action="store_true", help="every random case, not a quarter")
+    group.addoption("--record", action="store_true", help="write the kit's results to docs_build/kit_results.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="options of every engine, as of vllm.LLM; those that a check is about go before",
     )
     group.addoption("--all-architectures", action="store_true", help="every architecture, not only the main ones")
+    group.addoption("--results", type=Path, metavar="FILE", help="write the table to this file, as JSON")
     group.addoption("--no-shrinking", action="store_true", help="report failing schedules as found, not the smallest")
     group.addoption(
         "--schedules", type=int, default=15, metavar="N", help="random schedules of each architecture: fewer find less"

@@ -1,8 +1,10 @@
 """Results by promise: rows gathered from pytest's reports, and the table at the end."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +62,7 @@ class PromiseTable:
     def __init__(self, config: pytest.Config) -> None:
         self.rows: dict[tuple[str, str], Row] = {}
         self._worker = config.getoption("worker")
+        self._file: Path | None = config.getoption("results")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -92,13 +95,22 @@ class PromiseTable:
             row.passed += 1
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Fails the run of a device that refuses everything: it has kept no promise."""
+        """Writes the results' file. Fails the run of a device that refuses everything: it has kept no promise."""
+        if self._file is not None:
+            self._file.write_text(json.dumps(self.as_records(), indent=1))
         if exitstatus == 0 and self.rows and not any(row.passed for row in self.rows.values()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         console = Console(file=terminalreporter._tw._file, width=max(150, terminalreporter._tw.fullwidth))
         console.print(self.render())
+
+    def as_records(self) -> list[dict[str, str]]:
+        """The table's rows for programs, with the keys group, promise, result and reason."""
+        return [
+            {"group": group, "promise": promise, "result": row.result(), "reason": row.reason()}
+            for (group, promise), row in self.rows.items()
+        ]
 
     def render(self) -> Table:
         table = Table(title=f"Conformance of {self._worker}", title_justify="left", box=SIMPLE, padding=(0, 1))

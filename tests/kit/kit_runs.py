@@ -9,6 +9,8 @@ from pathlib import Path
 from counts import IS_FULL
 from forks import ROOT, run_kit
 
+from docs_build import kit_results
+
 # Of the schedules, enough for every size and for donated caches; a deliberate fault has 15 of each architecture to be
 # caught by.
 FEWER_SCHEDULES = [] if IS_FULL else ["--schedules", "6"]
@@ -40,6 +42,20 @@ def run(arguments: list[str], path: Path = ROOT) -> tuple[int | None, dict[str, 
         text=True,
     )
     return out.returncode, results_of(out.stdout), out.stdout + out.stderr
+
+
+def measure(device: str, arguments: list[str], is_recorded: bool) -> tuple[int | None, dict[str, str], str]:
+    """Runs the kit as ``run`` does, and compares with what was measured before; or records it."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "results.json"
+        status, results, printed = run([*arguments, "--results", str(file)])
+        rows = json.loads(file.read_text()) if file.exists() else []
+    device = f"{device}, vLLM {'.'.join(version('vllm').split('.')[:2])}"
+    if is_recorded:
+        kit_results.record(device, rows)
+    broken = kit_results.broken(device, rows)
+    assert broken == [], printed[-8000:]
+    return status, results, printed
 
 
 def assert_all_pass(status: int | None, results: dict[str, str], printed: str) -> None:

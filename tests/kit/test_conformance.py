@@ -12,6 +12,7 @@ from devices import COMPILING, FROM_SCRATCH, PADDED
 from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, assert_all_pass, run, run_forked
 from lane import HAS_OPENXLA
 
+from docs_build import kit_results
 from model_runner_base.testing.table import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,23 @@ class PlainWorker(Finished):
 def test_keeps_every_promise() -> None:
     status, results, printed = run([*PLAIN, *ALL])
     assert_all_pass(status, results, printed)
+
+
+def test_a_promise_that_is_kept_no_more(tmp_path: Path) -> None:
+    """A row that passed when it was measured may neither fail nor be refused; one that was refused may."""
+    file = tmp_path / "results.json"
+    before = [
+        {"group": "lora", "promise": promise, "result": result, "reason": reason}
+        for promise, result, reason in [("a", "passes 3 cases", ""), ("b", "passes", ""), ("c", "not supported", "no")]
+    ]
+    kit_results.record("device, vLLM 1", before, file)
+    kit_results.record("other, vLLM 1", [before[0]], file)
+    assert kit_results.broken("device, vLLM 1", before, file) == []
+    assert kit_results.cell(kit_results.load(file)["device, vLLM 1"]["lora"]) == "2 of 3 kept; refused: no"
+    after = [before[0] | {"result": "FAILS 1 of 3", "reason": "x"}, before[1] | {"result": "not supported"}, before[2]]
+    broken = kit_results.broken("device, vLLM 1", after, file)
+    assert broken == ["lora: a: FAILS 1 of 3: x", "lora: b: not supported: "]
+    assert kit_results.broken("third, vLLM 1", after, file) == []
 
 
 @pytest.mark.once

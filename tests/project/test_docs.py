@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from docs_build import kit_results
 from docs_build.generate import PAGES, REGION, TABLES
 from docs_build.hooks import site_links
 from docs_build.refusals import refusals
@@ -23,6 +24,25 @@ def test_table_is_up_to_date(page: str, name: str) -> None:
     text = (ROOT / page).read_text()
     (region,) = [found[0] for found in REGION.finditer(text) if found[2] == name]
     assert region == f"<!-- generated: {name} -->\n{TABLES[name]()}<!-- end of {name} -->"
+
+
+def test_recorded_promises_are_the_kits() -> None:
+    """No result stays of a check that was renamed or left out."""
+    promises = {
+        (path.stem.removeprefix("test_").replace("_", " "), promise_of(each))
+        for path in (ROOT / "model_runner_base" / "testing" / "checks").glob("test_*.py")
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")
+    }
+    for groups in kit_results.load().values():
+        recorded = {(group, promise) for group, results in groups.items() for promise in results}
+        assert recorded <= promises, recorded - promises
+
+
+def promise_of(check: ast.FunctionDef) -> str:
+    """Name of a check in the kit's table: the first line of its docstring, or its own name."""
+    text = ast.get_docstring(check) or check.name.removeprefix("test_").replace("_", " ")
+    return text.splitlines()[0].removesuffix(".")
 
 
 def test_refusals_are_read_from_the_source() -> None:
