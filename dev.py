@@ -62,23 +62,33 @@ class Lane:
             return
         if sys.version_info[:2] != (3, 11):
             raise SystemExit(f"Python 3.11 is needed, this is {sys.version.split()[0]}: run python3.11 dev.py")
-        print(f"Setting up {self.folder} ...", file=sys.stderr)
+        show_progress(0, f"Making {self.folder}")
         subprocess.run([sys.executable, "-m", "venv", str(ROOT / self.folder)], check=True)
         python, constraints = str(self.bin / "python"), ["--constraint", str(self.constraints)]
+        show_progress(1, "Installing uv")
         subprocess.run([python, "-m", "pip", "install", "--quiet", "uv", *constraints], check=True)
-        install = [str(self.bin / "uv"), "pip", "install", "--python", python, *constraints]
+        show_progress(2, "Installing vLLM and torch, which takes a minute or two")
+        install = [str(self.bin / "uv"), "pip", "install", "--quiet", "--python", python, *constraints]
         for path in override:
             install += ["--override", str(path)]
         environment = {**os.environ, "VLLM_VERSION_OVERRIDE": self.vllm}
         subprocess.run([*install, "--editable", f".[{self.extras}]"], check=True, cwd=ROOT, env=environment)
         stamp.write_text(wanted)
+        show_progress(3, f"{self.folder} is ready")
+
+
+def show_progress(done: int, what: str, total: int = 3) -> None:
+    """Shows a bar on the error stream with what is done now; lines where that is no terminal."""
+    begin, end = ("\r\033[K", "" if done < total else "\n") if sys.stderr.isatty() else ("", "\n")
+    bar = "█" * (10 * done // total)
+    print(f"{begin}|{bar:<10}| {done}/{total} {what}", end=end, file=sys.stderr, flush=True)
 
 
 LANES = {
     lane.name: lane
     for lane in (
-        Lane("0.16", ".venv", "0.16.0", "neuron,test", 45),
-        Lane("newest", ".venv-newest", "0.33.0", "newest,test", 15, "newest-overrides.txt"),
+        Lane("0.16", ".venv", "0.16.0", "neuron,test", 60),
+        Lane("newest", ".venv-newest", "0.33.0", "newest,test", 28, "newest-overrides.txt"),
     )
 }
 """The first is the default."""
@@ -92,6 +102,7 @@ def main(arguments: list[str]) -> None:
         lane, arguments = LANES[arguments[1]], arguments[2:]
     jobs = {
         "generate": [str(lane.bin / "python"), str(ROOT / "examples" / "generate.py")],
+        "rank": [str(lane.bin / "python"), str(ROOT / "examples" / "rank.py")],
         "test": [str(lane.bin / "python"), "-m", "pytest", *SIDE_BY_SIDE],
         "check": ["sh", "-c", CHECK],
         "docs": ["mkdocs", "serve", "--strict"],

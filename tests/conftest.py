@@ -84,7 +84,11 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
 
     All of its sizes are compiled.
     """
-    llm = LLM(str(model), **(DEFAULTS | {"max_model_len": None} | options))
+    try:
+        llm = LLM(str(model), **(DEFAULTS | {"max_model_len": None} | options))
+    except BaseException:
+        shut_down()  # An engine that fails to load leaves parallel groups, which lack those of experts.
+        raise
     try:
         wait_for_sizes(llm)
         yield llm

@@ -19,7 +19,9 @@ if not HAS_OPENXLA:
 
 NEWEST = [
     "kit/test_conformance.py",
+    "kit/test_mutations.py",
     "kit/test_plain_device.py",
+    "base/test_audio.py",
     "base/test_engine_contracts.py",
     "base/test_slot_processors.py",
     "base/test_hostile_engine.py",
@@ -30,6 +32,7 @@ NEWEST = [
     "base/test_logprob_token_ids.py",
     "base/test_lora.py",
     "base/test_lora_refusals.py",
+    "base/test_mistral_files.py",
     "base/test_padding.py",
     "base/test_pooling.py",
     "base/test_pooling_images.py",
@@ -45,6 +48,8 @@ NEWEST = [
     "base/test_reload.py",
     "base/test_request_errors.py",
     "base/test_request_ranges.py",
+    "base/test_right_drafts_beside_windows.py",
+    "base/test_scheduling.py",
     "base/test_session_turns.py",
     "base/test_small_caches.py",
     "base/test_state_prefixes.py",
@@ -54,6 +59,7 @@ NEWEST = [
     "base/test_transcription.py",
     "base/test_vllm_types.py",
     "base/test_weight_stream.py",
+    "base/test_whole_images.py",
     "gpu/test_cuda_graphs.py",
     "gpu/test_gpu_device_ops.py",
     "gpu/test_gpu_hooks.py",
@@ -66,9 +72,11 @@ NEWEST = [
     "project/test_foreign_platform.py",
     "project/test_hostile_server.py",
     "project/test_plugins.py",
+    "project/test_pooling_server.py",
     "project/test_server.py",
     "project/test_sleep.py",
     "project/test_structure.py",
+    "project/test_transcription_server.py",
     "project/test_vllm_names.py",
 ]
 """Tests that run without torch_xla; those marked ``openxla`` or ``once`` are left out there."""

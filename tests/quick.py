@@ -8,6 +8,9 @@ from tqdm import tqdm
 
 KINDS = {
     "the code's structure": ("project/test_structure.py::test_device_runner", 1),
+    "the documentation's tables": ("project/test_docs.py", 2),
+    "plain words": ("project/test_plain_words.py", 3),
+    "the table of faults": ("kit/test_mutations.py::test_the_list_in_the_documentation", 1),
     "the arrays of a step": ("base/test_batch_builder.py", 10),
     "attention": ("base/test_attention.py", 15),
     "quantised weights": ("base/test_dequantise.py", 5),

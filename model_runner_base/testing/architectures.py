@@ -19,8 +19,8 @@ WINDOW = 40
 CHUNK = 24
 """Tokens of a chunk of attention; not a multiple of blocks of 16, nor of KV tiles."""
 
-_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-_SHAPE: dict[str, Any] = {
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -28,62 +28,60 @@ _SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_LENGTH,
-    **_TOKENS,
+    **TOKENS,
 }
-_UNTIED = {**_SHAPE, "tie_word_embeddings": False}
-_NO_GROUPS = {**_UNTIED, "num_key_value_heads": 4}
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+UNTIED = {**SHAPE, "tie_word_embeddings": False}
+_NO_GROUPS = {**UNTIED, "num_key_value_heads": 4}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ALTERNATING = ["sliding_attention", "full_attention"]
-_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH, **_TOKENS}
-_BLOOM = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4, **_TOKENS}
-_FALCON = {name: value for name, value in _UNTIED.items() if name != "num_key_value_heads"} | {"ffn_hidden_size": 256}
-_MLA = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH, **TOKENS}
+_BLOOM = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4, **TOKENS}
+_FALCON = {name: value for name, value in UNTIED.items() if name != "num_key_value_heads"} | {"ffn_hidden_size": 256}
+_MLA = {"q_lora_rank": None, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 _DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
-_MAMBA2 = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "num_heads": 8,
-    "head_dim": 16,
-    "state_size": 16,
-    "n_groups": 1,
-    "chunk_size": 16,
-    "num_hidden_layers": 2,
-    **_TOKENS,
+_LATENT = {**_NO_GROUPS, **_MLA, **_DEEPSEEK, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_LATENT_V3 = _LATENT | {"q_lora_rank": 20, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 128,
 }
-_MAMBA = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, **_TOKENS}
+_MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 Configs = dict[str, Callable[[], PretrainedConfig]]
 
 LLAMAS: Configs = {
-    "llama": lambda: hf.LlamaConfig(**_UNTIED),
-    "qwen2": lambda: hf.Qwen2Config(**_SHAPE, tie_word_embeddings=True),
-    "qwen3": lambda: hf.Qwen3Config(**_UNTIED, head_dim=32),
-    "mistral": lambda: hf.MistralConfig(**_UNTIED, head_dim=16, sliding_window=None),
-    "mistral-window": lambda: hf.MistralConfig(**_UNTIED, head_dim=16, sliding_window=WINDOW),
-    "gemma": lambda: hf.GemmaConfig(**(_SHAPE | {"num_key_value_heads": 1}), head_dim=32),
-    "apertus": lambda: hf.ApertusConfig(**_UNTIED),
-    "arcee": lambda: hf.ArceeConfig(**_UNTIED),
-    "ernie4_5": lambda: hf.Ernie4_5Config(**_UNTIED, head_dim=16),
+    "llama": lambda: hf.LlamaConfig(**UNTIED),
+    "qwen2": lambda: hf.Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: hf.Qwen3Config(**UNTIED, head_dim=32),
+    "mistral": lambda: hf.MistralConfig(**UNTIED, head_dim=16, sliding_window=None),
+    "mistral-window": lambda: hf.MistralConfig(**UNTIED, head_dim=16, sliding_window=WINDOW),
+    "gemma": lambda: hf.GemmaConfig(**(SHAPE | {"num_key_value_heads": 1}), head_dim=32),
+    "apertus": lambda: hf.ApertusConfig(**UNTIED),
+    "arcee": lambda: hf.ArceeConfig(**UNTIED),
+    "ernie4_5": lambda: hf.Ernie4_5Config(**UNTIED, head_dim=16),
     "exaone4": lambda: hf.Exaone4Config(
-        **_UNTIED | {"num_hidden_layers": 4}, sliding_window=WINDOW, sliding_window_pattern=2
+        **UNTIED | {"num_hidden_layers": 4}, sliding_window=WINDOW, sliding_window_pattern=2
     ),
-    "glm": lambda: hf.GlmConfig(**_UNTIED, head_dim=16),
-    "glm4": lambda: hf.Glm4Config(**_UNTIED, head_dim=16),
+    "glm": lambda: hf.GlmConfig(**UNTIED, head_dim=16),
+    "glm4": lambda: hf.Glm4Config(**UNTIED, head_dim=16),
     "granite": lambda: hf.GraniteConfig(
-        **_SHAPE, embedding_multiplier=6.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.1
+        **SHAPE, embedding_multiplier=6.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.1
     ),
-    "helium": lambda: hf.HeliumConfig(**_UNTIED, head_dim=16),
-    "hunyuan-dense": lambda: hf.HunYuanDenseV1Config(**_UNTIED, head_dim=16, use_qk_norm=True),
-    "nemotron": lambda: hf.NemotronConfig(**_UNTIED, partial_rotary_factor=0.5),
+    "helium": lambda: hf.HeliumConfig(**UNTIED, head_dim=16),
+    "hunyuan-dense": lambda: hf.HunYuanDenseV1Config(**UNTIED, head_dim=16, use_qk_norm=True),
+    "nemotron": lambda: hf.NemotronConfig(**UNTIED, partial_rotary_factor=0.5),
     "olmo": lambda: hf.OlmoConfig(**_NO_GROUPS, clip_qkv=2.0),
-    "olmo2": lambda: hf.Olmo2Config(**_UNTIED),
+    "olmo2": lambda: hf.Olmo2Config(**UNTIED),
     "persimmon": lambda: hf.PersimmonConfig(**_NO_GROUPS, partial_rotary_factor=0.5),
     "phi": lambda: hf.PhiConfig(**_NO_GROUPS | {"intermediate_size": 256}, partial_rotary_factor=0.5),
-    "phi3": lambda: hf.Phi3Config(**_UNTIED),
-    "seed-oss": lambda: hf.SeedOssConfig(**_UNTIED, head_dim=16),
-    "smollm3": lambda: hf.SmolLM3Config(**_SHAPE | {"num_hidden_layers": 4}, no_rope_layer_interval=2),
-    "stablelm": lambda: hf.StableLmConfig(**_UNTIED, partial_rotary_factor=0.25, use_qkv_bias=True),
-    "starcoder2": lambda: hf.Starcoder2Config(**_SHAPE, sliding_window=WINDOW),
+    "phi3": lambda: hf.Phi3Config(**UNTIED),
+    "seed-oss": lambda: hf.SeedOssConfig(**UNTIED, head_dim=16),
+    "smollm3": lambda: hf.SmolLM3Config(**SHAPE | {"num_hidden_layers": 4}, no_rope_layer_interval=2),
+    "stablelm": lambda: hf.StableLmConfig(**UNTIED, partial_rotary_factor=0.25, use_qkv_bias=True),
+    "starcoder2": lambda: hf.Starcoder2Config(**SHAPE, sliding_window=WINDOW),
 }
 
 GPTS: Configs = {
@@ -99,11 +97,11 @@ GPTS: Configs = {
         num_attention_heads=4,
         max_position_embeddings=MAX_LENGTH,
         word_embed_proj_dim=64,
-        **_TOKENS,
+        **TOKENS,
     ),
     "bloom": lambda: hf.BloomConfig(**_BLOOM),
     "mpt": lambda: hf.MptConfig(
-        vocab_size=VOCAB_SIZE, d_model=64, n_heads=4, n_layers=2, max_seq_len=MAX_LENGTH, expansion_ratio=4, **_TOKENS
+        vocab_size=VOCAB_SIZE, d_model=64, n_heads=4, n_layers=2, max_seq_len=MAX_LENGTH, expansion_ratio=4, **TOKENS
     ),
     "falcon": lambda: hf.FalconConfig(**_FALCON, multi_query=True, parallel_attn=True, alibi=False),
     "falcon-new": lambda: hf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True, alibi=False),
@@ -112,7 +110,7 @@ GPTS: Configs = {
 
 SEVERAL_GROUPS: Configs = {
     "gemma2": lambda: hf.Gemma2Config(
-        **_SHAPE | {"num_hidden_layers": 4},
+        **SHAPE | {"num_hidden_layers": 4},
         head_dim=32,
         sliding_window=WINDOW,
         hidden_act="gelu_pytorch_tanh",
@@ -121,14 +119,14 @@ SEVERAL_GROUPS: Configs = {
         final_logit_softcapping=15.0,
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(
-        **_UNTIED | {"num_hidden_layers": 3},
+        **UNTIED | {"num_hidden_layers": 3},
         head_dim=32,
         sliding_window=WINDOW,
         query_pre_attn_scalar=32,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
     "gemma3n": lambda: hf.Gemma3nTextConfig(
-        **_SHAPE | {"num_hidden_layers": 4, "intermediate_size": [128] * 4},
+        **SHAPE | {"num_hidden_layers": 4, "intermediate_size": [128] * 4},
         head_dim=32,
         sliding_window=WINDOW,
         vocab_size_per_layer_input=VOCAB_SIZE,
@@ -138,45 +136,38 @@ SEVERAL_GROUPS: Configs = {
         layer_types=_ALTERNATING * 2,
         activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0],
     ),
-    "cohere": lambda: hf.CohereConfig(**_SHAPE, logit_scale=0.25, use_qk_norm=True),
+    "cohere": lambda: hf.CohereConfig(**SHAPE, logit_scale=0.25, use_qk_norm=True),
     "cohere2": lambda: hf.Cohere2Config(
-        **_SHAPE | {"num_hidden_layers": 4}, logit_scale=0.25, sliding_window=WINDOW, layer_types=_ALTERNATING * 2
+        **SHAPE | {"num_hidden_layers": 4}, logit_scale=0.25, sliding_window=WINDOW, layer_types=_ALTERNATING * 2
     ),
     "olmo3": lambda: hf.Olmo3Config(
-        **_UNTIED | {"num_hidden_layers": 4}, sliding_window=WINDOW, layer_types=_ALTERNATING * 2
+        **UNTIED | {"num_hidden_layers": 4}, sliding_window=WINDOW, layer_types=_ALTERNATING * 2
     ),
     "gpt-oss": lambda: hf.GptOssConfig(
-        **_UNTIED | {"intermediate_size": 64},
+        **UNTIED | {"intermediate_size": 64, "num_hidden_layers": 4},
         head_dim=16,
         num_local_experts=8,
         num_experts_per_tok=2,
         sliding_window=WINDOW,
-        layer_types=_ALTERNATING,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 128,
-        },
+        layer_types=_ALTERNATING * 2,
+        rope_scaling=_YARN | {"truncate": False},
     ),
 }
 
 MIXTURES: Configs = {
-    "mixtral": lambda: hf.MixtralConfig(**_UNTIED, num_local_experts=8, num_experts_per_tok=2),
-    "qwen2-moe": lambda: hf.Qwen2MoeConfig(**_UNTIED, **_EXPERTS, shared_expert_intermediate_size=64),
-    "qwen3-moe": lambda: hf.Qwen3MoeConfig(**_UNTIED, **_EXPERTS, head_dim=32, norm_topk_prob=True),
-    "olmoe": lambda: hf.OlmoeConfig(**_UNTIED, num_experts=8, num_experts_per_tok=2),
-    "flex-olmo": lambda: hf.FlexOlmoConfig(**_UNTIED, num_experts=8, num_experts_per_tok=2),
+    "mixtral": lambda: hf.MixtralConfig(**UNTIED, num_local_experts=8, num_experts_per_tok=2),
+    "qwen2-moe": lambda: hf.Qwen2MoeConfig(**UNTIED, **EXPERTS, shared_expert_intermediate_size=64),
+    "qwen3-moe": lambda: hf.Qwen3MoeConfig(**UNTIED, **EXPERTS, head_dim=32, norm_topk_prob=True),
+    "olmoe": lambda: hf.OlmoeConfig(**UNTIED, num_experts=8, num_experts_per_tok=2),
+    "flex-olmo": lambda: hf.FlexOlmoConfig(**UNTIED, num_experts=8, num_experts_per_tok=2),
     "granite-moe": lambda: hf.GraniteMoeConfig(
-        **_SHAPE, num_local_experts=8, num_experts_per_tok=2, embedding_multiplier=6.0, attention_multiplier=0.2
+        **SHAPE, num_local_experts=8, num_experts_per_tok=2, embedding_multiplier=6.0, attention_multiplier=0.2
     ),
     "granite-moe-shared": lambda: hf.GraniteMoeSharedConfig(
-        **_SHAPE, num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64, attention_multiplier=0.2
+        **SHAPE, num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64, attention_multiplier=0.2
     ),
     "granite-moe-hybrid": lambda: hf.GraniteMoeHybridConfig(
-        **_SHAPE,
+        **SHAPE,
         num_local_experts=8,
         num_experts_per_tok=2,
         shared_intermediate_size=64,
@@ -185,7 +176,7 @@ MIXTURES: Configs = {
         position_embedding_type="rope",
     ),
     "phimoe": lambda: hf.PhimoeConfig(
-        **_UNTIED, attention_bias=True, lm_head_bias=True, num_local_experts=8, num_experts_per_tok=2
+        **UNTIED, attention_bias=True, lm_head_bias=True, num_local_experts=8, num_experts_per_tok=2
     ),
     "dbrx": lambda: hf.DbrxConfig(
         d_model=64,
@@ -195,10 +186,10 @@ MIXTURES: Configs = {
         vocab_size=VOCAB_SIZE,
         attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2, "moe_jitter_eps": 0.0},
-        **_TOKENS,
+        **TOKENS,
     ),
     "dots1": lambda: hf.Dots1Config(
-        **_UNTIED,
+        **UNTIED,
         **_DEEPSEEK,
         moe_intermediate_size=32,
         head_dim=16,
@@ -209,10 +200,10 @@ MIXTURES: Configs = {
         scoring_func="sigmoid",
     ),
     "glm4-moe": lambda: hf.Glm4MoeConfig(
-        **_UNTIED, **_DEEPSEEK, moe_intermediate_size=32, head_dim=16, first_k_dense_replace=1, use_qk_norm=True
+        **UNTIED, **_DEEPSEEK, moe_intermediate_size=32, head_dim=16, first_k_dense_replace=1, use_qk_norm=True
     ),
     "ernie4_5-moe": lambda: hf.Ernie4_5_MoeConfig(
-        **_UNTIED,
+        **UNTIED,
         moe_num_experts=8,
         moe_k=2,
         moe_intermediate_size=32,
@@ -220,7 +211,7 @@ MIXTURES: Configs = {
         moe_layer_start_index=1,
     ),
     "hunyuan-moe": lambda: hf.HunYuanMoEV1Config(
-        **_UNTIED,
+        **UNTIED,
         num_experts=8,
         moe_topk=2,
         head_dim=16,
@@ -230,7 +221,7 @@ MIXTURES: Configs = {
         num_shared_expert=1,
     ),
     "llama4": lambda: hf.Llama4TextConfig(
-        **_UNTIED | {"intermediate_size": 32},
+        **UNTIED | {"intermediate_size": 32},
         head_dim=16,
         intermediate_size_mlp=128,
         num_local_experts=8,
@@ -278,53 +269,9 @@ LATER: Configs = {
 """Architectures of later releases of transformers: layers of two head sizes, one whose values are its keys, KV caches
 shared by layers, experts beside a dense layer."""
 
-RECURRENT: Configs = {
-    "lfm2": lambda: hf.Lfm2Config(
-        **_SHAPE,
-        tie_word_embeddings=True,
-        layer_types=["conv", "full_attention"],
-        # vLLM reads what the published configurations have beside.
-        conv_dim=64,
-        conv_dim_out=64,
-        block_dim=64,
-        block_ff_dim=128,
-    ),
-    "mamba": lambda: hf.MambaConfig(**_MAMBA),
-    "falcon-mamba": lambda: hf.FalconMambaConfig(**_MAMBA),
-    "jamba": lambda: hf.JambaConfig(
-        **_SHAPE, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False
-    ),
-    "mamba2": lambda: hf.Mamba2Config(**_MAMBA2),
-    "bamba": lambda: hf.BambaConfig(
-        **_SHAPE, attn_layer_indices=[1], attn_rotary_emb=8, mamba_n_heads=8, mamba_d_head=16, mamba_chunk_size=16
-    ),
-    "falcon-h1": lambda: hf.FalconH1Config(
-        **_SHAPE,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_rms_norm=True,
-        mamba_norm_before_gate=False,
-        mamba_chunk_size=16,
-    ),
-    "granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
-        **_SHAPE,
-        layer_types=["mamba", "attention"],
-        num_local_experts=0,
-        shared_intermediate_size=128,
-        mamba_n_heads=8,
-        mamba_d_head=16,
-        mamba_chunk_size=16,
-    ),
-    "qwen3-next": lambda: hf.Qwen3NextConfig(
-        **_UNTIED,
-        **_EXPERTS,
-        head_dim=32,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=8,
+REFUSED: Configs = {
+    "longcat-flash": lambda: hf.LongcatFlashConfig(
+        **{**UNTIED, **_MLA, "q_lora_rank": 16}, num_layers=2, n_routed_experts=8, moe_topk=2, ffn_hidden_size=128
     ),
 }
 
@@ -349,15 +296,15 @@ EXERCISES = {
     "apertus": "xIELU",
     "arcee": "squared ReLU",
     "ernie4_5": "interleaved rotary positions",
-    "exaone4": "window in turns, no rotary in full layers, norms behind",
+    "exaone4": "window in turns, no rotary in full layers, norms after each block",
     "glm": "partial interleaved rotary, biases",
     "glm4": "norms on both sides of each block",
     "granite": "multipliers, tied",
     "helium": "by vLLM's Transformers backend",
-    "hunyuan-dense": "norms behind the rotary",
+    "hunyuan-dense": "norms after the rotary",
     "nemotron": "LayerNorm1P, squared ReLU, partial rotary",
     "olmo": "norms without weights, clipped QKV",
-    "olmo2": "norms behind, norms over whole queries and keys",
+    "olmo2": "norms after each block, norms over whole queries and keys",
     "persimmon": "norms of queries and keys, partial rotary",
     "phi": "parallel blocks, partial rotary, head with bias",
     "phi3": "merged projections",
@@ -381,22 +328,22 @@ EXERCISES = {
     " them out",
     "cohere": "parallel blocks, norms of queries and keys, scaled logits",
     "cohere2": "several cache groups, parallel blocks, no rotary in full layers",
-    "olmo3": "several cache groups, norms behind",
+    "olmo3": "several cache groups, norms after each block",
     "gpt-oss": "several cache groups, attention sinks, biased experts, clamped SwiGLU, YaRN",
     "mixtral": "experts: softmax, renormalised",
     "qwen2-moe": "experts: gated shared expert",
     "qwen3-moe": "experts: renormalised",
     "olmoe": "experts: not renormalised",
-    "flex-olmo": "experts, norms behind",
+    "flex-olmo": "experts, norms after each block",
     "granite-moe": "experts: custom routing, multipliers",
-    "granite-moe-shared": "experts beside a shared MLP",
+    "granite-moe-shared": "experts and a shared MLP",
     "granite-moe-hybrid": "the same class with attention layers only",
     "phimoe": "experts: SparseMixer routing; the head's bias is zero: vLLM leaves it out",
     "dbrx": "experts in a layer class of the model's own, clipped QKV",
     "dots1": "experts: sigmoid, bias, groups, shared; dense first layer",
     "glm4-moe": "experts: sigmoid, bias, groups, shared; dense first layer",
     "ernie4_5-moe": "experts: softmax with bias, shared; dense first layer",
-    "hunyuan-moe": "experts, shared; norms behind the rotary",
+    "hunyuan-moe": "experts, shared; norms after the rotary",
     "llama4": "attention in chunks, no rotary in full layers, experts weighted before they run, shared",
 }
 """Features of the runner and its layers that a configuration uses, for the table in docs/architectures.md."""

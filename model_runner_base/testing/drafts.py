@@ -121,6 +121,40 @@ def _head_over_layers(config: dict[str, Any], weights: dict[str, torch.Tensor]) 
     }
 
 
+def _random_head(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """An EAGLE-3 head of random weights over three layers of any model: a Llama's layer with full attention."""
+    size, head_size, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
+    inner, heads, kv_heads = 2 * size, config["num_attention_heads"], config["num_key_value_heads"]
+    shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        **{f"midlayer.self_attn.{name}_proj.weight": (n * head_size, 2 * size) for name, n in shapes.items()},
+        "midlayer.self_attn.o_proj.weight": (size, heads * head_size),
+        "midlayer.mlp.gate_proj.weight": (inner, size),
+        "midlayer.mlp.up_proj.weight": (inner, size),
+        "midlayer.mlp.down_proj.weight": (size, inner),
+        "fc.weight": (size, 3 * size),
+        "lm_head.weight": (vocab, size),
+    }
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    head = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in drawn.items()}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_size,
+        "vocab_size": vocab,
+        "draft_vocab_size": vocab,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "tie_word_embeddings": False,
+    }, head | {f"{name}.weight": torch.ones(size) for name in norms}
+
+
 def _further_heads(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
     """Medusa's heads, each of which drafts what the model finds likeliest next."""
     size = config["hidden_size"]
@@ -137,5 +171,6 @@ _DRAFTS = {
     "wrong": ("draft_model", _wrong),
     "head": ("eagle", _head),
     "head-over-layers": ("eagle3", _head_over_layers),
+    "random-head": ("eagle3", _random_head),
     "further-heads": ("medusa", _further_heads),
 }

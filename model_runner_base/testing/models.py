@@ -70,7 +70,9 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     path = directory / name
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = AutoModelForCausalLM.from_config((CONFIGS | RECURRENT | REFUSED)[name]())
+        model = AutoModelForCausalLM.from_config(
+            (CONFIGS | LATER | LATENT | LATENT_LATER | RECURRENT | REFUSED)[name]()
+        )
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name == IGNORED_BY_VLLM.get(name):
                 torch.nn.init.zeros_(tensor)

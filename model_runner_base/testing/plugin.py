@@ -7,6 +7,7 @@ Nothing here imports vLLM: pytest loads the plugin on every start, and vLLM must
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--draws", type=int, default=2000, metavar="N", help="tokens drawn for each distribution: fewer show less"
     )
     group.addoption(
-        "--soak", type=int, default=0, metavar="N", help="requests of the soak, and a twentieth as many schedules"
+        "--soak",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests of the soak and of each drafter, and a twentieth as many schedules",
     )
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.models import vary
 from model_runner_base.testing.tokenizer import make_tokenizer
+from model_runner_base.vllm_compat.probes.multimodal import WIDER_WINDOW
 
 # Typed loosely: transformers loads its classes on demand.
 hf: Any = transformers
@@ -19,6 +20,9 @@ hf: Any = transformers
 _ZEROS = {"idefics3": ("vision_model.embeddings.position_embedding.weight",)}
 """Names of tensors that are zero, by family: in float32, transformers 4.57.6 gives a patch the position of the one
 before it."""
+
+_WIDE = {"qwen3-vl-moe": {"gate_up_proj": 1, "down_proj": 2}}
+"""The dimension of the hidden size in experts of published checkpoints, by family and name."""
 
 Family = tuple[Any, Any, str]
 """A config, a processor, and the placeholder: the text in place of an item in a prompt."""
@@ -57,9 +61,12 @@ def special_tokenizer(*special: str, **named: str) -> Any:
 
 @cache
 def reference(path: Path) -> tuple[Any, Any]:
-    """A checkpoint's model in float32 and its processor."""
-    (name,) = hf.AutoConfig.from_pretrained(path).architectures
-    model = getattr(hf, name).from_pretrained(path, dtype=torch.float32)
+    """A checkpoint's model in float32 and its processor. Windows are as wide as vLLM makes them."""
+    config = hf.AutoConfig.from_pretrained(path)
+    (name,) = config.architectures
+    if wider := WIDER_WINDOW.get(name):
+        config.get_text_config().sliding_window += wider
+    model = getattr(hf, name).from_pretrained(path, config=config, dtype=torch.float32)
     return model.eval(), hf.AutoProcessor.from_pretrained(path)
 
 
@@ -87,20 +94,25 @@ def make_processed_model(name: str, directory: Path, family: Callable[[], Family
             if tensor_name.endswith(_ZEROS.get(name, ())):
                 torch.nn.init.zeros_(tensor)
         model.save_pretrained(path)
-        _name_as_published(path / "model.safetensors")
+        _store_as_published(name, path / "model.safetensors")
         processor.save_pretrained(path)
     return path, placeholder
 
 
-def _name_as_published(path: Path) -> None:
-    """Renames the tensors of CLIP's and SigLIP's towers as in published checkpoints, which vLLM expects.
+def _store_as_published(name: str, path: Path) -> None:
+    """Renames and transposes a family's tensors as in published checkpoints, which vLLM expects.
 
     Newer releases of transformers leave a level out of the names of CLIP's and SigLIP's towers, write a level of the
     names of Qwen2-Audio's decoder twice, and do not transpose the experts of Qwen3-VL back.
     """
     tensors = load_file(path)
-    if any("vision_tower.post_layernorm." in name for name in tensors):
-        published = {
-            name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()
-        }
-        save_file(published, path, metadata={"format": "pt"})
+    levels = {"language_model.model.model.": "language_model.model."}
+    if any("vision_tower.post_layernorm." in each for each in tensors):
+        levels["vision_tower."] = "vision_tower.vision_model."
+    for written, meant in levels.items():
+        tensors = {each.replace(written, meant): tensor for each, tensor in tensors.items()}
+    for each, tensor in tensors.items():
+        wide = _WIDE.get(name, {}).get(each.rpartition(".")[2])
+        if wide and tensor.shape[wide] != TEXT["hidden_size"]:
+            tensors[each] = tensor.mT.contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})

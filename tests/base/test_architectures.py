@@ -55,8 +55,10 @@ def test_compiled_equals_transformers(name: str, tiny_model: Tiny) -> None:
 def test_refused_before_the_first_request(name: str, tiny_model: Tiny) -> None:
     """A model that cannot be served is refused by its config, or else by the first layer that is not supported."""
     model = tiny_model(name)
-    reason = r"not supported yet|(?s:.*)MLA"
-    with pytest.raises((ValueError, NotImplementedError), match=reason), engine(model.path, enforce_eager=True):
+    with (
+        pytest.raises((ValueError, NotImplementedError), match="is not supported"),
+        engine(model.path, enforce_eager=True),
+    ):
         pass
 
 

@@ -109,16 +109,16 @@ class Served:
         sizes = [decode(8, 2), decode(4, 2), decode(2, 1)]
         self.policy, self.guard = Compiling(), StepGuard(0)
         self.policy.set_sizes(sizes)
-        self.runner, self.behind = Runner(self.policy, self.guard, seconds), BackgroundCompiler(self.guard)
+        self.runner, self.compiler = Runner(self.policy, self.guard, seconds), BackgroundCompiler(self.guard)
         assert self.policy.largest_sizes(sizes) == sizes[:1]
         self.policy.offer_only(sizes[:1])
-        self.behind.leave(sizes[1:], sizes[:1], parts_of, self.runner)
+        self.compiler.queue(sizes[1:], sizes[:1], parts_of, self.runner)
 
 
 def test_a_size_is_offered_when_all_its_parts_are_compiled() -> None:
     served = Served()
     policy = served.policy
-    served.behind.start()
+    served.compiler.start()
     policy.end("model 4")
     policy.until(lambda: len(policy.begun) == 4)
     assert policy.dispatch(decode(1, 1)) == decode(8, 2)
@@ -128,7 +128,7 @@ def test_a_size_is_offered_when_all_its_parts_are_compiled() -> None:
     assert policy.dispatch(decode(5, 1)) == decode(8, 2)
     policy.end("rows 1")
     policy.end("model 2")
-    served.behind.wait()
+    served.compiler.wait()
     assert policy.dispatch(decode(1, 1)) == decode(2, 1)
     assert sorted(policy.begun) == ["model 2", "model 4", "rows 1", "rows 2"]
     assert served.runner.num_stops == 2
@@ -137,42 +137,42 @@ def test_a_size_is_offered_when_all_its_parts_are_compiled() -> None:
 def test_nothing_is_traced_within_a_step() -> None:
     served = Served()
     with served.guard:
-        served.behind.start()
+        served.compiler.start()
         sleep(0.05)
         assert not served.policy.begun
     for what in ("model 4", "rows 2", "model 2", "rows 1"):
         served.policy.end(what)
-    served.behind.wait()
+    served.compiler.wait()
 
 
 def test_a_step_waits_for_one_part_at_most() -> None:
     served, counts = Served(seconds=0.05), [0]
-    served.behind.start()
+    served.compiler.start()
     while len(served.policy.begun) < 4:
         with served.guard:
             counts.append(len(served.policy.begun))
     for what in ("model 4", "rows 2", "model 2", "rows 1"):
         served.policy.end(what)
-    served.behind.wait()
+    served.compiler.wait()
     assert max(after - before for before, after in pairwise(counts)) == 1
 
 
 def test_nothing_is_traced_between_the_halves_of_a_step() -> None:
     served = Served()
     served.runner.pending = "a step that is not sampled"
-    served.behind.start()
+    served.compiler.start()
     sleep(0.05)
     assert not served.policy.begun
     served.runner.pending = None
     for what in ("model 4", "rows 2", "model 2", "rows 1"):
         served.policy.end(what)
-    served.behind.wait()
+    served.compiler.wait()
 
 
 def test_an_engine_that_is_dropped_makes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is dropped makes no more sizes, and the next engine does not wait for those that were left."""
     served = Served()
-    policy, background_compiler = served.policy, served.behind
+    policy, background_compiler = served.policy, served.compiler
     policy.num_at_a_time = 1
     background_compiler.start()
     policy.until(lambda: len(policy.begun) == 2)
@@ -190,18 +190,18 @@ def test_several_workers_leave_nothing() -> None:
     served = Served()
     served.runner.vllm_config.parallel_config.world_size = 2
     with pytest.raises(ValueError, match="several workers have to make all sizes first"):
-        served.behind.leave([decode(4, 2)], [], parts_of, served.runner)
+        served.compiler.queue([decode(4, 2)], [], parts_of, served.runner)
 
 
 def test_a_failure_keeps_out_what_needs_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     served, warnings = Served(), list[str]()
     monkeypatch.setattr(background.logger, "warning", lambda text, *values: warnings.append(text % values))
-    served.behind.start()
+    served.compiler.start()
     served.policy.end("rows 2", MemoryError("too large\nin many lines"))
     for what in ("model 4", "model 2", "rows 1"):
         served.policy.end(what)
     with pytest.raises(MemoryError, match="too large"):
-        served.behind.wait()
+        served.compiler.wait()
     assert served.policy.offered == [decode(2, 1), decode(8, 2)]
     (warning,) = warnings
     assert warning.endswith("failed to compile: too large")
@@ -210,12 +210,12 @@ def test_a_failure_keeps_out_what_needs_it_alone(monkeypatch: pytest.MonkeyPatch
 def test_a_stopped_engine_begins_no_other_size() -> None:
     served = Served()
     served.policy.num_at_a_time = 1
-    served.behind.start()
+    served.compiler.start()
     served.policy.until(lambda: len(served.policy.begun) == 2)
-    served.behind.stop()
+    served.compiler.stop()
     for what in list(served.policy.begun):
         served.policy.end(what)
-    served.behind.wait()
+    served.compiler.wait()
     assert len(served.policy.begun) == 2 and len(served.policy.offered) == 2
 
 

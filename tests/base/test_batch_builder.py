@@ -170,9 +170,9 @@ def test_who_holds_a_row_takes_nobody_elses() -> None:
     requests = RequestStates(2, MAX_LENGTH)
     for req_id in ("waits", "goes on"):
         requests.admit(req_id, RequestInfo(SamplingParams(), 0, [1]), [1], 0)
-    requests.make_room(["goes on"], {"goes on": 3})
+    requests.free_rows_for(["goes on"], {"goes on": 3})
     assert requests.rows.keys() == {"waits", "goes on"}
-    requests.make_room(["new", "goes on"], {"new": 1, "goes on": 3})
+    requests.free_rows_for(["new", "goes on"], {"new": 1, "goes on": 3})
     assert requests.rows.keys() == {"goes on"}
 
 
@@ -185,5 +185,5 @@ def test_a_request_that_misses_a_step_keeps_its_row() -> None:
     builder = BatchBuilder(requests, BatchOrder())
     for names in (["runs", "waits"], ["runs"]):
         builder.build(Schedule(set(), (), [], names, [None], dict.fromkeys(names, 1), len(names)))
-    requests.make_room(["new"], {"new": 1})
+    requests.free_rows_for(["new"], {"new": 1})
     assert requests.rows.keys() == {"runs"}

@@ -64,8 +64,8 @@ def limits_and_steps(draw: st.DrawFn) -> tuple[StepLimits, Steps]:
     for _ in range(draw(st.integers(1, min(lines or max_reqs, 12)))):
         if left == 0:
             break
-        has_room = arrivals is None or sum(scheduled > 1 for scheduled, _ in steps) < arrivals
-        scheduled = draw(st.integers(1, min(left, longest if has_room else 1)))
+        may_have_chunk = arrivals is None or sum(scheduled > 1 for scheduled, _ in steps) < arrivals
+        scheduled = draw(st.integers(1, min(left, longest if may_have_chunk else 1)))
         steps.append((scheduled, draw(st.integers(0, max_length - scheduled))))
         left -= scheduled
     return limits, steps
@@ -130,6 +130,21 @@ def test_largest_sizes_hold_every_step(case: tuple[StepLimits, Steps], block_siz
 def test_where_all_may_be_padding_the_largest_sizes_are_alone() -> None:
     limits = limits_of(512, 64, 4096, 16, 64)
     assert place_sizes(limits, 1) == limits.largest_sizes
+
+
+@pytest.mark.parametrize("max_padding", [0.2, 0.5, 1])
+def test_sizes_where_no_request_decodes(max_padding: float) -> None:
+    """Mixed sizes alone, with one decode row, which is padding; they hold every step of prompts."""
+    limits, rng = replace(limits_of(512, 64, 4096, 16, 64), decodes=False), np.random.default_rng(0)
+    sizes = place_sizes(limits, max_padding)
+    assert {size.kind for size in sizes} == {StepKind.MIXED}
+    assert {limits.named(size)["decode_rows"] for size in sizes} == {1}
+    for _ in range(100):
+        num_chunks = int(rng.integers(1, 65))
+        num_tokens = int(rng.integers(num_chunks, 513))
+        tiles = limits.num_tiles(num_tokens, num_chunks)
+        need = limits.mixed_size(0, 0, num_tokens, num_chunks, tiles * limits.max_chunk_kv_tiles, tiles)
+        assert any(size.holds(need) for size in sizes)
 
 
 def test_dispatch_takes_the_cheapest_not_the_first() -> None:
@@ -269,6 +284,18 @@ def test_prompts_alone_pay_for_no_decode_rows(buckets: list[int] | None, prompts
     smallest = buckets[0] if buckets else 64
     wanted = next((count for count in buckets or [] if count >= sum(prompts)), max(smallest, 2 * sum(prompts)))
     assert size["chunk_tokens"] <= wanted and size["chunk_pairs"] <= 24
+
+
+def test_prompts_of_a_model_without_decodes_pay_for_their_own_pairs() -> None:
+    """Sizes of a user's lists have no decode rows, and 15 short prompts get at most twice the pairs that they need."""
+    limits = replace(limits_of(2048, 64, 256, 64, 64), decodes=False)
+    policy = OpenXlaPolicy(NeuronConfig(num_batched_tokens_buckets=[512, 2048], num_seqs_buckets=[64]))
+    policy.configure(limits)
+    assert {limits.named(size)["decode_rows"] for size in policy.sizes} == {1}
+    assert {limits.named(size)["decode_pairs"] for size in policy.sizes} == {1}
+    (need,) = needs_of(limits, [(length, 0) for length in range(80, 200, 8)], 16, KeyRange(is_whole=True))
+    got, wanted = limits.named(policy.dispatch(need)), limits.named(need)
+    assert got["chunk_tokens"] == 2048 and got["chunk_pairs"] <= 2 * wanted["chunk_pairs"]
 
 
 @given(limits_and_steps())

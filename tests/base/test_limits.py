@@ -10,11 +10,16 @@ from vllm import SamplingParams
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.limits import NEWER_PARAMS, check_config, check_request
+from model_runner_base.loader import load_checkpoint
+from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
 
 MODEL = {
     "is_multimodal_model": False,
+    "convert_type": "none",
     "architecture": "LlavaForConditionalGeneration",
-    "multimodal_config": SimpleNamespace(is_multimodal_pruning_enabled=lambda: False),
+    "multimodal_config": SimpleNamespace(
+        is_multimodal_pruning_enabled=lambda: False, get_limit_per_prompt=lambda modality: 1, enable_mm_embeds=False
+    ),
     "enable_prompt_embeds": False,
     "runner_type": "generate",
     "is_encoder_decoder": False,
@@ -152,7 +157,16 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("model_config.architecture", "PaliGemmaForConditionalGeneration", "PaliGemma.* or one of LlavaForConditional"),
+        (
+            "model_config.architecture",
+            "PaliGemmaForConditionalGeneration",
+            "PaliGemma.*model, or one of LlavaForCondit",
+        ),
+        (
+            "model_config.architecture",
+            "Gemma4ForConditionalGeneration",
+            "Gemma4.* its text alone .limit_mm_per_prompt=",
+        ),
         ("lora_config", SimpleNamespace(enable_tower_connector_lora=True), "leave out enable_tower_connector_lora"),
         ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
         ("parallel_config.tensor_parallel_size", 2, "use tensor_parallel_size=1"),

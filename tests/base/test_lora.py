@@ -63,7 +63,10 @@ def check(llm: LLM, model: TinyModel, adapters: Sequence[TinyAdapter]) -> None:
     run(llm, model, greedy_requests(3, LENGTHS[:2]), [None, None])
 
 
-@pytest.mark.parametrize("fully_sharded", [False, True], ids=["B or A is cut", "both are cut"])
+@pytest.mark.parametrize(
+    "fully_sharded",
+    [pytest.param(False, id="B or A is cut"), pytest.param(True, id="both are cut", marks=pytest.mark.once)],
+)
 def test_tensor_parallelism(fully_sharded: bool, tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
     """Adapters work over two workers. These are eager, with the collectives of the compiled step."""
     model = tiny_model("llama")

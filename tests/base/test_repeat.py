@@ -275,7 +275,7 @@ def test_a_repeat_sends_what_changed_and_nothing_else() -> None:
     assert counts[2:] == [4, 0, 0, 0, 10, 0, 0, 0] * 2 + [4, 0]
 
 
-def test_more_entries_than_there_is_room_for_send_all_of_the_buffer() -> None:
+def test_more_entries_than_fit_send_all_of_the_buffer() -> None:
     """A step with more changed entries than the list holds sends the whole buffer. None of them is sent again by the
     steps that follow."""
     decoding = Decoding([CAUSAL], 2, 2, [3] * 7 + [4, 5, 6], 300)

@@ -8,7 +8,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from model_runner_base.request_ranges import REQUEST, SAMPLING, check_params, check_rest
+from model_runner_base.request_ranges import POOLING, REQUEST, SAMPLING, check_params, check_rest
 from model_runner_base.request_rules import check_rules
 
 VOCAB_SIZE = 50
@@ -27,8 +27,9 @@ def test_every_field_has_a_row() -> None:
     """A field of a newer vLLM without a row would reach the step unseen."""
     assert set(SamplingParams.__struct_fields__) <= SAMPLING.keys()
     assert set(EngineCoreRequest.__struct_fields__) <= REQUEST.keys()
-    with pytest.raises(ValueError, match="pooling requests are not supported"):
-        check_params(PoolingParams(), VOCAB_SIZE)  # type: ignore[arg-type]
+    assert set(PoolingParams.__struct_fields__) <= POOLING.keys()
+    with pytest.raises(ValueError, match="dimensions"):
+        check_params(PoolingParams(dimensions=2**63), VOCAB_SIZE)
 
 
 GOOD: list[tuple[str, Any]] = [

@@ -215,13 +215,14 @@ def test_a_marked_head_is_eagle_without_a_word(tmp_path: Path) -> None:
         assert EngineArgs(config).create_speculative_config() == config
 
 
-def test_windows_are_refused_under_asynchronous_scheduling(tiny_model: Any) -> None:
-    """Windows are refused, since vLLM's asynchronous scheduler gives up blocks before a window that wrong drafts
+def test_windows_are_refused_under_a_scheduler_that_forgets_them(tiny_model: Any) -> None:
+    """Windows are refused, since vLLM's own asynchronous scheduler gives up blocks before a window that wrong drafts
     still need."""
     model = tiny_model("mistral-window")
     options = DEFAULTS | {"enforce_eager": True, "speculative_config": speculation("same", model)}
-    with pytest.raises(UnsupportedConfigError, match="set async_scheduling=False"):
-        LLM(str(model.path), async_scheduling=True, **options)
+    own = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+    with pytest.raises(UnsupportedConfigError, match="leave out scheduler_cls"):
+        LLM(str(model.path), async_scheduling=True, scheduler_cls=own, **options)
 
 
 def test_a_draft_of_an_unknown_quantisation_is_refused(tiny_model: Any) -> None:

@@ -278,9 +278,7 @@ def test_layout_has_every_layers_own_heads(case: str, config: VllmConfig) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_caches_have_room_for_every_layers_blocks(
-    case: str, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_hold_every_layers_blocks(case: str, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of one tensor share its memory; all others have their own."""
     specs, block_sizes, shared = CASES[case]
     layers: Any = {

@@ -181,7 +181,7 @@ MUTATIONS = [
         "test_adding_and_removing",
     ),
     Mutation(
-        "a name stands for new files, and its cached prefixes for the old ones",
+        "a name gets new files, and the cached prefixes of its old ones",
         "adapters/checks.py",
         "if self._caches_prefixes and",
         "if not self._caches_prefixes and",
@@ -243,9 +243,9 @@ MUTATIONS = [
     Mutation(
         "a request that comes back forgets by how much its image shifted it",
         "multimodal/inputs.py",
-        "        self._of_prompt[row], self._behind[row] = self._calc_positions(info)",
-        "        self._of_prompt[row], self._behind[row] = self._calc_positions(info)\n"
-        "        self._behind[row] *= id(info) not in self.__dict__.setdefault('seen', [])\n"
+        "        self._of_prompt[row], self._after_prompt[row] = self._calc_positions(info)",
+        "        self._of_prompt[row], self._after_prompt[row] = self._calc_positions(info)\n"
+        "        self._after_prompt[row] *= id(info) not in self.__dict__.setdefault('seen', [])\n"
         "        self.seen.append(id(info))",
         "test_preemption and qwen3",
     ),

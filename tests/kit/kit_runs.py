@@ -1,9 +1,12 @@
 """Runs of the kit's command on a whole device, and the rows of the table that each prints."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 from counts import IS_FULL

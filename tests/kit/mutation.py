@@ -16,6 +16,8 @@ class Mutation:
     device: str = "examples.plain_device"
     """Module of ``devices.MODULES``: a variant of the example device, where the example itself lacks what the fault
     is in."""
+    is_later: bool = False
+    """Whether only a later release of vLLM has the feature: then the lane with the newest one runs it, alone."""
 
 
 STEPS = "test_random_schedules and llama"

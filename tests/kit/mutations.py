@@ -1,6 +1,9 @@
 """Deliberate faults, each of which the conformance kit must catch: one replacement in one file."""
 
 import feature_mutations
+import format_mutations
+import later_mutations
+import pooling_mutations
 import recurrent_mutations
 import step_mutations
 

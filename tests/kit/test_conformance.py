@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import COMPILING, FROM_SCRATCH, PADDED
-from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, assert_all_pass, run, run_forked
+from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, assert_all_pass, measure, run, run_forked
 from lane import HAS_OPENXLA
 
 from docs_build import kit_results
@@ -18,10 +18,8 @@ from model_runner_base.testing.table import refusal
 ROOT = Path(__file__).parents[2]
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 CHOSEN = ["-k", "presence or eos"]
-# The newest lane leaves out what draws by chance alone, which vLLM has no part in, what needs the base's scheduler, and
-# encoder-decoder and recurrent models, which are refused there.
-LEFT_OUT = ["distributions", "(multimodal and gemma3)", "transcription", "test_recurrent"]
-NEWEST = ["-k", " and ".join(f"not {each}" for each in LEFT_OUT), *FEWER_SCHEDULES]
+# The newest lane leaves out what draws by chance alone, which vLLM has no part in.
+NEWEST = ["-k", "not distributions", *FEWER_SCHEDULES]
 ALL = FEWER if HAS_OPENXLA else NEWEST
 
 # The platform first: what comes below asks vLLM for it.
@@ -53,8 +51,8 @@ class PlainWorker(Finished):
 """
 
 
-def test_keeps_every_promise() -> None:
-    status, results, printed = run([*PLAIN, *ALL])
+def test_keeps_every_promise(pytestconfig: pytest.Config) -> None:
+    status, results, printed = measure("example device (torch CPU)", [*PLAIN, *ALL], pytestconfig.getoption("record"))
     assert_all_pass(status, results, printed)
 
 
@@ -108,7 +106,7 @@ def test_schedules_hold_on_variants_of_a_device(module: str, tmp_path: Path) -> 
 
 
 @pytest.mark.once
-def test_sizes_that_are_made_behind_the_steps(tmp_path: Path) -> None:
+def test_sizes_that_are_made_while_steps_run(tmp_path: Path) -> None:
     (tmp_path / "vendor.py").write_text(COMPILING)
     device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
     status, results, printed = run_forked([*device, "-k", "test_serving_while_sizes_are_made"], tmp_path)

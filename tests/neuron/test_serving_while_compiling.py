@@ -100,7 +100,7 @@ def test_tokens_are_right_while_sizes_are_compiled(
         assert served == set(policy.sizes), set(policy.sizes) - served
 
 
-def test_a_running_batch_changes_over_to_a_size_that_stands(
+def test_a_running_batch_changes_over_to_a_compiled_size(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request in steady decode, which is packed once, runs at the smallest size when that is compiled."""
@@ -139,7 +139,7 @@ def test_a_running_batch_changes_over_to_a_size_that_stands(
         assert decodes[25].num_reqs == 1
 
 
-def test_a_failing_compilation_harms_nobody(
+def test_a_failing_compilation_harms_no_request(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compilation that fails, here every third, is left out: larger sizes serve in its place, with a warning each."""
@@ -181,9 +181,9 @@ def test_new_weights_while_sizes_are_compiled(tiny_model: Callable[[str], TinyMo
 
 
 def test_several_workers_cannot() -> None:
-    assert NeuronConfig().warms_up_behind(1) and not NeuronConfig().warms_up_behind(2)
-    assert not NeuronConfig(warm_up="full").warms_up_behind(1)
+    assert NeuronConfig().warms_up_in_background(1) and not NeuronConfig().warms_up_in_background(2)
+    assert not NeuronConfig(warm_up="full").warms_up_in_background(1)
     with pytest.raises(
         ValueError, match="warm_up=background needs one worker, there are 2: leave it out, or give full"
     ):
-        NeuronConfig(warm_up="background").warms_up_behind(2)
+        NeuronConfig(warm_up="background").warms_up_in_background(2)

@@ -152,8 +152,8 @@ def test_four_workers_replicate_heads_and_pad_the_vocabulary(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model has two KV heads for four ranks, 509 tokens, and experts. It runs eager, with gloo's collectives."""
-    shape: dict[str, Any] = architectures._UNTIED | {"vocab_size": 509}
-    config = partial(Qwen3MoeConfig, **shape, **architectures._EXPERTS, head_dim=32, norm_topk_prob=True)
+    shape: dict[str, Any] = architectures.UNTIED | {"vocab_size": 509}
+    config = partial(Qwen3MoeConfig, **shape, **architectures.EXPERTS, head_dim=32, norm_topk_prob=True)
     monkeypatch.setitem(architectures.CONFIGS, "qwen3-moe-509", config)
     model = tiny_model("qwen3-moe-509")
     prompts = [[token % 509 for token in prompt] for prompt in random_prompts(3, [5, 40, 70])]

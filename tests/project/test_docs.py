@@ -1,5 +1,6 @@
 """The docs' generated tables are those of the code, and links from pages that mkdocs does not see lead somewhere."""
 
+import ast
 import re
 from pathlib import Path
 

@@ -74,7 +74,7 @@ def test_one_module_alone_reads_vllms_step_types(path: Path) -> None:
     assert sorted(filter(is_step_type, of_vllm(ast.parse(path.read_text())))) == []
 
 
-def test_whoever_reads_a_step_type_is_found() -> None:
+def test_readers_of_step_types_are_found() -> None:
     """A module that reads a step type is found, however it names the type; the port itself is full of them."""
     for line in (
         "from vllm.v1.core.sched.output import SchedulerOutput",

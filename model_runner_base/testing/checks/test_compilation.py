@@ -31,15 +31,15 @@ LENGTHS = [1, 3, 17, 40, 64, 65, 150]
 def test_serving_while_sizes_are_made(text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
     """Tokens are the same whichever sizes are compiled when a request comes; in the end all sizes are."""
     llm = text_engine(is_new=True)
-    behind, policy = runner_of(llm).background_compiler, runner_of(llm).graph_policy
+    compiler, policy = runner_of(llm).background_compiler, runner_of(llm).graph_policy
     prompts = random_prompts(7, LENGTHS)
     reference = [text_model.greedy(prompt, 12) for prompt in prompts]
     is_last = False
     while not is_last:
-        is_last = not behind.is_making
+        is_last = not compiler.is_making
         assert tokens_of(generate(llm, prompts, greedy(12))) == reference, f"at {list(policy.offered)}"
         assert tokens_of(generate(llm, prompts[2:3], greedy(12))) == reference[2:3], f"at {list(policy.offered)}"
-    behind.wait()
+    compiler.wait()
     assert not policy.offered or set(policy.offered) == set(policy.sizes)
 
 

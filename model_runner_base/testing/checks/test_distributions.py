@@ -76,10 +76,10 @@ def test_positions_are_independent(text_engine: Start, text_model: TinyModel, dr
     options: dict[str, Any] = {"temperature": 2.0, "allowed_token_ids": [10, 20, 30, 40]}
     request = Request(PROMPT, sampled(2, **options))
     first = distribution(text_model, request)
-    joint = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
+    of_pairs = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
     for token in np.flatnonzero(first):
-        joint[token] = first[token] * distribution(text_model, request, [int(token)])
+        of_pairs[token] = first[token] * distribution(text_model, request, [int(token)])
     tokens = draw(text_engine(), 2, range(draws), options)
-    counts = np.zeros_like(joint)
+    counts = np.zeros_like(of_pairs)
     np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
-    check_counts(counts.ravel(), joint.ravel(), request)
+    check_counts(counts.ravel(), of_pairs.ravel(), request)

@@ -6,7 +6,7 @@ come. Each example begins and ends with a runner that holds no request, so that 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -117,10 +117,15 @@ def _as_runner_gets(options: dict[str, Any], count: int) -> SamplingParams:
     options = options | ({"min_tokens": count} if "min_tokens" in options else {})
     params = sampled(count, seed=7, **options)
     params.update_from_generation_config({}, EOS)
+    params.update_from_tokenizer(_wrapped_tokenizer())
+    return params
+
+
+@cache
+def _wrapped_tokenizer() -> Any:
     tokenizer: Any = make_tokenizer()
     tokenizer.max_token_id = VOCAB_SIZE - 1  # vLLM's wrapper around a tokenizer has it.
-    params.update_from_tokenizer(tokenizer)
-    return params
+    return tokenizer
 
 
 def _is_supported(llm: LLM, options: dict[str, Any]) -> bool:
