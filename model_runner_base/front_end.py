@@ -22,8 +22,8 @@ WORKER_MODULE = "model_runner_base.worker"
 def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> None:
     """Prepares this process for an engine's requests. It may be called many times, once ``worker_cls`` is known.
 
-    Raises UnsupportedConfigError for settings that are not supported, and sets ``scheduler_cls`` if the user has named
-    none. A platform that is no ``PagedPlatform`` and chooses a worker of this library must call this in
+    Sets ``scheduler_cls`` if the user has named none, and raises UnsupportedConfigError for settings that are not
+    supported. A platform that is no ``PagedPlatform`` and chooses a worker of this library must call this in
     ``check_and_update_config``, and ``our_engines.check_arriving`` in ``validate_request``.
     """
     from model_runner_base.limits import check_config
@@ -37,9 +37,9 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     from model_runner_base.vllm_compat.patches.request_errors import hold_requests
     from model_runner_base.vllm_compat.patches.whole_sounds import keep_sounds_whole
 
-    check_config(vllm_config)
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = scheduler.scheduler_cls or scheduler_cls
+    check_config(vllm_config)
     if not is_ours(vllm_config):
         WORKERS.append(vllm_config.parallel_config.worker_cls)
     model = vllm_config.model_config

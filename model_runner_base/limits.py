@@ -362,8 +362,9 @@ def _check_multimodal(vllm_config: VllmConfig) -> None:
         "tensor parallelism is not supported with multimodal models yet: use tensor_parallel_size=1": (
             vllm_config.parallel_config.tensor_parallel_size > 1
         ),
-        "priorities are not supported with multimodal models, since vLLM may then skip the encoding of an image: "
-        "leave out scheduling_policy": vllm_config.scheduler_config.policy == "priority",
+        "with priorities this scheduler may skip the encoding of an image: leave out scheduler_cls, or "
+        "scheduling_policy": vllm_config.scheduler_config.policy == "priority"
+        and not getattr(vllm_config.scheduler_config.get_scheduler_cls(), "forgets_preempted_steps", False),
         "towers are compiled by the device or run eagerly: leave out compile_mm_encoder": (
             setting(vllm_config.compilation_config, "compile_mm_encoder", False)
         ),

@@ -49,6 +49,7 @@ NEWEST = [
     "base/test_request_errors.py",
     "base/test_request_ranges.py",
     "base/test_right_drafts_beside_windows.py",
+    "base/test_preempted_steps.py",
     "base/test_scheduling.py",
     "base/test_session_turns.py",
     "base/test_small_caches.py",

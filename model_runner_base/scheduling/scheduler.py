@@ -8,6 +8,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from model_runner_base.scheduling.corrections.bidirectional_images import BidirectionalImages
+from model_runner_base.scheduling.corrections.preempted_steps import PreemptedSteps
 from model_runner_base.scheduling.corrections.session_turns import SessionTurns
 from model_runner_base.scheduling.corrections.state_prefixes import StatePrefixes
 from model_runner_base.scheduling.corrections.state_sessions import StateSessions
@@ -21,7 +22,11 @@ Turns: type[TurnParams] = TurnParams if DROPS_STALE_OUTPUTS else SessionTurns
 """Corrections of sessions. A release that drops stale outputs itself needs those of ``TurnParams`` alone."""
 
 
-class RowScheduling(RowSteps, StateSessions, WindowBlocks, Turns, BidirectionalImages):  # type: ignore[misc, valid-type]
+class Corrections(StateSessions, WindowBlocks, PreemptedSteps, Turns, BidirectionalImages):  # type: ignore[misc, valid-type]
+    """All corrections that rows go with."""
+
+
+class RowScheduling(RowSteps, Corrections):
     """Rows and all corrections: a mixin for ``Scheduler``, ``AsyncScheduler`` or a class of the user's."""
 
 
@@ -41,11 +46,11 @@ class AsyncPrefixScheduler(StatePrefixes, AsyncRowScheduler):
     """``AsyncRowScheduler`` of such a model."""
 
 
-class TurnScheduler(StateSessions, TurnParams, Scheduler):
+class TurnScheduler(StateSessions, PreemptedSteps, TurnParams, Scheduler):
     """vLLM's ``Scheduler`` with corrections only, for a release whose steps have fields that rows do not know."""
 
 
-class AsyncTurnScheduler(StateSessions, TurnParams, AsyncScheduler):
+class AsyncTurnScheduler(StateSessions, PreemptedSteps, TurnParams, AsyncScheduler):
     """vLLM's ``AsyncScheduler`` with corrections only."""
 
 
@@ -59,7 +64,8 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *arg
     return cls(vllm_config, groups, *args, **kwargs)
 
 
-# The runner asks a scheduler class, or this function, for two abilities: to end requests that failed, and to keep the
-# blocks of a sliding window until drafts are verified.
+# The runner asks a scheduler class, or this function, for three abilities: to end requests that failed, to keep the
+# blocks of a sliding window until drafts are verified, and to forget what a preempted request did not compute.
 make_scheduler.reads_errors = True  # type: ignore[attr-defined]
 make_scheduler.keeps_window_blocks = has_known_steps()  # type: ignore[attr-defined]
+make_scheduler.forgets_preempted_steps = True  # type: ignore[attr-defined]

@@ -36,6 +36,8 @@ class StepHooks(Scheduler):
         super().__init__(*args, **kwargs)
         self.before_schedule: list[Callable[[], None]] = []
         """Functions to call before the next step is scheduled; other threads may add to them."""
+        self.after_schedule: list[Callable[[SchedulerOutput], None]] = []
+        """Functions to call once the step is scheduled, with the step."""
         self.after_update: list[Callable[[dict[int, EngineCoreOutputs]], None]] = []
         """Functions to call after the next output has been read, with the outputs by client."""
         self.late_outputs: dict[str, Any] = {}
@@ -67,6 +69,8 @@ class StepHooks(Scheduler):
         while self.before_schedule:
             self.before_schedule.pop()()
         step = super().schedule(*args, **kwargs)
+        while self.after_schedule:
+            self.after_schedule.pop()(step)
         if not step.total_num_scheduled_tokens and not self.running and not self.num_hidden:
             self._when_nothing_runs()
         return step

@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.harness.releases import new_request, one_cache
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
+from model_runner_base.scheduling.corrections.preempted_steps import PreemptedSteps
 from model_runner_base.scheduling.releases import DROPS_STALE_OUTPUTS
 from model_runner_base.scheduling.rows.row_request import RowRequest
 from model_runner_base.scheduling.scheduler import Turns
@@ -135,11 +136,14 @@ class GrammarManager:
         return states
 
 
-class SyncTurns(Turns, Scheduler):
-    """vLLM's own scheduler, corrected for sessions, forced resets and finished grammars, of which some break it."""
+class SyncTurns(PreemptedSteps, Turns, Scheduler):
+    """vLLM's own scheduler, corrected for sessions, forced resets, finished grammars and priorities.
+
+    Some of these break it.
+    """
 
 
-class AsyncTurns(Turns, AsyncScheduler):
+class AsyncTurns(PreemptedSteps, Turns, AsyncScheduler):
     pass
 
 
@@ -210,7 +214,7 @@ class Pair:
         self.setting, self.habits = setting, habits
         self.random = random.Random(seed)
         stock: type[Scheduler] = AsyncScheduler if setting.is_async else Scheduler
-        if habits.sessions or habits.forced_resets or habits.structured:
+        if habits.sessions or habits.forced_resets or habits.structured or setting.policy == "priority":
             stock = AsyncTurns if setting.is_async else SyncTurns
         self.both: list[Any] = [
             make(stock, setting),

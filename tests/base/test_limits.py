@@ -51,7 +51,11 @@ SERVED = SimpleNamespace(
     ),
     compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
     scheduler_config=SimpleNamespace(
-        policy="fcfs", long_prefill_token_threshold=0, async_scheduling=False, scheduler_cls=None
+        get_scheduler_cls=lambda: object,
+        policy="fcfs",
+        long_prefill_token_threshold=0,
+        async_scheduling=False,
+        scheduler_cls=None,
     ),
     lora_config=None,
     speculative_config=None,
@@ -170,7 +174,7 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ("lora_config", SimpleNamespace(enable_tower_connector_lora=True), "leave out enable_tower_connector_lora"),
         ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
         ("parallel_config.tensor_parallel_size", 2, "use tensor_parallel_size=1"),
-        ("scheduler_config.policy", "priority", "leave out scheduling_policy"),
+        ("scheduler_config.policy", "priority", "leave out scheduler_cls, or scheduling_policy"),
         ("compilation_config.compile_mm_encoder", True, "leave out compile_mm_encoder"),
         ("speculative_config", draft(**HEAD, method="mtp"), "drafts by mtp are not .* eagle"),
         ("model_config.multimodal_config.is_multimodal_pruning_enabled", lambda: True, "video_pruning_rate"),
