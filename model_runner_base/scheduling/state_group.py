@@ -10,6 +10,7 @@ steps ends in, and gives up all but the last. States of full blocks stay in the 
 for other requests.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,9 +50,11 @@ class StateSpec(MambaSpec):
 
 
 class StatePool(BlockPool):
-    """Pool of states; those that are written in this step are not hit before the next one.
+    """Pool of states for releases that lack two rules of newer ones.
 
-    Attention could read what the same step writes, but a recurrent layer reads all states first.
+    States that are written in this step are not hit before the next one: attention could read what the same step
+    writes, but a recurrent layer reads all states first. States that nothing can hit are given out first: decoding
+    requests give one up for each block, and would else take the place of all kept ones.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -63,6 +66,15 @@ class StatePool(BlockPool):
         super().cache_full_blocks(*args, **kwargs)
         cached = kwargs["blocks"][kwargs["num_cached_blocks"] : kwargs["num_full_blocks"]]
         self.unwritten.update(block.block_id for block in cached)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        blocks = list(ordered_blocks)
+        super().free_blocks(blocks)
+        queue = self.free_block_queue
+        if others := [block for block in blocks if not (block.ref_cnt or block.is_null or block.block_hash)]:
+            for block in others:
+                queue.remove(block)
+            queue.append_n(others + queue.popleft_n(queue.num_free_blocks))
 
     def get_cached_block(self, *args: Any) -> list[KVCacheBlock] | None:
         blocks = super().get_cached_block(*args)

@@ -87,6 +87,15 @@ def test_outputs_continued(served: tuple[LLM, TinyModel]) -> None:
     assert [hit for (hit,) in hits] == [(len(prompt) - 1) // SIZE * SIZE for prompt in longer]
 
 
+def test_outputs_of_others(served: tuple[LLM, TinyModel]) -> None:
+    """A prompt is still hit after others have entered more blocks than there are states."""
+    llm, model = served
+    (prompt, *others) = random_prompts(112, [50, 1, 1, 1, 1, 1])
+    cached(llm, model, [prompt], 4)
+    generate(llm, others, greedy(100))
+    assert cached(llm, model, [prompt], 4) == [48]
+
+
 def test_arrivals(served: tuple[LLM, TinyModel]) -> None:
     """Requests that arrive, finish and are aborted at any step, with prefixes in common."""
     llm, model = served
