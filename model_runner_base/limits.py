@@ -247,8 +247,6 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
     refusals = {
         f"{model.architecture} is not supported yet: use a model of attention layers, or one of "
         f"{', '.join(RECURRENT_ARCHITECTURES)}": model.architecture not in RECURRENT_ARCHITECTURES,
-        "prefix caching is not supported with images and recurrent layers yet: set enable_prefix_caching=False, or "
-        f"{TEXT_ALONE}": vllm_config.cache_config.enable_prefix_caching and multimodal.takes_items(model),
         "speculative decoding is not supported with recurrent layers yet: leave out speculative_config": (
             vllm_config.speculative_config
         ),

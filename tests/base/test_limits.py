@@ -259,13 +259,6 @@ def test_what_pooling_models_are_not_served_with_yet(setting: str, value: Any, m
     check_refused(config, setting, value, message)
 
 
-def test_prefixes_with_images_are_refused_for_recurrent_layers() -> None:
-    config: Any = deepcopy(SERVED)
-    model = {"is_hybrid": True, "architecture": "Qwen3_5ForConditionalGeneration", "multimodal_config": None}
-    vars(config.model_config).update(model)
-    check_refused(config, "model_config.is_multimodal_model", True, "with images and recurrent layers yet: set enable")
-
-
 def test_latent_attention_needs_plain_torch() -> None:
     """A device whose layers keep vLLM's kernels is refused before anything is loaded."""
     config: Any = deepcopy(SERVED)

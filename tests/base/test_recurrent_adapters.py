@@ -7,7 +7,9 @@ import pytest
 from conftest import engine
 from test_lora import LORA, check
 
-from model_runner_base.testing.adapters import ATTENTION, make_adapter
+from model_runner_base.testing.adapters import ATTENTION, TinyAdapter, make_adapter
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import generate, greedy, tokens_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 
@@ -42,3 +44,32 @@ def test_adapters(name: str, tiny_model: Callable[[str], TinyModel], tmp_path: P
     ]
     with engine(model.path, **LORA, enforce_eager=True) as llm:
         check(llm, model, adapters)
+
+
+def test_prefixes_of_adapters(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """A prompt is computed anew under another adapter, and hit under its own, also with others in the batch.
+
+    A state of another adapter would give a user tokens of a model that was not asked for.
+    """
+    name = "qwen3_5" if "qwen3_5" in RECURRENT else "lfm2"
+    model, projections = tiny_model(name), PROJECTIONS[name]
+    one, other = (make_adapter(model.path, tmp_path, number, targets=projections) for number in (1, 2))
+    prefix, *ends = random_prompts(110, [48, 3, 9, 20])
+    users: list[TinyAdapter | None] = [None, one, other]
+    with engine(model.path, **LORA, enforce_eager=True, enable_prefix_caching=True, block_size=16) as llm:
+
+        def ask(prompts: list[tuple[int, ...]], adapters: list[TinyAdapter | None]) -> list[int]:
+            requests = [adapter and adapter.request for adapter in adapters]
+            outputs = generate(llm, prompts, greedy(8), requests)
+            merged = [adapter.merged if adapter else model for adapter in adapters]
+            want = [model.greedy(prompt, 8) for model, prompt in zip(merged, prompts, strict=True)]
+            assert tokens_of(outputs) == want
+            return [output.num_cached_tokens or 0 for output in outputs]
+
+        for user in users:
+            assert ask([prefix + ends[0]], [user]) == [0]
+        assert ask([prefix + end for end in ends], users) == [48] * 3
+        # An adapter of another name in the slot of the first is not the first.
+        third = make_adapter(model.path, tmp_path, 3, targets=projections)
+        assert ask([prefix + ends[0]] * 2, [third, other]) == [0, 48]
+        assert ask([prefix + ends[0]] * 2, [third, one]) == [48] * 2

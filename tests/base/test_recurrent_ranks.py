@@ -22,8 +22,11 @@ from model_runner_base.testing.models import TinyModel, make_checkpoint
 
 Tiny = Callable[[str], TinyModel]
 PROMPTS = random_prompts(99, [1, 2, 5, 33, 90, 130])
+LONGER = [(*prompt, 7, 8, 9) for prompt in PROMPTS]
+"""Prompts with prefixes in common with those before; the whole blocks of 16 tokens before their last token are hit."""
 NEW_TOKENS = 16
 EAGER: dict[str, Any] = {"enforce_eager": True}
+KEPT = EAGER | {"enable_prefix_caching": True, "block_size": 16}
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [256]}
 COMPILED: dict[str, Any] = {"additional_config": {"neuron_config": FEW_BUCKETS}}
 
@@ -36,7 +39,8 @@ class Case(NamedTuple):
     states: list[tuple[int, ...]]
 
     def __str__(self) -> str:
-        return f"{self.name}-{'eager' if self.options == EAGER else 'compiled'}"
+        kind = "kept" if self.options == KEPT else "eager" if self.options == EAGER else "compiled"
+        return f"{self.name}-{kind}"
 
 
 # 96 channels of 2 key heads and 4 value heads; 4 heads and one group of 256 numbers on each rank; 64 and 128 channels.
@@ -47,9 +51,10 @@ CASES = (
         Case("jamba", EAGER, [(3, 64), (64, 8)]),
         Case("falcon-h1", EAGER, [(3, 32 + 2 * 256), (2, 16, 256)]),
         Case("qwen3-next", COMPILED, _DELTA_NET),
+        Case("falcon-h1", KEPT, [(3, 32 + 2 * 256), (2, 16, 256)]),
     ]
     if HAS_OPENXLA
-    else [Case("qwen3_5", EAGER, _DELTA_NET), Case("nemotron-h", EAGER, [(3, 64 + 2 * 16), (4, 16, 16)])]
+    else [Case("qwen3_5", KEPT, _DELTA_NET), Case("nemotron-h", EAGER, [(3, 64 + 2 * 16), (4, 16, 16)])]
 )
 
 
@@ -60,10 +65,12 @@ def serve_rank(rank: int, ports: Sequence[int], directory: Path) -> None:
     for case, port in zip(CASES, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         with engine(directory / case.name, **options, **case.options, max_model_len=256) as llm:
-            before = None if case.options == EAGER else compilations()
+            before = compilations() if case.options == COMPILED else None
             tokens = tokens_of(generate(llm, PROMPTS, greedy(NEW_TOKENS)))
             assert before is None or compilations() == before
-            torch.save((tokens, shapes_of(runner_of(llm))), directory / f"{case}-{rank}")
+            again = generate(llm, LONGER, greedy(NEW_TOKENS)) if case.options == KEPT else []
+            hits = [output.num_cached_tokens for output in again]
+            torch.save((tokens, shapes_of(runner_of(llm)), tokens_of(again), hits), directory / f"{case}-{rank}")
 
 
 def shapes_of(runner: Any) -> list[tuple[int, ...]]:
@@ -86,10 +93,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks(case: Case, served: Path) -> None:
+    """Tokens are the reference's, also of prompts that begin with states that earlier ones have left on each rank."""
+    model = TinyModel(served / case.name)
     for rank in range(2):
-        tokens, states = torch.load(served / f"{case}-{rank}")
-        check_equal(TinyModel(served / case.name), PROMPTS, tokens, [NEW_TOKENS] * len(PROMPTS))
+        tokens, states, again, hits = torch.load(served / f"{case}-{rank}")
+        check_equal(model, PROMPTS, tokens, [NEW_TOKENS] * len(PROMPTS))
         assert states == case.states
+        if case.options == KEPT:
+            check_equal(model, LONGER, again, [NEW_TOKENS] * len(LONGER))
+            assert hits == [0, 0, 0, 32, 80, 128]
 
 
 @pytest.mark.parametrize(

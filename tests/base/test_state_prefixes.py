@@ -1,6 +1,7 @@
 """Prefix caching of models with recurrent layers: a hit begins with the state at its end, and nothing else is hit."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.checks.test_multimodal import Prompt, ask, expected, read
 from model_runner_base.testing.engine import core_of, generate, greedy, tokens_of
+from model_runner_base.testing.images import make_seeing_model, picture
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.vllm_compat.types.recurrent import num_states
 
@@ -106,6 +109,37 @@ def test_arrivals(served: tuple[LLM, TinyModel]) -> None:
     check_equal(model, prompts, run_with_arrivals(llm, prompts, counts, rng), counts)
 
 
+@pytest.mark.skipif(HAS_OPENXLA, reason="vLLM 0.16 has no recurrent model with images that is served")
+def test_images(tmp_path: Path) -> None:
+    """A prefix with an image is hit, also in the midst of the image; the same text with another image is not.
+
+    A user who sends a second picture with the same question would else be told of the first.
+    """
+    model = make_seeing_model("qwen3.5", tmp_path)
+    one, other, small = picture(1, 64, 64), picture(2, 64, 64), picture(3, 24, 16)
+    see = model.placeholder
+    text = f"what of this one, please: {see}."
+    ids = model.greedy(text, [one], 1)[0]
+    hit, shown = (len(ids) - 1) // SIZE * SIZE, max(ids, key=ids.count)
+    assert ids.count(shown) == 64 and ids[hit - 1] == ids[hit] == shown, "the hit ends inside the image"
+    # Two images of 64 tokens in a step that encodes one: a chunk ends before the second, within a block.
+    two = f"a {see}{see} b"
+    with engine(model.path, **OPTIONS, skip_tokenizer_init=False, max_num_batched_tokens=40) as llm:
+
+        def ask_for(*asked: Prompt) -> list[int]:
+            outputs = ask(llm, list(asked))
+            assert read(outputs) == expected(model, list(asked))
+            return [output.num_cached_tokens for output in outputs]
+
+        assert ask_for((text, [one])) == [0]
+        assert ask_for((f"{text} Why is it so?", [one])) == [hit]
+        assert ask_for((text, [other])) == [0]
+        assert ask_for((text, [one]), (text, [other]), (f"{text} Then go on.", [other])) == [hit] * 3
+        pairs = [(two, [one, other]), (two, [other, one]), (two, [small, one]), (two, [one, small])]
+        for _ in range(2):
+            ask_for(*pairs)
+
+
 def test_reset(served: tuple[LLM, TinyModel]) -> None:
     llm, model = served
     (prompt,) = random_prompts(106, [50])
@@ -116,19 +150,23 @@ def test_reset(served: tuple[LLM, TinyModel]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("setting", "value", "words"),
     [
         pytest.param(
-            "mamba_cache_mode", "all", marks=pytest.mark.skipif(not HAS_OPENXLA, reason="vLLM 0.33 ignores the setting")
+            "mamba_cache_mode",
+            "all",
+            "mamba_cache_mode=all is ",
+            marks=pytest.mark.skipif(not HAS_OPENXLA, reason="vLLM 0.33 ignores the setting"),
         ),
-        ("mamba_block_size", 64),
-        ("long_prefill_token_threshold", 8),
+        ("mamba_block_size", 64, "mamba_block_size=64 is "),
+        ("long_prefill_token_threshold", 8, "long_prefill_token_threshold=8 is "),
+        ("disable_chunked_mm_input", True, "leave out disable_chunked_mm_input"),
     ],
 )
-def test_states_at_other_places_are_refused(setting: str, value: Any, tiny_model: Tiny) -> None:
+def test_states_at_other_places_are_refused(setting: str, value: Any, words: str, tiny_model: Tiny) -> None:
     options = OPTIONS | {setting: value}
     with (
-        pytest.raises(ValueError, match=f"{setting}={value} is "),
+        pytest.raises(ValueError, match=words),
         engine(tiny_model("lfm2").path, **options),
     ):
         pass

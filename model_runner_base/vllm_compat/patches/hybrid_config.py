@@ -47,6 +47,8 @@ def choose_cache_mode(vllm_config: VllmConfig) -> None:
         ),
         f"long_prefill_token_threshold={threshold} is less than block_size={cache.block_size}, at whose ends states "
         "are kept: raise it, or set enable_prefix_caching=False": is_kept and 0 < threshold < cache.block_size,
+        "a prefix of recurrent layers may end inside an image: leave out disable_chunked_mm_input, or set "
+        "enable_prefix_caching=False": is_kept and scheduler.disable_chunked_mm_input,
         "prefixes of recurrent layers need chunks: leave out enable_chunked_prefill, or set "
         "enable_prefix_caching=False": is_kept and not scheduler.enable_chunked_prefill,
     }
