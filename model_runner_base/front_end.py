@@ -24,12 +24,13 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
 
     Sets ``scheduler_cls`` if the user has named none, and raises UnsupportedConfigError for settings that are not
     supported. A platform that is no ``PagedPlatform`` and chooses a worker of this library must call this in
-    ``check_and_update_config``, and ``our_engines.check_arriving`` in ``validate_request``.
+    ``check_and_update_config`` once ``block_size`` is set, and ``our_engines.check_arriving`` in ``validate_request``.
     """
     from model_runner_base.limits import check_config
     from model_runner_base.multimodal.item_checks import check_fields, check_shares
     from model_runner_base.request_checks import RequestChecks
     from model_runner_base.vllm_compat.patches.adapter_requests import load_adapters_first
+    from model_runner_base.vllm_compat.patches.hybrid_config import choose_cache_mode
     from model_runner_base.vllm_compat.patches.item_data import keep_item_data
     from model_runner_base.vllm_compat.patches.pixel_scales import scale_in_processor
     from model_runner_base.vllm_compat.patches.refusals import refuse_in_words
@@ -40,6 +41,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = scheduler.scheduler_cls or scheduler_cls
     check_config(vllm_config)
+    choose_cache_mode(vllm_config)
     if not is_ours(vllm_config):
         WORKERS.append(vllm_config.parallel_config.worker_cls)
     model = vllm_config.model_config
@@ -99,7 +101,19 @@ def _extend(platform: Any) -> None:
 
         return classmethod(check)
 
+    def keeping(update_block_size_for_backend: Any) -> classmethod:
+        @wraps(update_block_size_for_backend)
+        def update(cls: Any, vllm_config: "VllmConfig") -> None:
+            from model_runner_base.vllm_compat.types.recurrent import has_states
+
+            # vLLM would raise it until a block is as large as a state, which has a tensor of its own here.
+            if not has_states(vllm_config) or not _is_our_worker(vllm_config.parallel_config.worker_cls):
+                update_block_size_for_backend(vllm_config)
+
+        return classmethod(update)
+
     wrap_once(platform, "check_and_update_config", preparing)
+    wrap_once(platform, "update_block_size_for_backend", keeping)
     wrap_once(platform, "validate_request", checking)
 
 

@@ -200,13 +200,13 @@ class PagedPlatform(Platform):
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.quantized.configuration import check_checkpoint, set_aside
         from model_runner_base.scheduling.releases import has_known_steps
-        from model_runner_base.vllm_compat.patches.hybrid_config import choose_cache_mode
         from model_runner_base.vllm_compat.probes.multimodal import takes_items
         from model_runner_base.vllm_compat.probes.unequal_heads import chooses_kernels
         from model_runner_base.vllm_compat.types.kv_cache import raise_limit_for_encoder
 
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
+        set_default_block_size(vllm_config.cache_config, cls.default_block_size)
         if cls.stands_before_requests:
             stand_before(vllm_config, cls.scheduler_cls)
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
@@ -246,8 +246,6 @@ class PagedPlatform(Platform):
                 "checkpoint are taken, or 1 where it has none"
             )
         forgo_kv_scales(cache)
-        set_default_block_size(cache, cls.default_block_size)
-        choose_cache_mode(vllm_config)
         kv_tile_for(cache.block_size)  # Raises for a size that attention cannot read in parts.
         model = vllm_config.model_config
         if model is None:

@@ -22,6 +22,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import WorkerBase
 
 from model_runner_base.caches.allocation import check_states_fit, states_memory
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.recurrent.memory import recurrence_memory
@@ -33,7 +34,7 @@ from model_runner_base.vllm_compat.types.outputs import (
     FailedOutput,
     ModelRunnerOutput,
 )
-from model_runner_base.vllm_compat.types.recurrent import recurrent_layers
+from model_runner_base.vllm_compat.types.recurrent import has_states, recurrent_layers
 from model_runner_base.vllm_compat.types.schedule import GrammarOutput, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")
@@ -83,8 +84,14 @@ class ModelRunnerWorker(WorkerBase):
         self.measure_at_start()
 
     def _look_at_scheduler(self) -> None:
-        """Warns if the scheduler cannot end a single failed request."""
+        """Warns if the scheduler cannot end a single failed request; raises UnsupportedConfigError if it cannot give
+        out states of recurrent layers that the model has."""
         cls = self.scheduler_config.get_scheduler_cls()
+        if has_states(self.vllm_config) and not getattr(cls, "gives_states", False):
+            raise UnsupportedConfigError(
+                f"{cls.__module__}.{cls.__qualname__} does not give out states of recurrent layers: leave out "
+                "scheduler_cls; where VLLM_PLUGINS is set, add model_runner_base to it"
+            )
         ends_requests = getattr(cls, "reads_errors", False)
         FailedOutput.unread_by = None if ends_requests else f"{cls.__module__}.{cls.__qualname__}"
         if not ends_requests:

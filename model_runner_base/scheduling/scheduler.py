@@ -64,8 +64,10 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *arg
     return cls(vllm_config, groups, *args, **kwargs)
 
 
-# The runner asks a scheduler class, or this function, for three abilities: to end requests that failed, to keep the
-# blocks of a sliding window until drafts are verified, and to forget what a preempted request did not compute.
+# The runner asks a scheduler class, or this function, for four abilities: to end requests that failed, to give out
+# states of recurrent layers, to keep the blocks of a sliding window until drafts are verified, and to forget what a
+# preempted request did not compute.
 make_scheduler.reads_errors = True  # type: ignore[attr-defined]
+make_scheduler.gives_states = True  # type: ignore[attr-defined]
 make_scheduler.keeps_window_blocks = has_known_steps()  # type: ignore[attr-defined]
 make_scheduler.forgets_preempted_steps = True  # type: ignore[attr-defined]

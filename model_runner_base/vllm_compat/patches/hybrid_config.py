@@ -34,11 +34,14 @@ def choose_cache_mode(vllm_config: VllmConfig) -> None:
     """Sets the mode of states: "align" if prefixes are kept, which keeps states at the ends of blocks, else "none".
 
     Raises UnsupportedConfigError if states are to be kept after another number of tokens, or if chunks of prompts
-    cannot end with blocks.
+    cannot end with blocks. ``block_size`` must be set before.
     """
     if not has_states(vllm_config):
         return
     cache, scheduler, is_kept = vllm_config.cache_config, vllm_config.scheduler_config, keeps_prefixes(vllm_config)
+    if cache.mamba_cache_mode == "all":
+        # vLLM's own choice, with a size for its kernels, on a platform that does not leave it open.
+        cache.mamba_block_size = None
     threshold = scheduler.long_prefill_token_threshold
     refusals = {
         f"mamba_block_size={cache.mamba_block_size} is not supported: leave it out, since states are kept at the ends "
