@@ -73,6 +73,7 @@ RECURRENT_ARCHITECTURES = (
     "MiniMaxForCausalLM",
     "MiniMaxText01ForCausalLM",
     "NemotronHForCausalLM",
+    "OlmoHybridForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",

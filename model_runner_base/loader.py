@@ -24,6 +24,7 @@ from model_runner_base.quantized.configuration import format_of_model, reading
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.recurrent.layers import use_plain_recurrences
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
+from model_runner_base.vllm_compat.patches.olmo_hybrid import load_olmo_hybrid
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
 from model_runner_base.vllm_compat.probes.experts import experts_layers
 from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
@@ -53,6 +54,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     scales = CacheScales() if use_plain_layers and _has_small_cache(vllm_config) else None
     if use_plain_layers:
         allow_experts_without_gate()
+        load_olmo_hybrid(vllm_config)
     try:
         model = get_model(vllm_config, filtered=scales.take if scales else iter)
         is_draft = True

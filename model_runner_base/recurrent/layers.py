@@ -172,6 +172,16 @@ def gated_delta_net(self: Any, hidden_states: torch.Tensor, output: torch.Tensor
     return out if output is None else output.copy_(out)
 
 
+def olmo_gated_delta_net(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+    """Gated delta net of OLMo Hybrid, which may write up to twice a correction."""
+    sizes = [self.conv_dim // self.tp_size, self.value_dim // self.tp_size]
+    mixed, gate = self.in_proj_qkvg(hidden_states)[0].split(sizes, dim=-1)
+    beta = torch.sigmoid(self.b_proj(hidden_states)[0].float()) * (2 if self.allow_neg_eigval else 1)
+    out = _delta_rule(self, mixed, self.a_proj(hidden_states)[0], beta)
+    out = self.o_norm.forward_native(out, gate.reshape(out.shape).float())
+    output.copy_(self.o_proj(out.flatten(1).to(hidden_states.dtype))[0])
+
+
 def _delta_rule(self: Any, mixed: torch.Tensor, a: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """[T, H, V] float32 of the recurrence, from queries, keys and values ``mixed`` [T, D], ``a`` and ``beta``
     [T, H]."""
@@ -213,6 +223,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "MambaMixer2": mamba2,
     "Qwen3NextGatedDeltaNet": gated_delta_net,
     "QwenGatedDeltaNetAttention": gated_delta_net,
+    "OlmoHybridGatedDeltaNetAttention": olmo_gated_delta_net,
     "MiniMaxText01LinearAttention": lightning_attention,
 }
 """Forwards by the name of vLLM's class, whose module may fail to import on some release."""

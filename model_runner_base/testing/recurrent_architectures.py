@@ -118,10 +118,17 @@ _IN_NEWER_TRANSFORMERS: Configs = {
     ),
 }
 
+_IN_NEWER_VLLM: Configs = {
+    "olmo-hybrid": lambda: hf.OlmoHybridConfig(
+        **UNTIED, **{name: value for name, value in DELTA_NET.items() if name != "head_dim"}
+    ),
+}
+
 RECURRENT: Configs = {
     **_IN_BOTH_LANES,
     **(_IN_OLDER_VLLM if "BambaForCausalLM" in ModelRegistry.get_supported_archs() else {}),
     **(_IN_NEWER_TRANSFORMERS if _IS_NEWER else {}),
+    **(_IN_NEWER_VLLM if "OlmoHybridForCausalLM" in ModelRegistry.get_supported_archs() else {}),
 }
 """Architectures with recurrent layers that this lane has."""
 
@@ -133,6 +140,7 @@ EXERCISES = {
     "zamba2": "Mamba 2 after shared blocks of attention, adapters",
     "qwen3_5": "gated delta nets and gated attention",
     "qwen3_5-moe": "the same with experts, shared",
+    "olmo-hybrid": "gated delta nets with negative eigenvalues, attention without rotary positions",
     "lfm2": "gated short convolutions",
     "mamba": "Mamba, no attention",
     "falcon-mamba": "Mamba with norms of what a token selects, no attention",

@@ -153,7 +153,10 @@ def test_weights_of_mamba2_are_not_loaded_again(tiny_model: Tiny) -> None:
         check(llm, model, PROMPTS[:4])
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3-next", pytest.param("mamba", marks=pytest.mark.once)])
+RELOADED = ["lfm2", "qwen3-next", *(["olmo-hybrid"] if "olmo-hybrid" in RECURRENT else [])]
+
+
+@pytest.mark.parametrize("name", [*RELOADED, pytest.param("mamba", marks=pytest.mark.once)])
 def test_other_weights_are_loaded(name: str, tiny_model: Tiny, tmp_path: Path) -> None:
     old = tiny_model(name)
     new = other_weights(old, tmp_path / "new")
