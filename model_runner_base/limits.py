@@ -21,7 +21,7 @@ from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_slot_processors
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
 from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
-from model_runner_base.vllm_compat.types.recurrent import has_states
+from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
 
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
@@ -243,14 +243,15 @@ def _check_latent(vllm_config: VllmConfig) -> None:
 
 def _check_recurrent(vllm_config: VllmConfig) -> None:
     """Refuses what recurrent layers do not have yet, and models that vLLM computes otherwise than their authors."""
-    model = vllm_config.model_config
-    config = model.hf_text_config
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    config, methods = model.hf_text_config, draft_methods(model)
     refusals = {
         f"{model.architecture} is not supported yet: use a model of attention layers, or one of "
         f"{', '.join(RECURRENT_ARCHITECTURES)}": model.architecture not in RECURRENT_ARCHITECTURES,
-        "speculative decoding is not supported with recurrent layers yet: leave out speculative_config": (
-            vllm_config.speculative_config
-        ),
+        f"drafts by {drafts and drafts.method} are not supported with {model.architecture} yet: use one of "
+        f"{', '.join(methods)}, or leave out speculative_config": drafts and drafts.method not in methods,
+        "prefix caching is not supported with drafts and recurrent layers yet: set enable_prefix_caching=False, or "
+        "leave out speculative_config": drafts and vllm_config.cache_config.enable_prefix_caching,
         f"adapters are not supported with {model.architecture} yet: leave out enable_lora, or use one of "
         f"{', '.join(RECURRENT_WITH_ADAPTERS)}": vllm_config.lora_config
         and model.architecture not in RECURRENT_WITH_ADAPTERS,

@@ -44,6 +44,7 @@ NEWEST = [
     "base/test_recurrent_adapters.py",
     "base/test_recurrent_models.py",
     "base/test_recurrent_ranks.py",
+    "base/test_recurrent_speculation.py",
     "base/test_refused_embeddings.py",
     "base/test_reload.py",
     "base/test_request_errors.py",

@@ -17,7 +17,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.recurrent.layers import state_tensors
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers, bind_cache, shared_caches
-from model_runner_base.vllm_compat.types.recurrent import keeps_prefixes, num_states, recurrent_layers
+from model_runner_base.vllm_compat.types.recurrent import keeps_prefixes, num_places, num_states, recurrent_layers
 
 
 def allocate(
@@ -65,7 +65,7 @@ def allocate(
         index_of.update(dict.fromkeys(names, (len(caches),)))
         caches.append(device_ops.zeros(*scratch))
     for name, layer in recurrent_layers(vllm_config).items():
-        count = 1 + num_states(vllm_config)
+        count = num_places(vllm_config)
         states = [device_ops.zeros((count, *shape), dtype) for shape, dtype in state_tensors(layer)]
         index_of[name] = tuple(range(len(caches), len(caches) + len(states)))
         caches += states
@@ -78,7 +78,7 @@ def states_memory(vllm_config: VllmConfig) -> int:
     if not layers:
         return 0
     shapes = [each for layer in layers.values() for each in state_tensors(layer)]
-    return (1 + num_states(vllm_config)) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    return num_places(vllm_config) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
 def check_states_fit(vllm_config: VllmConfig) -> None:
@@ -87,6 +87,8 @@ def check_states_fit(vllm_config: VllmConfig) -> None:
     asked = vllm_config.cache_config.kv_cache_memory_bytes if taken else None
     if asked and taken >= asked:
         remedies = "lower max_num_seqs" + (", or leave out enable_prefix_caching" * keeps_prefixes(vllm_config))
+        if vllm_config.speculative_config is not None:
+            remedies += " or num_speculative_tokens"
         raise ValueError(
             f"{num_states(vllm_config)} states of recurrent layers take {taken} bytes, and kv_cache_memory_bytes is "
             f"{asked}: raise it, or {remedies}"

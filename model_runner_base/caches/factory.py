@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.contiguous_decode import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
+from model_runner_base.caches.drafted_states import DraftedStateCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.kept_states import KeptStateCaches
 from model_runner_base.caches.paged import PagedCaches
@@ -81,7 +82,9 @@ def make_state_caches(
     kept = keeps_prefixes(vllm_config)
     block_size = vllm_config.cache_config.block_size if kept else limits.max_model_len
     table = BlockTable(limits.max_num_reqs, limits.max_model_len, block_size, 1)
-    return table, (KeptStateCaches if kept else StateCaches)(table, list(layers), limits)
+    drafted = limits.decode.query > 1
+    kind = KeptStateCaches if kept else DraftedStateCaches if drafted else StateCaches
+    return table, kind(table, list(layers), limits)
 
 
 def make_layout(kinds: Sequence[CacheKind], limits: StepLimits) -> TokenLayout:

@@ -7,7 +7,8 @@ kinds side by side:
 - ``caches/contiguous_decode.py`` reads whole lines of a contiguous cache;
 - ``caches/scratch.py`` serves layers that keep nothing for a later step;
 - ``caches/cross.py`` serves layers that see an encoder's output;
-- ``caches/states.py`` serves recurrent layers, which keep one state of a request;
+- ``caches/states.py`` serves recurrent layers, which keep one state of a request, or several
+  (``caches/kept_states.py``, ``caches/drafted_states.py``);
 - ``caches/builders.py`` hands groups to backends with metadata builders of their own.
 
 The layout, a component before the kinds, says where tokens lie (step/token_layout.py). The size that a step runs at may

@@ -2,7 +2,8 @@
 
 The scheduler numbers states by a group of its own (scheduling/state_group.py), which is the last of a
 request's blocks. A request's state stays where it is for as long as the request runs: a repeated step sends nothing.
-Where prefixes are kept, a request has more states (caches/kept_states.py).
+Where prefixes are kept (caches/kept_states.py) or drafts are verified (caches/drafted_states.py), a request has more
+states.
 A request at position 0 reads zeros, whatever the last owner of its state left there.
 """
 
@@ -13,11 +14,12 @@ import torch
 
 from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import CacheKind
-from model_runner_base.recurrent.step import RecurrentStep, TileSteps
+from model_runner_base.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 
@@ -52,11 +54,14 @@ class StateCaches(CacheKind):
         views: dict[str, np.ndarray],
     ) -> None:
         """Writes the ``states`` [R] of R requests to the sections ``rows`` and ``tiles``."""
-        num_rows = batch.num_decodes
-        pad_into(views[rows], states[:num_rows], 0)
+        pad_into(views[rows], states[: batch.num_decodes], 0)
         if size.kind == StepKind.MIXED:
-            num_tiles = -(-batch.query_len[num_rows:] // self._limits.chunk.query)
-            pad_into(views[tiles], np.repeat(states[num_rows:], num_tiles), 0)
+            self._fill_tiles(views[tiles], states[batch.num_decodes :], batch)
+
+    def _fill_tiles(self, view: np.ndarray, states: np.ndarray, batch: InputBatch) -> None:
+        """Writes the ``states`` of the requests with a chunk to a section with one number for each tile."""
+        num_tiles = -(-batch.query_len[batch.num_decodes :] // self._limits.chunk.query)
+        pad_into(view, np.repeat(states, num_tiles), 0)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
         return ()
@@ -66,9 +71,15 @@ class StateCaches(CacheKind):
         tiles = None
         if call.tiles is not None:
             tiles = TileSteps.of(call.tiles, call.arrays[TILES], self._sources(call, TILES))
-        sources = self._sources(call, ROWS)
-        step = RecurrentStep(call.arrays[ROWS], sources, call.rows.positions[:, 0] > 0, tiles)
+        step = RecurrentStep(self._rows(call, call.rows), tiles)
         call.metadata.update(dict.fromkeys(self._layer_names, step))
+
+    def bind_rows(self, call: ModelCall) -> None:
+        """Does nothing: no layer of a draft model is recurrent."""
+
+    def _rows(self, call: ModelCall, rows: DecodeRows) -> tuple[RowSteps, ...]:
+        """The states of the decode rows."""
+        return (RowSteps(call.arrays[ROWS], self._sources(call, ROWS), rows.positions[:, 0] > 0),)
 
     def _sources(self, call: ModelCall, section: str) -> torch.Tensor:
         """Indices of the states that are read, in the order of those in ``section``, which are written."""

@@ -6,10 +6,10 @@ state of a request are its last K - 1 inputs, oldest first, in the model's dtype
 
 import torch
 
-from model_runner_base.recurrent.step import RecurrentStep, TileSteps, store
+from model_runner_base.recurrent.step import RecurrentStep, RowSteps, TileSteps, store
 
 
-def convolve_rows(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+def convolve_rows(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
     """[R, D] float32 for decode rows ``x`` [R, D]; ``weight`` [D, K] float32; ``states`` [S, K - 1, D] are updated."""
     window = torch.cat((step.load(states), x.unsqueeze(1)), dim=1)
     store(states, step.states, window[:, 1:])
@@ -45,8 +45,10 @@ def convolve(
 ) -> torch.Tensor:
     """[T, D] for all tokens of a step, decode rows first; ``weight`` [D, 1, K]."""
     # Sums are of float32, and rounded once.
-    kernel, num_rows = weight.flatten(1).float(), step.states.shape[0]
-    out = convolve_rows(x[:num_rows], kernel, states, step)
-    if step.tiles is not None:
-        out = torch.cat((out, convolve_tiles(x[num_rows:], kernel, states, step.tiles)))
+    kernel = weight.flatten(1).float()
+    out = step.run(
+        (x,),
+        lambda values, rows: convolve_rows(values[0], kernel, states, rows),
+        lambda values, tiles: convolve_tiles(values[0], kernel, states, tiles),
+    )
     return (out if bias is None else out + bias.float()).to(x.dtype)

@@ -9,12 +9,12 @@ import torch
 
 from model_runner_base.recurrent.mamba2 import decays
 from model_runner_base.recurrent.scan import chain_tiles
-from model_runner_base.recurrent.step import RecurrentStep, TileSteps, store
+from model_runner_base.recurrent.step import RowSteps, TileSteps, store
 
 Inputs = tuple[torch.Tensor, ...]
 
 
-def delta_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+def delta_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
     """[R, H, V] for decode rows.
 
     Args:

@@ -31,7 +31,8 @@ class Recurrence(NamedTuple):
     """
 
     rows: Callable[..., torch.Tensor]
-    """Outputs of decode rows, one token each: ``rows(inputs, params, states, step)``."""
+    """Outputs of decode rows, one token each: ``rows(inputs, params, states, step)``, where ``step`` is a ``RowSteps``.
+    Where drafts are verified it is called for the rows' first tokens, then for their second ones, and so on."""
     tiles: Callable[..., torch.Tensor]
     """Outputs of chunks, cut into tiles: ``tiles(inputs, params, states, step.tiles)``."""
 
@@ -43,11 +44,11 @@ class Recurrence(NamedTuple):
         step: RecurrentStep,
     ) -> torch.Tensor:
         """[T, ...] outputs of all tokens of a step, decode rows first."""
-        num_rows = step.states.shape[0]
-        out = self.rows(tuple(each[:num_rows] for each in inputs), params, states, step)
-        if step.tiles is None:
-            return out
-        return torch.cat((out, self.tiles(tuple(each[num_rows:] for each in inputs), params, states, step.tiles)))
+        return step.run(
+            inputs,
+            lambda values, rows: self.rows(values, params, states, rows),
+            lambda values, tiles: self.tiles(values, params, states, tiles),
+        )
 
 
 RECURRENCES: dict[str, Recurrence] = {

@@ -7,7 +7,7 @@ float32. The part of the output that does not depend on the state (``D x``) and 
 import torch
 
 from model_runner_base.recurrent.scan import chain
-from model_runner_base.recurrent.step import RecurrentStep, TileSteps, store
+from model_runner_base.recurrent.step import RowSteps, TileSteps, store
 
 PART = 16
 """Tokens of a part: inside a part token follows token, all parts next to each other. Doubling over single tokens would
@@ -16,7 +16,7 @@ read every state log2(tokens) times, which took 10 to 20 times as long."""
 Inputs = tuple[torch.Tensor, ...]
 
 
-def mamba1_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+def mamba1_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
     """[R, D] for decode rows.
 
     Args:

@@ -8,12 +8,12 @@ attention.
 import torch
 
 from model_runner_base.recurrent.scan import chain_tiles
-from model_runner_base.recurrent.step import RecurrentStep, TileSteps, store
+from model_runner_base.recurrent.step import RowSteps, TileSteps, store
 
 Inputs = tuple[torch.Tensor, ...]
 
 
-def mamba2_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+def mamba2_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
     """[R, H, P] for decode rows.
 
     Args:

@@ -1,8 +1,9 @@
 """Step of recurrent layers: which state each decode row and each chunk tile reads and writes.
 
 The scheduler gives out the indices of states. Index 0 belongs to no request, and padding writes there. A request reads
-its source and writes its destination. They are one state, unless prefixes are kept (caches/kept_states.py). Several
-requests may have one source, but each has a destination of its own. Tokens of chunks lie in tiles
+its source and writes its destination. They are one state, unless prefixes are kept (caches/kept_states.py) or drafts
+are verified (caches/drafted_states.py). Several requests may have one source, but each has a destination of its own. A
+decode row's tokens are computed in turn, and each has a source and a destination. Tokens of chunks lie in tiles
 (step/chunk_tiles.py), and a request's tiles follow each other, so a tile is its request's first or last one where its
 neighbour has another destination.
 
@@ -10,6 +11,7 @@ Example: tiles of 64 tokens; "a" has 100 tokens of its prompt and state 3, "b" h
 padding. ``states`` of the tiles are [3, 3, 1, 0], ``is_first`` [yes, no, yes, yes], ``written`` [0, 3, 1, 0].
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -83,21 +85,47 @@ class TileSteps(NamedTuple):
         return values.flatten(0, 1)[self.slots]
 
 
-class RecurrentStep(NamedTuple):
-    """States of a step: those of R decode rows, then those of the chunks' tiles."""
+class RowSteps(NamedTuple):
+    """One token of each of R decode rows."""
 
     states: torch.Tensor
     """[R] int32: index of each row's destination, which the row overwrites; 0: padding."""
     sources: torch.Tensor
     """[R] int32: index of each row's source, which the row reads."""
     has_state: torch.Tensor
-    """[R] bool: whether the request had tokens before this step."""
+    """[R] bool: whether the request had tokens before this one."""
+
+    def load(self, states: torch.Tensor) -> torch.Tensor:
+        """[R, ...] the rows' states; zeros for a request that begins with this token."""
+        return load(states, self.sources, self.has_state)
+
+
+Values = tuple[torch.Tensor, ...]
+
+
+class RecurrentStep(NamedTuple):
+    """States of a step: those of decode rows, then those of the chunks' tiles."""
+
+    rows: tuple[RowSteps, ...]
+    """Tokens of the decode rows: their first ones, their second ones where drafts are verified, and so on."""
     tiles: TileSteps | None
     """Tiles of the chunks; None in a step of decode rows alone."""
 
-    def load(self, states: torch.Tensor) -> torch.Tensor:
-        """[R, ...] the rows' states; zeros for a request that begins in this step."""
-        return load(states, self.sources, self.has_state)
+    def run(
+        self,
+        values: Values,
+        run_rows: Callable[[Values, RowSteps], torch.Tensor],
+        run_tiles: Callable[[Values, TileSteps], torch.Tensor],
+    ) -> torch.Tensor:
+        """[T, ...] outputs of all tokens, from values [T, ...]: of decode rows, row after row, then of chunks."""
+        count = len(self.rows)
+        end = count * self.rows[0].states.shape[0]
+        # A token's state is that after the token before it, so the rows' tokens are run one after another.
+        outs = [run_rows(tuple([v[at:end:count] for v in values]), row) for at, row in enumerate(self.rows)]
+        out = outs[0] if count == 1 else torch.stack(outs, dim=1).flatten(0, 1)
+        if self.tiles is None:
+            return out
+        return torch.cat((out, run_tiles(tuple([v[end:] for v in values]), self.tiles)))
 
 
 def load(states: torch.Tensor, indices: torch.Tensor, has_state: torch.Tensor) -> torch.Tensor:

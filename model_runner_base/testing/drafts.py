@@ -1,12 +1,18 @@
-"""Draft models for the tiny checkpoints: one that is always right, one that often is, one that never is, and a head."""
+"""Draft models for the tiny checkpoints: one that is always right, one that often is, one that never is, and a head;
+and drafts by what a request's next tokens will be."""
 
 import json
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from vllm import LLM
 
+from model_runner_base.testing.architectures import VOCAB_SIZE
+from model_runner_base.testing.engine import runner_of
 from model_runner_base.testing.models import TinyModel
 
 NUM_DRAFTS = 3
@@ -29,6 +35,33 @@ def speculation(kind: str, model: TinyModel) -> dict[str, Any]:
             shutil.copy(file, path)
     more = {"parallel_drafting": True} if kind == "parallel" else {}
     return {"method": method, "model": str(path), "num_speculative_tokens": NUM_DRAFTS} | more
+
+
+class KnownDrafts:
+    """Drafts that take the place of prompt lookup's, of requests whose ``counts`` [prompt] tokens are known: some right
+    ones followed by wrong ones, or ``is_wrong``: as many as may be, all of them wrong."""
+
+    def __init__(self, llm: LLM, model: TinyModel, counts: Mapping[tuple[int, ...], int], is_wrong: bool) -> None:
+        self._known, self._is_wrong = runner_of(llm).parts.requests.token_ids, is_wrong
+        self._rng = np.random.default_rng(5)
+        self._texts = [np.array((*prompt, *model.greedy(prompt, count))) for prompt, count in counts.items()]
+
+    def look_up(
+        self, req_ids: list[str], rows: np.ndarray, num_tokens: np.ndarray, num_new: np.ndarray
+    ) -> list[list[int]]:
+        """Does as ``HostDrafter.look_up``."""
+        counts = zip(rows.tolist(), num_tokens.tolist(), strict=True)
+        return [self._drafts(self._known[row, :count]) for row, count in counts]
+
+    def _drafts(self, tokens: np.ndarray) -> list[int]:
+        count, places = len(tokens), NUM_DRAFTS + 1
+        for text in self._texts:
+            if len(text) > count and (text[:count] == tokens).all():
+                drafts = text[count : count + NUM_DRAFTS].copy()
+                drafts[0 if self._is_wrong else self._rng.integers(places) :] += 1
+                kept = NUM_DRAFTS if self._is_wrong else self._rng.integers(places)
+                return (drafts[:kept] % VOCAB_SIZE).tolist()
+        return []
 
 
 Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]

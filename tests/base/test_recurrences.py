@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,16 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model_runner_base.caches.drafted_states import ROWS, DraftedStateCaches
 from model_runner_base.recurrent.convolution import convolve
 from model_runner_base.recurrent.delta_rule import delta_rows, delta_tiles, unit_lower_inverse
 from model_runner_base.recurrent.layers import Recurrence
 from model_runner_base.recurrent.mamba1 import mamba1_rows, mamba1_tiles
 from model_runner_base.recurrent.mamba2 import mamba2_rows, mamba2_tiles
 from model_runner_base.recurrent.scan import scan
-from model_runner_base.recurrent.step import RecurrentStep, TileSteps
+from model_runner_base.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.step.chunk_tiles import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles
+from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.rows_and_tiles import fill_tiles
 
 D, N, H, G, P, K, V, TAPS = 6, 4, 4, 2, 3, 5, 3, 4
@@ -132,7 +135,7 @@ class Requests:
         sources[: len(rows)] = torch.from_numpy(before[rows].astype(np.int32))
         has_state = torch.tensor([self.done[index] > 0 for index in rows] + [False] * spare, dtype=torch.bool)
         tiles = self._tiles(chunks, before, counts, spare) if chunks else None
-        step = RecurrentStep(states, sources, has_state, tiles)
+        step = RecurrentStep((RowSteps(states, sources, has_state),), tiles)
         parts = [self._part(index, counts) for index in order] + [self._part(None, {})] * (spare if chunks else 0)
         inputs = tuple(torch.from_numpy(np.concatenate(each)).float() for each in zip(*parts, strict=True))
         params = tuple(torch.from_numpy(each).float() for each in self.params)
@@ -186,6 +189,47 @@ def test_steps_equal_a_loop(name: str, lengths: list[int], tile: int, spare: int
     for inputs, outs in zip(requests.inputs, requests.outs, strict=True):
         want = kind.loop(inputs, requests.params)
         np.testing.assert_allclose(np.concatenate(outs), want, rtol=1e-4, atol=2e-5 * max(1, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    query=st.integers(2, 4),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=examples(50), deadline=None)
+def test_wrong_drafts_leave_no_trace(name: str, lengths: list[int], query: int, seed: int) -> None:
+    """Rows of several tokens, some of the last of which are wrong, equal loops over those that are right."""
+    kind, rng = KINDS[name], np.random.default_rng(seed)
+    limits: Any = SimpleNamespace(decode=SimpleNamespace(query=query))
+    caches = DraftedStateCaches(None, [], limits)  # type: ignore[arg-type]
+    cases = [kind.case(rng, length) for length in lengths]
+    params = tuple(torch.from_numpy(each).float() for each in cases[0][1])
+    states = torch.full((query * (len(lengths) + 2), *kind.state), float("nan"))
+    state_of = torch.tensor([*(rng.permutation(len(lengths)) + 1), 0], dtype=torch.int32)
+    done, outs = np.zeros(len(lengths) + 1, np.int64), [list[np.ndarray]() for _ in lengths]
+    while (done[:-1] < lengths).any():
+        row_inputs, num_right, num_tokens = [], [], []
+        for (inputs, _), start, length in zip(cases, done.tolist(), lengths, strict=False):
+            right = int(rng.integers(min(1, length - start), min(query, length - start) + 1))
+            noise = kind.case(rng, query)[0]
+            parts = zip(inputs, noise, strict=True)
+            row_inputs.append([np.concatenate((known[start : start + right], wrong[right:])) for known, wrong in parts])
+            num_right.append(right)
+            num_tokens.append(int(rng.integers(right, query + 1)) if right else 0)
+        row_inputs.append(kind.case(rng, query)[0])  # Padding
+        index = torch.arange(query)
+        positions = torch.from_numpy(done).unsqueeze(1) + index
+        rows = DecodeRows(positions, index < torch.tensor([*num_tokens, 0]).unsqueeze(1))
+        call: Any = SimpleNamespace(arrays={ROWS: state_of})
+        values = tuple(torch.from_numpy(np.concatenate(each)).float() for each in zip(*row_inputs, strict=True))
+        out = kind.run(values, params, states, RecurrentStep(caches._rows(call, rows), None)).double().numpy()
+        for request, right in enumerate(num_right):
+            outs[request].append(out[request * query : request * query + right])
+            done[request] += right
+    for (inputs, _), got in zip(cases, outs, strict=True):
+        want = kind.loop(inputs, cases[0][1])
+        np.testing.assert_allclose(np.concatenate(got), want, rtol=1e-4, atol=2e-5 * max(1, np.abs(want).max()))
 
 
 def test_inverse_of_nearly_equal_keys() -> None:

@@ -203,11 +203,6 @@ def test_compiled(name: str, tiny_model: Tiny) -> None:
         ("bamba" if "bamba" in RECURRENT else "nemotron-h", {"enable_lora": True}, "leave out enable_lora"),
         ("granite-hybrid", {"enable_lora": True, "tensor_parallel_size": 2}, "use tensor_parallel_size=1"),
         (
-            "qwen3-next",
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "leave out speculative_config",
-        ),
-        (
             "granite-hybrid",
             {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"},
             "leave out scheduler_cls",

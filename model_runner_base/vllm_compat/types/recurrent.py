@@ -2,15 +2,19 @@
 
 from typing import Any
 
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import WeightsMapper
+
+from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
 
 RENAMED = {
     "Lfm2ForCausalLM": {".conv.": ".short_conv.", ".w1.": ".w1_alone."},
     "FalconH1ForCausalLM": {".mamba.": ".mamba.mamba."},
 }
 """Parts of layers' names in a checkpoint, and in vLLM's model, by classes that may not tell vLLM's LoRA managers."""
+WITH_DRAFTING_LAYERS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Models with recurrent layers whose layers of multi-token prediction are supported."""
 KEPT_PER_REQUEST = 3
 """``STATES_PER_REQUEST`` of the scheduler (scheduling/state_group.py)."""
 
@@ -47,6 +51,19 @@ def num_states(vllm_config: VllmConfig) -> int:
     return vllm_config.scheduler_config.max_num_seqs * (KEPT_PER_REQUEST if keeps_prefixes(vllm_config) else 1)
 
 
+def num_places(vllm_config: VllmConfig) -> int:
+    """Number of places for states in each layer's tensors, those of padding included.
+
+    Where drafts are verified, each state has a place for every token of a decode row.
+    """
+    return (1 + num_states(vllm_config)) * (1 + read_speculation(vllm_config).num_drafts)
+
+
+def draft_methods(model: ModelConfig) -> tuple[str, ...]:
+    """Speculative methods that serve a model with recurrent layers."""
+    return (*HOST_METHODS, "mtp") if model.architecture in WITH_DRAFTING_LAYERS else HOST_METHODS
+
+
 def layer_kind(layer: Any) -> str:
     """vLLM's name of a layer's kind, in lower case, such as "mamba2"; "" for a layer that is not recurrent."""
     kind = getattr(layer, "mamba_type", "")  # Newer releases have an enumeration.
@@ -61,8 +78,10 @@ def is_delta_net(layer: Any) -> bool:
 def state_shapes(layer: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Shapes of what a recurrent layer keeps of a request: of its convolution, and of its recurrence.
 
-    Each list has one entry, or none if the layer has no such part.
+    Each list has one entry, or none if the layer has no such part. Where drafts are verified, some of vLLM's layers
+    keep as many inputs of a convolution more, which are not counted.
     """
     shapes = [tuple(shape) for shape in layer.get_state_shape()]
     has_convolution = not layer_kind(layer).startswith("linear")
-    return shapes[:has_convolution], shapes[has_convolution:]
+    further = getattr(layer, "num_spec", 0)
+    return [(taps - further, width) for taps, width in shapes[:has_convolution]], shapes[has_convolution:]
