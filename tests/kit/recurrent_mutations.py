@@ -52,4 +52,11 @@ MUTATIONS = [
         "        sources = states_at(self._table, batch.rows, batch.num_computed)",
         "test_recurrent and prefix_hits",
     ),
+    Mutation(
+        "a rejected draft stays in the state",
+        "caches/drafted_states.py",
+        "    return states * num_places + counts % num_places",
+        "    return states * num_places + 0 * counts",
+        "test_recurrent and wrong_drafts",
+    ),
 ]

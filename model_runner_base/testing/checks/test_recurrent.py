@@ -8,6 +8,7 @@ from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals
+from model_runner_base.testing.drafts import KnownDrafts, speculation
 from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel
 
@@ -71,6 +72,22 @@ def test_arrivals(hybrid: tuple[LLM, TinyModel]) -> None:
     rng = np.random.default_rng(97)
     counts = rng.integers(1, NEW_TOKENS + 1, len(PROMPTS)).tolist()
     check_equal(model, PROMPTS, run_with_arrivals(llm, PROMPTS, counts, rng), counts)
+
+
+def test_wrong_drafts(engine: Start, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of which some are wrong, of requests that share a step with chunks of prompts, or are preempted."""
+    model = tiny_model("qwen3-next")
+    options = {"kv_cache_memory_bytes": 4 << 20, "block_size": 16, "num_gpu_blocks_override": 18}
+    llm = engine(model.path, **options, speculative_config=speculation("ngram", model))
+    long = random_prompts(96, [60, 70, 50, 40])
+    known = KnownDrafts(llm, model, dict.fromkeys(PROMPTS, NEW_TOKENS) | dict.fromkeys(long, 70), is_wrong=False)
+    monkeypatch.setattr(runner_of(llm).parts.drafter, "look_up", known.look_up)
+    before = metric(llm, "vllm:num_preemptions")
+    check(llm, model, PROMPTS)
+    check(llm, model, long, 70)
+    assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
+    drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
+    assert drafted > accepted > 0, "drafts were all right, or all wrong"
 
 
 @pytest.mark.parametrize("name", [KEEPS_PREFIXES], indirect=True, scope="module")
