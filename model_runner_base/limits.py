@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
+from model_runner_base.attention_limits import check_attention
 from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.our_engines import SCHEDULER
 from model_runner_base.pooling_limits import check_pooling
@@ -30,8 +31,6 @@ SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp
 METHODS_WITH_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
 """Speculative methods that are supported with images. Draft heads know an image through the target's hidden states; a
 draft model would need the image itself, and ``mtp`` is not tested."""
-WITH_LATENTS = (*HOST_METHODS, "mtp")
-"""Speculative methods that are supported with latent attention."""
 
 MULTIMODAL_ARCHITECTURES = (
     "LlavaForConditionalGeneration",
@@ -165,8 +164,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         check_pooling(vllm_config)
     if has_states(vllm_config):
         _check_recurrent(vllm_config)
-    if model and model.use_mla:
-        _check_latent(vllm_config)
+    if model:
+        check_attention(vllm_config)
     if model and model.is_encoder_decoder:
         _check_encoder_decoder(vllm_config)
     if vllm_config.speculative_config is not None:
@@ -221,24 +220,6 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         read_speculation(vllm_config)
     except ValueError as error:
         raise UnsupportedConfigError(str(error)) from None
-
-
-def _check_latent(vllm_config: VllmConfig) -> None:
-    """Refuses what latent attention (MLA) does not have yet."""
-    model, drafts = vllm_config.model_config, vllm_config.speculative_config
-    top_k = getattr(model.hf_text_config, "index_topk", None)
-    refusals = {
-        f"sparse attention (DSA) is not supported yet: {model.architecture} has an indexer, which leaves a token "
-        f"{top_k} keys (index_topk), so beyond {top_k} tokens dense attention would differ: use a model of dense "
-        "latent attention": top_k is not None,
-        f"{model.architecture} is not supported yet, since some of its experts return their input (zero experts): use "
-        "a model of other experts": model.architecture.startswith("LongcatFlash"),
-        "adapters are not supported with latent attention (MLA) yet: leave out enable_lora, or set"
-        " VLLM_MLA_DISABLE=1": vllm_config.lora_config,
-        f"drafts by {drafts and drafts.method} are not supported with latent attention (MLA) yet: use one of "
-        f"{', '.join(WITH_LATENTS)}, or leave out speculative_config": drafts and drafts.method not in WITH_LATENTS,
-    }
-    refuse(refusals)
 
 
 def _check_recurrent(vllm_config: VllmConfig) -> None:

@@ -132,14 +132,18 @@ class PagedPlatform(Platform):
     def get_attn_backend_cls(
         cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        from model_runner_base.errors import UnsupportedConfigError
-
-        if selected_backend is not None and selected_backend.name != "CUSTOM":
-            name = selected_backend.name
-            raise UnsupportedConfigError(f"attention backend {name} does not run here: leave the choice out")
+        cls._check_backend(selected_backend)
         if attn_selector_config.use_mla:
             return "model_runner_base.attention.latent.LatentAttentionBackend"
         return "model_runner_base.attention.paged.PagedAttentionBackend"
+
+    @staticmethod
+    def _check_backend(selected: "AttentionBackendEnum | None") -> None:
+        """Raises UnsupportedConfigError for an attention backend of vLLM's that the user chose."""
+        from model_runner_base.errors import UnsupportedConfigError
+
+        if selected is not None and selected.name != "CUSTOM":
+            raise UnsupportedConfigError(f"attention backend {selected.name} does not run here: leave the choice out")
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> type[Any]:
@@ -201,7 +205,7 @@ class PagedPlatform(Platform):
         from model_runner_base.quantized.configuration import check_checkpoint, set_aside
         from model_runner_base.scheduling.releases import has_known_steps
         from model_runner_base.vllm_compat.probes.multimodal import takes_items
-        from model_runner_base.vllm_compat.probes.unequal_heads import chooses_kernels
+        from model_runner_base.vllm_compat.probes.unequal_heads import has_own_kernels, has_unequal_heads
         from model_runner_base.vllm_compat.types.kv_cache import raise_limit_for_encoder
 
         if vllm_config.parallel_config.worker_cls == "auto":
@@ -255,11 +259,14 @@ class PagedPlatform(Platform):
         for each in filter(None, (model, draft)):
             set_aside(each, cls.supported_quantization)  # A config that the engine's arguments did not make.
             check_checkpoint(each, vllm_config.load_config)
-            if chooses_kernels(each.architecture, each.hf_text_config):
+            if has_own_kernels(each.architecture, each.hf_text_config):
                 raise UnsupportedConfigError(
                     f"{each.architecture} is not supported here yet: vLLM runs its keys and values of unequal head "
                     "sizes with kernels of its own; use another model"
                 )
+            if has_unequal_heads(each.architecture, each.hf_text_config):
+                # Its class takes a backend that was chosen without a question to the platform.
+                cls._check_backend(vllm_config.attention_config.backend)
         if model.quantization is None:
             vllm_config.quant_config = None
         if not cache.kv_cache_memory_bytes and cls.shares_host_memory(vllm_config):

@@ -59,6 +59,7 @@ NEWEST = [
     "base/test_text_alone.py",
     "base/test_thinking_budget.py",
     "base/test_transcription.py",
+    "base/test_unequal_heads.py",
     "base/test_vllm_types.py",
     "base/test_weight_stream.py",
     "base/test_whole_images.py",

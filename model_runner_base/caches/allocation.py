@@ -40,7 +40,7 @@ def allocate(
         index_of, caches, tensors = {name: (at,) for at, name in enumerate(views_of)}, list(views_of.values()), []
     for tensor in tensors:
         forms = {
-            name: _Form.of(*kept[name], tensor.num_blocks, layers[name].get_attn_backend(), vllm_config, kv_tile_target)
+            name: _Form.of(*kept[name], tensor.num_blocks, layers[name], vllm_config, kv_tile_target)
             for name in tensor.layer_names
         }
         if device_ops.has_float8_caches:
@@ -111,18 +111,21 @@ class _Form(NamedTuple):
         block_size: int,
         layer: LayerCache,
         num_blocks: int,
-        backend: type[AttentionBackend],
+        owner: Any,
         vllm_config: VllmConfig,
         kv_tile_target: int,
     ) -> "_Form":
+        """Form for ``owner``, vLLM's layer of that cache."""
+        backend: type[AttentionBackend] = owner.get_attn_backend()
         stored = stored_size(block_size, backend, vllm_config, kv_tile_target)
-        shape = backend.get_kv_cache_shape(
-            num_blocks * (block_size // stored),
-            stored,
-            layer.num_kv_heads,
-            layer.head_size,
-            cache_dtype_str=vllm_config.cache_config.cache_dtype,
-        )
+        blocks = num_blocks * (block_size // stored), stored
+        if reads_plans(backend):
+            shape = owner.impl.cache_format.shape(*blocks)
+        else:
+            cache_dtype = vllm_config.cache_config.cache_dtype
+            shape = backend.get_kv_cache_shape(
+                *blocks, layer.num_kv_heads, layer.head_size, cache_dtype_str=cache_dtype
+            )
         try:
             order = backend.get_kv_cache_stride_order()
         except (AttributeError, NotImplementedError):

@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, is_of_latents, layer_caches
+from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, is_of_latents, larger_head, layer_caches
 
 
 def estimate_step_memory(
@@ -68,7 +68,7 @@ def _cache_shapes(
     Where requests do not decode, layers may have no spec: they attend to the step's own keys, in a scratch cache.
     """
     shapes = {
-        (layer.num_kv_heads, layer.head_size, 1 if is_of_latents(layer.spec) else 2, is_of_encoder(layer.spec))
+        (layer.num_kv_heads, larger_head(layer.spec), 1 if is_of_latents(layer.spec) else 2, is_of_encoder(layer.spec))
         for layer in layer_caches(specs).values()
     }
     if shapes or limits.decodes:

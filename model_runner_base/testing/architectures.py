@@ -269,6 +269,36 @@ LATER: Configs = {
 """Architectures of later releases of transformers: layers of two head sizes, one whose values are its keys, KV caches
 shared by layers, experts beside a dense layer."""
 
+MIMO_V2 = {
+    **UNTIED,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_OF_VLLM_ALONE = {
+    "hybrid_layer_pattern": [0, 1] * 2,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "layernorm_epsilon": 1e-5,
+    "rope_theta": 5e6,
+    "swa_rope_theta": 1e4,
+    "partial_rotary_factor": 0.334,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 24,
+    "swa_v_head_dim": 16,
+    "add_swa_attention_sink_bias": True,
+}
+"""Fields of a checkpoint of MiMo-V2 that vLLM reads, and transformers has by other names or as constants."""
+
+UNEQUAL_HEADS: Configs = {"mimo-v2": lambda: hf.MiMoV2FlashConfig(**MIMO_V2, **_OF_VLLM_ALONE)}
+"""Architectures of later releases of transformers whose keys and values differ in head size."""
+
 REFUSED: Configs = {
     "longcat-flash": lambda: hf.LongcatFlashConfig(
         **{**UNTIED, **_MLA, "q_lora_rank": 16}, num_layers=2, n_routed_experts=8, moe_topk=2, ffn_hidden_size=128

@@ -16,6 +16,7 @@ from model_runner_base.testing.architectures import (
     LATENT_LATER,
     LATER,
     REFUSED,
+    UNEQUAL_HEADS,
     VLLM_NAMES,
 )
 from model_runner_base.testing.recurrent_architectures import RECURRENT
@@ -71,7 +72,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
         model = AutoModelForCausalLM.from_config(
-            (CONFIGS | LATER | LATENT | LATENT_LATER | RECURRENT | REFUSED)[name]()
+            (CONFIGS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | RECURRENT | REFUSED)[name]()
         )
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name == IGNORED_BY_VLLM.get(name):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from model_runner_base.attention.key_range import CAUSAL
 from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.attention.unequal_heads import UnequalHeadsBackend, UnequalHeadsImpl
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.sizes import Tiling
 
@@ -17,6 +18,7 @@ from model_runner_base.step.sizes import Tiling
 @given(
     cases(),
     st.sampled_from([(4, 4), (4, 2), (6, 1), (18, 9)]),
+    st.sampled_from([8, 5, 11]),
     st.sampled_from([None, 5.0]),
     st.booleans(),
     st.sampled_from([None, -3.0, 3.0, 200.0]),
@@ -24,40 +26,53 @@ from model_runner_base.step.sizes import Tiling
 )
 @settings(max_examples=examples(80), deadline=None)
 def test_paged_attention_equals_dense(
-    case: Case, heads: tuple[int, int], cap: float | None, has_slopes: bool, sink: float | None, padding: int
+    case: Case,
+    heads: tuple[int, int],
+    value_size: int,
+    cap: float | None,
+    has_slopes: bool,
+    sink: float | None,
+    padding: int,
 ) -> None:
     """Paged attention equals dense attention with padding tokens, tiles and pairs, NaN in unused cache entries, and
-    blocks scattered over the cache."""
+    blocks scattered over the cache. Values may have another head size than keys."""
     if has_slopes:
         case = case._replace(spans={})  # No model has both.
     batch, key_range, table = case.batch, case.key_range, case.table
     block_size = table.block_size
     num_heads, num_kv_heads = heads
     head_size = 8
+    is_equal = value_size == head_size
+    row = (2 * num_kv_heads, head_size) if is_equal else (num_kv_heads, head_size + value_size)
     size, metadata, _, tokens = pack(case, padding)
     num_tokens = size.num_tokens
+
+    def split(rows: np.ndarray) -> list[np.ndarray]:
+        """Keys and values of tokens."""
+        return np.split(rows, [num_kv_heads], 1) if is_equal else np.split(rows, [head_size], 2)
 
     rng = np.random.default_rng(0)
     num_blocks = int(table.table.max()) + 1
     # What no live token was written to may hold anything, not even a number.
-    cache = torch.full((num_blocks, block_size, 2 * num_kv_heads, head_size), float("nan"))
+    cache = torch.full((num_blocks, block_size, *row), float("nan"))
     cache[0] = 0.0
     history = {}
-    for row, length, computed in zip(batch.rows, batch.seq_lens, batch.num_computed, strict=True):
-        history[row] = rng.normal(size=(length, 2 * num_kv_heads, head_size)).astype(np.float32)
+    for request, length, computed in zip(batch.rows, batch.seq_lens, batch.num_computed, strict=True):
+        history[request] = rng.normal(size=(length, *row)).astype(np.float32)
         # What lies before every window may have been given to another request.
-        for position in range(int(case.keys_of(row, computed)[0]), length):
-            block = table.table[row, position // block_size]
-            cache[block, position % block_size] = torch.from_numpy(history[row][position])
-    key_value = np.zeros((num_tokens, 2 * num_kv_heads, head_size), np.float32)
-    for token, (row, position) in tokens.items():
-        key_value[token] = history[row][position]
-        cache[table.table[row, position // block_size], position % block_size] = 1e6
+        for position in range(int(case.keys_of(request, computed)[0]), length):
+            block = table.table[request, position // block_size]
+            cache[block, position % block_size] = torch.from_numpy(history[request][position])
+    key_value = np.zeros((num_tokens, *row), np.float32)
+    for token, (request, position) in tokens.items():
+        key_value[token] = history[request][position]
+        cache[table.table[request, position // block_size], position % block_size] = 1e6
 
     query = rng.normal(size=(num_tokens, num_heads, head_size)).astype(np.float32)
     slopes = 0.3 ** np.arange(num_heads) if has_slopes else None
     sinks = None if sink is None else sink * np.linspace(0.5, 1, num_heads)
-    impl = PagedAttentionImpl(
+    UnequalHeadsBackend.set_head_size_v(value_size)
+    impl = (PagedAttentionImpl if is_equal else UnequalHeadsImpl)(
         num_heads,
         head_size,
         head_size**-0.5,
@@ -68,19 +83,18 @@ def test_paged_attention_equals_dense(
         sinks=None if sinks is None else torch.from_numpy(sinks.astype(np.float32)),
     )
     flat = torch.from_numpy(query.reshape(num_tokens, -1))
-    key = torch.from_numpy(key_value[:, :num_kv_heads].reshape(num_tokens, -1))
-    value = torch.from_numpy(key_value[:, num_kv_heads:].reshape(num_tokens, -1))
+    key, value = (torch.from_numpy(each.reshape(num_tokens, -1)) for each in split(key_value))
     before = cache.clone()
     out = impl.forward(None, flat, key, value, cache, metadata)  # type: ignore[arg-type]
     assert torch.isfinite(out).all()
-    for token, (row, position) in tokens.items():
-        keys, values = history[row][:, :num_kv_heads], history[row][:, num_kv_heads:]
+    for token, (request, position) in tokens.items():
+        keys, values = split(history[request])
         want = dense_attention(
-            query[token], keys, values, position, key_range, cap, slopes, sinks, case.spans.get(row, (0, -1))
+            query[token], keys, values, position, key_range, cap, slopes, sinks, case.spans.get(request, (0, -1))
         )
-        np.testing.assert_allclose(out[token].reshape(num_heads, head_size), want, atol=2e-5)
-        place = table.table[row, position // block_size], position % block_size
-        np.testing.assert_array_equal(cache[place], history[row][position])
+        np.testing.assert_allclose(out[token].reshape(num_heads, value_size), want, atol=2e-5)
+        place = table.table[request, position // block_size], position % block_size
+        np.testing.assert_array_equal(cache[place], history[request][position])
         before[place] = cache[place]
     before[0] = cache[0]
     np.testing.assert_array_equal(cache, before)

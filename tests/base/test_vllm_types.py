@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.caches import allocation
@@ -283,7 +284,10 @@ def test_caches_hold_every_layers_blocks(case: str, config: VllmConfig, monkeypa
     specs, block_sizes, shared = CASES[case]
     layers: Any = {
         name: SimpleNamespace(
-            get_attn_backend=lambda: PagedAttentionBackend, get_kv_cache_spec=lambda _, own=own: own, kv_cache=None
+            get_attn_backend=lambda: PagedAttentionBackend,
+            get_kv_cache_spec=lambda _, own=own: own,
+            kv_cache=None,
+            impl=SimpleNamespace(cache_format=CacheFormat(own.num_kv_heads, own.head_size)),
         )
         for name, own in specs.items()
     }

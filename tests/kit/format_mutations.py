@@ -1,4 +1,4 @@
-"""Deliberate faults in formats of caches: latents, and numbers of 8 bits."""
+"""Deliberate faults in formats of caches: latents, values of a head size of their own, and numbers of 8 bits."""
 
 from mutation import Mutation
 
@@ -23,6 +23,14 @@ MUTATIONS = [
         "self.kv_b_proj.to_latent)",
         "self.kv_b_proj.to_latent.roll(1, 0))",
         "test_cache_formats and one_request",
+    ),
+    Mutation(
+        "values of unequal heads are read where keys begin",
+        "attention/unequal_heads.py",
+        "kv_cache[..., self.head_size :][plan.pair_blocks]",
+        "kv_cache[..., : self.value_size][plan.pair_blocks]",
+        "test_cache_formats and unequal_heads",
+        is_later=True,
     ),
     Mutation(
         "outputs are not multiplied by the scale of 8-bit values",

@@ -50,6 +50,7 @@ __all__ = [
     "cross_length",
     "is_of_encoder",
     "is_of_latents",
+    "larger_head",
     "layer_caches",
     "raise_limit_for_encoder",
     "read_layout",
@@ -94,6 +95,11 @@ def is_of_encoder(spec: Any) -> bool:
 def is_of_latents(spec: Any) -> bool:
     """Whether a KV-cache spec is that of a layer of latent attention, which keeps one row a token."""
     return isinstance(spec, MLAAttentionSpec)
+
+
+def larger_head(spec: AttentionSpec) -> int:
+    """Head size of keys or of values, whichever is larger. Not every spec of older releases has one of values."""
+    return max(spec.head_size, getattr(spec, "head_size_v", None) or 0)
 
 
 def shared_caches(vllm_config: VllmConfig) -> dict[str, str]:
