@@ -3,16 +3,21 @@
 from vllm.config import VllmConfig
 
 from model_runner_base.errors import refuse
+from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
 from model_runner_base.vllm_compat.probes.unequal_heads import has_unequal_heads
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
 WITH_LATENTS = (*HOST_METHODS, "mtp")
 """Speculative methods that are supported with latent attention."""
+DENSE_WHERE_SHORT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Architectures with an indexer that are dense up to as many tokens as it leaves keys, and tested there."""
 
 
 def check_attention(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedConfigError for what a model's kind of attention is not served with."""
     model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    if model.use_mla or model.architecture in DENSE_WHERE_SHORT:
+        _check_sparse(vllm_config)
     if model.use_mla:
         _check_latent(vllm_config)
     if has_unequal_heads(model.architecture, model.hf_text_config):
@@ -23,14 +28,29 @@ def check_attention(vllm_config: VllmConfig) -> None:
         refuse(refusals)
 
 
+def _check_sparse(vllm_config: VllmConfig) -> None:
+    """Refuses sparse attention (DSA) where it is not dense."""
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    top_k = num_indexed_keys(model)
+    if top_k is None:
+        return
+    refusals = {
+        f"sparse attention (DSA) of {model.architecture} is not supported yet: use a model of dense latent attention": (
+            model.architecture not in DENSE_WHERE_SHORT
+        ),
+        f"sparse attention (DSA) is not supported yet: beyond {top_k} tokens the indexer of {model.architecture} hides "
+        f"keys (index_topk): set max_model_len={top_k} or less": model.max_model_len > top_k,
+        "models with an indexer (DSA) keep latents alone: leave out VLLM_MLA_DISABLE": not model.use_mla,
+        "drafts by mtp are not supported with an indexer (DSA) yet: use one of "
+        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method == "mtp",
+    }
+    refuse(refusals)
+
+
 def _check_latent(vllm_config: VllmConfig) -> None:
     """Refuses what latent attention (MLA) does not have yet."""
     model, drafts = vllm_config.model_config, vllm_config.speculative_config
-    top_k = getattr(model.hf_text_config, "index_topk", None)
     refusals = {
-        f"sparse attention (DSA) is not supported yet: {model.architecture} has an indexer, which leaves a token "
-        f"{top_k} keys (index_topk), so beyond {top_k} tokens dense attention would differ: use a model of dense "
-        "latent attention": top_k is not None,
         f"{model.architecture} is not supported yet, since some of its experts return their input (zero experts): use "
         "a model of other experts": model.architecture.startswith("LongcatFlash"),
         "adapters are not supported with latent attention (MLA) yet: leave out enable_lora, or set"

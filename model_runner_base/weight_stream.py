@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from model_runner_base.quantized.configuration import format_of_model, stored_tensors
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.quantized.stream import Dequantiser
+from model_runner_base.vllm_compat.patches.without_indexer import without_indexer, without_weights_of_indexer
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Names and tensors as a checkpoint has them."""
@@ -28,6 +29,7 @@ def weights_of(
         source: what the loader of the configured format reads, or what was passed to a reload.
         stored: the local checkpoint that ``source`` reads.
     """
+    source = without_weights_of_indexer(model_config, source)
     form = format_of_model(model_config)
     if form is not None:
         source = Dequantiser(form, model_config.dtype, stored).weights(source)  # type: ignore[arg-type]
@@ -57,8 +59,7 @@ def get_model(
 ) -> nn.Module:
     """Returns the model with its weights, as vLLM's function of this name does; ``model_config`` is that of a draft
     model, and ``filtered`` takes weights from the stream that no model has."""
-    loader = make_loader(vllm_config.load_config, filtered)
-    model: nn.Module = loader.load_model(
-        vllm_config=vllm_config, model_config=model_config or vllm_config.model_config, prefix=prefix
-    )
+    loader, own = make_loader(vllm_config.load_config, filtered), model_config or vllm_config.model_config
+    with without_indexer(own):
+        model: nn.Module = loader.load_model(vllm_config=vllm_config, model_config=own, prefix=prefix)
     return model

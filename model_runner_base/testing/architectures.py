@@ -240,7 +240,14 @@ LATENT: Configs = {
 }
 """Architectures with latent attention (MLA)."""
 
-LATENT_LATER: Configs = {"glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(**_LATENT_V3 | {"n_group": 1})}
+INDEXER = {"index_topk": MAX_LENGTH, "index_head_dim": 16, "index_n_heads": 2}
+"""An indexer that leaves a token all keys (sparse attention, DSA)."""
+
+LATENT_LATER: Configs = {
+    "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(**_LATENT_V3 | {"n_group": 1}),
+    "deepseek-v3.2": lambda: hf.DeepseekV32Config(**_LATENT_V3, **INDEXER),
+    "glm-5": lambda: hf.GlmMoeDsaConfig(**_LATENT_V3 | {"n_group": 1}, **INDEXER),
+}
 """More of them, in later releases of transformers."""
 
 GEMMA4 = {

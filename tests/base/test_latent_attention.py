@@ -13,8 +13,9 @@ from lane import HAS_OPENXLA
 from safetensors.torch import load_file, save_file
 from test_reload import other_weights, reload_weights
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
-from model_runner_base.testing.architectures import LATENT, LATENT_LATER
+from model_runner_base.testing.architectures import INDEXER, LATENT, LATENT_LATER
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
 from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of, tokens_of
@@ -125,6 +126,38 @@ def test_other_weights_are_loaded(is_eager: bool, tiny_model: Tiny, tmp_path: Pa
         assert len(projections) == 4 and all(p.device.type == device for p in projections)
 
 
+def with_indexer(model: TinyModel, path: Path) -> TinyModel:
+    """A checkpoint of DeepSeek V3 as one of V3.2, with an indexer of random weights."""
+    weights, config = load_file(model.path / "model.safetensors"), json.loads((model.path / "config.json").read_text())
+    heads, width = INDEXER["index_n_heads"], INDEXER["index_head_dim"]
+    shapes = {
+        "wq_b.weight": (heads * width, config["q_lora_rank"]),
+        "wk.weight": (width, config["hidden_size"]),
+        "k_norm.weight": (width,),
+        "k_norm.bias": (width,),
+        "weights_proj.weight": (heads, config["hidden_size"]),
+    }
+    for index in range(config["num_hidden_layers"]):
+        own = {f"model.layers.{index}.self_attn.indexer.{name}": torch.randn(shape) for name, shape in shapes.items()}
+        weights |= own
+    path.mkdir()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    named = {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(config | named | INDEXER))
+    return TinyModel(path)
+
+
+def test_an_indexer_that_leaves_all_keys(tiny_model: Tiny, tmp_path: Path) -> None:
+    """DeepSeek V3.2 has V3's tokens up to as many tokens as its indexer leaves keys. A longer context is refused before
+    anything is loaded."""
+    dense = tiny_model("deepseek-v3")
+    sparse = with_indexer(dense, tmp_path / "sparse")
+    with engine(sparse.path, **OPTIONS) as llm:
+        check(llm, dense, PROMPTS)
+    with pytest.raises(ValueError, match=r"beyond 256 tokens the indexer .* set max_model_len=256 or less"):
+        EngineArgs(str(sparse.path), max_model_len=257, hf_overrides={"index_topk": 256}).create_engine_config()
+
+
 @pytest.mark.openxla
 def test_compiled(tiny_model: Tiny) -> None:
     """The same tokens and log probabilities by graphs, and no compilation after warm-up."""
@@ -213,7 +246,10 @@ def test_prompt_lookup(tiny_model: Tiny) -> None:
     ("options", "words"),
     [
         ({"enable_lora": True}, "leave out enable_lora, or set VLLM_MLA_DISABLE=1"),
-        ({"hf_overrides": {"index_topk": 64}}, r"sparse attention \(DSA\) is not supported yet: .* beyond 64 tokens"),
+        (
+            {"hf_overrides": {"index_topk": 64}},
+            r"sparse attention \(DSA\) of DeepseekV2ForCausalLM is not supported yet",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused(options: dict[str, Any], words: str, tiny_model: Tiny) -> None:

@@ -211,7 +211,7 @@ def test_what_encoder_decoders_are_not_served_with_yet(setting: str, value: Any,
         (
             "model_config.hf_text_config.index_topk",
             2048,
-            r"sparse attention \(DSA\) is not supported yet: .* beyond 2048 tokens",
+            r"sparse attention \(DSA\) of LlavaForConditionalGeneration is not supported yet",
         ),
         ("model_config.architecture", "LongcatFlashForCausalLM", "LongcatFlash.* since some of its experts return"),
         ("lora_config", SimpleNamespace(), "leave out enable_lora, or set VLLM_MLA_DISABLE=1"),
@@ -221,6 +221,22 @@ def test_what_encoder_decoders_are_not_served_with_yet(setting: str, value: Any,
 def test_what_latent_attention_is_not_served_with_yet(setting: str, value: Any, message: str) -> None:
     config: Any = deepcopy(SERVED)
     config.model_config.use_mla = True
+    check_refused(config, setting, value, message)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model_config.max_model_len", 2049, "beyond 2048 tokens the indexer .* set max_model_len=2048 or less"),
+        ("model_config.use_mla", False, "leave out VLLM_MLA_DISABLE"),
+        ("speculative_config", draft(method="mtp"), "drafts by mtp are not .* ngram, suffix, or leave out"),
+    ],
+)
+def test_what_an_indexer_is_not_served_with_yet(setting: str, value: Any, message: str) -> None:
+    config: Any = deepcopy(SERVED)
+    own = {"use_mla": True, "architecture": "DeepseekV32ForCausalLM", "max_model_len": 2048}
+    vars(config.model_config).update(own)
+    config.model_config.hf_text_config.index_topk = 2048
     check_refused(config, setting, value, message)
 
 
