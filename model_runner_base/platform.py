@@ -155,7 +155,7 @@ class PagedPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Lowers vLLM's default limits, allows any ``--block-size``, makes vLLM recognise marked EAGLE heads, and has
-        quantised checkpoints dequantised.
+        quantised checkpoints dequantised, or refused by name.
 
         A step needs memory for the largest size within the limits, and a device with graphs captures every size at
         start-up. With vLLM's own defaults (256 requests, 8,192 tokens) that would cost minutes and gigabytes.
@@ -166,6 +166,7 @@ class PagedPlatform(Platform):
         from model_runner_base.quantized.configuration import set_aside
         from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
         from model_runner_base.vllm_compat.patches.forced_backends import leave_backend_open
+        from model_runner_base.vllm_compat.patches.gguf_files import refuse_gguf_files
         from model_runner_base.vllm_compat.patches.hybrid_config import (
             keep_block_size,
             know_mamba2,
@@ -192,6 +193,7 @@ class PagedPlatform(Platform):
         know_mamba2()
         leave_prefix_caching_off()
         leave_backend_open()
+        refuse_gguf_files()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -149,7 +149,7 @@ BREAKS = {
 """Faults of a checkpoint, put in one after the other, and what names each."""
 
 
-def config_of(path: Path, **options: Any) -> Any:
+def config_of(path: Path | str, **options: Any) -> Any:
     return EngineArgs(str(path), max_model_len=128, **options).create_engine_config()
 
 
@@ -176,8 +176,17 @@ def test_an_unknown_format_is_refused(tiny_model: Make, tmp_path: Path) -> None:
         config_of(path)
 
 
+def test_gguf_files_are_refused(tmp_path: Path) -> None:
+    """A GGUF file is named, and what to do instead, before it is read; a name of the hub before it is downloaded."""
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for model in (str(file), "someone/a-model-GGUF/model-Q4_K_M.gguf"):
+        with pytest.raises(ValueError, match=f"GGUF files are not dequantised yet: instead of {model} use the checkp"):
+            config_of(model)
+
+
 @pytest.mark.skipif("gguf" not in get_args(quantization.QuantizationMethods), reason="vLLM knows no GGUF files")
-def test_gguf_files_are_refused(tiny_model: Make) -> None:
+def test_gguf_as_a_method_is_refused(tiny_model: Make) -> None:
     config = config_of(tiny_model("llama").path).model_config
     config.quantization = "gguf"
     with pytest.raises(UnsupportedConfigError, match=r"GGUF files are not dequantised yet: instead of .* use"):
