@@ -33,6 +33,7 @@ NEWEST = [
     "base/test_lora.py",
     "base/test_lora_refusals.py",
     "base/test_mistral_files.py",
+    "base/test_mistral_large.py",
     "base/test_padding.py",
     "base/test_pooling.py",
     "base/test_pooling_images.py",
