@@ -27,6 +27,7 @@ from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
 from model_runner_base.vllm_compat.patches.olmo_hybrid import load_olmo_hybrid
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
 from model_runner_base.vllm_compat.patches.unequal_heads import use_plain_unequal_heads
+from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
 from model_runner_base.vllm_compat.probes.experts import experts_layers
 from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
 from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
@@ -43,6 +44,10 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
             "recurrent layers run in plain torch, which this device does not use: serve a model of attention layers"
         )
     if vllm_config.model_config.use_mla and not use_plain_layers:
+        if num_indexed_keys(vllm_config.model_config) is not None:
+            raise UnsupportedConfigError(
+                "models with an indexer (DSA) run in plain torch, which this device does not use: use another model"
+            )
         raise UnsupportedConfigError(
             "latent attention (MLA) runs in plain torch, which this device does not use: set VLLM_MLA_DISABLE=1, with "
             "which keys and values are kept"

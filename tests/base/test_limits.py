@@ -281,6 +281,9 @@ def test_latent_attention_needs_plain_torch() -> None:
     config.model_config.use_mla = True
     with pytest.raises(UnsupportedConfigError, match="this device does not use: set VLLM_MLA_DISABLE=1"):
         load_checkpoint(config, use_plain_layers=False)
+    config.model_config.hf_text_config.index_topk = 2048
+    with pytest.raises(UnsupportedConfigError, match="this device does not use: use another model"):
+        load_checkpoint(config, use_plain_layers=False)
 
 
 @pytest.mark.skipif(not HAS_SLOT_PROCESSORS, reason="this vLLM has one interface")
