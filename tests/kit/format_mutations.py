@@ -29,7 +29,7 @@ MUTATIONS = [
         "attention/unequal_heads.py",
         "kv_cache[..., self.head_size :][plan.pair_blocks]",
         "kv_cache[..., : self.value_size][plan.pair_blocks]",
-        "test_cache_formats and unequal_heads",
+        "test_unequal_heads",
         is_later=True,
     ),
     Mutation(

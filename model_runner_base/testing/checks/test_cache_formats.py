@@ -1,13 +1,10 @@
-"""Caches of other numbers than keys and values of one size in the model's dtype: latents (MLA), values of a head size
-of their own, and numbers of 8 bits."""
+"""Caches of other numbers than keys and values in the model's dtype: latents (MLA), and numbers of 8 bits."""
 
 from collections.abc import Callable
 
 import pytest
-import transformers
 from vllm import LLM
 
-from model_runner_base.testing.architectures import WINDOW
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.engine import generate, greedy, metric, tokens_of
@@ -50,16 +47,6 @@ def test_latents_after_preemption(latents: tuple[LLM, TinyModel]) -> None:
     before = metric(llm, "vllm:num_preemptions")
     check(llm, model, random_prompts(116, [60, 70, 50, 40]), 40)
     assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
-
-
-def test_unequal_heads(engine: Start, tiny_model: Tiny) -> None:
-    """Values of another head size than keys, in layers with windows and sinks and layers without."""
-    if not hasattr(transformers, "MiMoV2FlashConfig"):
-        raise NotImplementedError("this release of transformers has no MiMo-V2, with which tokens would be compared")
-    model = tiny_model("mimo-v2")
-    llm = engine(model.path, hf_overrides={"sliding_window_size": WINDOW})
-    check(llm, model, PROMPTS)
-    check(llm, model, PROMPTS[-1:])
 
 
 def test_eight_bits(engine: Start, tiny_model: Tiny) -> None:

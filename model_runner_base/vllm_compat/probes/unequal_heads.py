@@ -6,7 +6,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 BACKENDS = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
 """Names of the backends that a model's class may choose."""
-_CHOOSES_BACKENDS = BACKENDS[1] in AttentionBackendEnum.__members__
+CHOOSES_BACKENDS = BACKENDS[1] in AttentionBackendEnum.__members__
 """Whether the classes of MiMo-V2 choose backends. In releases that do not have these, they pad values."""
 
 
@@ -16,7 +16,7 @@ def has_unequal_heads(architecture: str, config: Any) -> bool:
     Args:
         config: the text model's config from ``config.json``.
     """
-    if not _CHOOSES_BACKENDS or not architecture.startswith("MiMoV2"):
+    if not CHOOSES_BACKENDS or not architecture.startswith("MiMoV2"):
         return False
     sizes = ("head_dim", "v_head_dim"), ("swa_head_dim", "swa_v_head_dim")
     return any(getattr(config, keys, None) != getattr(config, values, None) for keys, values in sizes)
