@@ -7,13 +7,13 @@ feature is built, its line is removed.
 import math
 from typing import Any
 
-from vllm.config import ModelConfig, ParallelConfig, VllmConfig
-from vllm.logger import init_logger
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.attention_limits import check_attention
 from model_runner_base.errors import UnsupportedConfigError, refuse
+from model_runner_base.multimodal_limits import TEXT_ALONE, check_multimodal, check_text_alone
 from model_runner_base.our_engines import SCHEDULER
 from model_runner_base.pooling_limits import check_pooling
 from model_runner_base.recurrent.ranks import check_ranks
@@ -28,34 +28,7 @@ from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_s
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
 """Refused fields of ``SamplingParams``, which newer releases of vLLM have."""
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa")
-METHODS_WITH_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
-"""Speculative methods that are supported with images. Draft heads know an image through the target's hidden states; a
-draft model would need the image itself, and ``mtp`` is not tested."""
 
-MULTIMODAL_ARCHITECTURES = (
-    "LlavaForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "Gemma3ForConditionalGeneration",
-    "Qwen2AudioForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
-    "Idefics3ForConditionalGeneration",
-    "Cohere2VisionForConditionalGeneration",
-    "Glm4vForConditionalGeneration",
-    "Glm4vMoeForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
-    "HunYuanVLForConditionalGeneration",
-    "WhisperForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-"""Multimodal architectures that are tested against another implementation; others may need features that are
-missing."""
 ENCODER_DECODER_ARCHITECTURES = ("WhisperForConditionalGeneration",)
 """Encoder-decoder architectures whose encoder outputs have one length, and whose cross-attention layers project them by
 a ``kv_proj``."""
@@ -81,10 +54,6 @@ RECURRENT_ARCHITECTURES = (
     "Zamba2ForCausalLM",
 )
 """Architectures with recurrent layers whose tokens are held against another implementation."""
-SEES_WHOLE_PROMPT = ("PaliGemmaForConditionalGeneration",)
-"""Architectures whose text sees all of the prompt, which nothing here computes."""
-TEXT_ALONE = "limit_mm_per_prompt={'image': 0, 'video': 0, 'audio': 0}"
-"""Setting with which a multimodal model is one of text."""
 RECURRENT_WITH_ADAPTERS = (
     "FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM",
@@ -94,12 +63,6 @@ RECURRENT_WITH_ADAPTERS = (
     "Qwen3_5ForCausalLM",
 )
 """Architectures with recurrent layers whose adapters are held against merged weights."""
-WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
-"""Architectures whose videos are refused, since vLLM's M-RoPE counts the frames of a video, but not the text between
-them."""
-
-
-logger = init_logger(__name__)
 
 
 def check_config(vllm_config: VllmConfig) -> None:
@@ -171,9 +134,9 @@ def check_config(vllm_config: VllmConfig) -> None:
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
     if model and multimodal.takes_items(model):
-        _check_multimodal(vllm_config)
+        check_multimodal(vllm_config)
     elif model and model.is_multimodal_model:
-        _check_text_alone(model)
+        check_text_alone(model)
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:
@@ -301,71 +264,6 @@ def _check_encoder_decoder(vllm_config: VllmConfig) -> None:
         ),
     }
     refuse(refusals)
-
-
-def _check_text_alone(model: ModelConfig) -> None:
-    name = model.architecture
-    refuse(
-        {
-            f"{name} is not supported yet: tokens of its prompts see those after them, also without an image": (
-                name in SEES_WHOLE_PROMPT
-            ),
-            "prompt embeddings are not supported with text of multimodal models yet: leave out enable_prompt_embeds": (
-                model.enable_prompt_embeds
-            ),
-        }
-    )
-    if name not in multimodal.tried(MULTIMODAL_ARCHITECTURES):
-        logger.warning("The text of %s was not compared with another implementation.", name)
-
-
-def _check_multimodal(vllm_config: VllmConfig) -> None:
-    model, drafts = vllm_config.model_config, vllm_config.speculative_config
-    config = model.multimodal_config
-    served = multimodal.tried(MULTIMODAL_ARCHITECTURES)
-    has_alone = model.architecture not in (*SEES_WHOLE_PROMPT, *multimodal.OTHER_ITEMS) and not model.is_encoder_decoder
-    alone = f"its text alone ({TEXT_ALONE})" if has_alone else "a text-only model"
-    refusals = {
-        f"{model.architecture} is not supported yet: use {alone}, or one of {', '.join(served)}": model.architecture
-        not in served,
-        f"videos are not supported with {model.architecture} yet: set limit_mm_per_prompt to {{'video': 0}}": (
-            model.architecture in WITHOUT_VIDEO and config and config.get_limit_per_prompt("video") > 0
-        ),
-        "adapters of a tower or a connector are not supported yet: leave out enable_tower_connector_lora": (
-            vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora
-        ),
-        f"drafts by {drafts and drafts.method} are not supported with multimodal models yet: use one of "
-        f"{', '.join(METHODS_WITH_IMAGES)}, or leave out speculative_config": drafts
-        and drafts.method not in METHODS_WITH_IMAGES,
-        "prompt embeddings are not supported with multimodal models yet: leave out enable_prompt_embeds": (
-            model.enable_prompt_embeds
-        ),
-        "tensor parallelism is not supported with multimodal models yet: use tensor_parallel_size=1": (
-            vllm_config.parallel_config.tensor_parallel_size > 1
-        ),
-        "with priorities this scheduler may skip the encoding of an image: leave out scheduler_cls, or "
-        "scheduling_policy": vllm_config.scheduler_config.policy == "priority"
-        and not getattr(vllm_config.scheduler_config.get_scheduler_cls(), "forgets_preempted_steps", False),
-        "towers are compiled by the device or run eagerly: leave out compile_mm_encoder": (
-            setting(vllm_config.compilation_config, "compile_mm_encoder", False)
-        ),
-        "video_pruning_rate is not supported: leave it out": config and config.is_multimodal_pruning_enabled(),
-        "tokens of an image see each other in this model, so a chunk must hold a whole image: leave out "
-        "long_prefill_token_threshold": model.is_mm_prefix_lm
-        and vllm_config.scheduler_config.long_prefill_token_threshold,
-        "an image is longer than this model's window, and the keys of its first tokens may be freed when a cached "
-        "prefix ends inside it: set enable_prefix_caching=False": vllm_config.cache_config.enable_prefix_caching
-        and _has_images_longer_than_window(model),
-        "an image is longer than this model's window, and transformers of this release hides its first tokens from its "
-        "last: use vLLM 0.16": not multimodal.SEES_BEFORE_WINDOW and _has_images_longer_than_window(model),
-    }
-    refuse(refusals)
-
-
-def _has_images_longer_than_window(model: ModelConfig) -> bool:
-    """Whether a window is shorter than a run of tokens that see each other."""
-    window = getattr(model.hf_text_config, "sliding_window", None)
-    return bool(model.is_mm_prefix_lm and window and window < getattr(model.hf_config, "mm_tokens_per_image", 0))
 
 
 def _size_of(parallel_config: ParallelConfig | None) -> int | None:

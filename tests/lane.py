@@ -62,6 +62,7 @@ NEWEST = [
     "base/test_transcription.py",
     "base/test_unequal_heads.py",
     "base/test_vllm_types.py",
+    "base/test_untried_families.py",
     "base/test_weight_stream.py",
     "base/test_whole_images.py",
     "gpu/test_cuda_graphs.py",

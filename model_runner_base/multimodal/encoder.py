@@ -32,6 +32,7 @@ from model_runner_base.multimodal.towers.patch_graphs import PatchGraphs
 from model_runner_base.multimodal.towers.patches import PATCH_TOWERS
 from model_runner_base.multimodal.towers.tile_graphs import TileGraphs
 from model_runner_base.multimodal.towers.tiles import tiled_tower
+from model_runner_base.multimodal.towers.untried import check_outputs
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.schedule import Schedule
@@ -152,6 +153,17 @@ class ItemEncoder(Encoder):
         mm_config = self._model_config.multimodal_config
         if self._budget.mm_max_toks_per_item and not (mm_config and mm_config.skip_mm_profiling):
             self._run_eagerly(largest_items(self._budget, self._model_config))
+
+    @torch.no_grad()
+    def try_out(self) -> None:
+        """Encodes one of the largest items, so that towers that do not run here raise an error when the engine starts.
+
+        Nothing is encoded if ``skip_mm_profiling`` is set.
+        """
+        mm_config = self._model_config.multimodal_config
+        if self._budget.mm_max_toks_per_item and not (mm_config and mm_config.skip_mm_profiling):
+            outputs = self._run_eagerly(largest_items(self._budget, self._model_config)[:1])
+            check_outputs(self._model, outputs, self._pool.tensors[0].shape[1])
 
     def warm_up(self) -> None:
         self._pool.warm_up()

@@ -8,8 +8,10 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.multimodal.cross import CrossEncoder
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder, ItemEncoder
+from model_runner_base.multimodal.towers.untried import check_tower_layers
+from model_runner_base.multimodal_limits import MULTIMODAL_ARCHITECTURES
 from model_runner_base.vllm_compat.patches.item_data import keep_item_data
-from model_runner_base.vllm_compat.probes.multimodal import takes_items
+from model_runner_base.vllm_compat.probes.multimodal import takes_items, tried
 
 
 def choose_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> Encoder:
@@ -18,4 +20,10 @@ def choose_encoder(vllm_config: VllmConfig, model: Any, wrap: WrapFunction, devi
     if not takes_items(config):
         return NO_ENCODER
     keep_item_data()  # In an engine core that was spawned, the platform has not checked the config and called this.
-    return (CrossEncoder if config.is_encoder_decoder else ItemEncoder)(vllm_config, model, wrap, device_ops)
+    if config.is_encoder_decoder:
+        return CrossEncoder(vllm_config, model, wrap, device_ops)
+    encoder = ItemEncoder(vllm_config, model, wrap, device_ops)
+    if config.architecture not in tried(MULTIMODAL_ARCHITECTURES):
+        check_tower_layers(vllm_config, model)
+        encoder.try_out()
+    return encoder

@@ -78,7 +78,7 @@ def _cohere2_vision() -> Family:
     return config, hf.Cohere2VisionProcessor(images, tokenizer), named["image_token"]
 
 
-def _glm(config_class: Any, text: dict[str, Any]) -> Family:
+def glm(config_class: Any, text: dict[str, Any]) -> Family:
     names = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
     names += ["<|begin_of_video|>", "<|end_of_video|>"]
     told = ["image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id"]
@@ -100,12 +100,12 @@ def _glm(config_class: Any, text: dict[str, Any]) -> Family:
 
 
 def _glm4v() -> Family:
-    return _glm(hf.Glm4vConfig, {})
+    return glm(hf.Glm4vConfig, {})
 
 
 def _glm4v_moe() -> Family:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
-    return _glm(hf.Glm4vMoeConfig, experts | {"first_k_dense_replace": 1, "use_qk_norm": False})
+    return glm(hf.Glm4vMoeConfig, experts | {"first_k_dense_replace": 1, "use_qk_norm": False})
 
 
 def _llama4() -> Family:

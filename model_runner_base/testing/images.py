@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from model_runner_base.limits import WITHOUT_VIDEO
+from model_runner_base.multimodal_limits import WITHOUT_VIDEO
 from model_runner_base.testing.architectures import EXPERTS
 from model_runner_base.testing.further_images import FURTHER_FAMILIES
 from model_runner_base.testing.processed import (
