@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.config import ModelConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base import limits
 from model_runner_base.errors import RequestError
-from model_runner_base.inputs.embeddings import check_embeds
+from model_runner_base.inputs.embeddings import check_embeds, check_mixed
 from model_runner_base.multimodal.item_checks import check_items, item_width
+from model_runner_base.requests.mixed_prompts import ids_of_tokens
 from model_runner_base.vllm_compat.probes.multimodal import decoder_of
 
 
@@ -34,15 +36,17 @@ class RequestChecks:
         """Raises ValueError for a request whose output would be wrong; takes arguments of
         ``Platform.validate_request``."""
         decoded = decoder_of(processed_inputs)
-        limits.check_request(params, decoded.get("prompt_token_ids") or [], self.vocab_size)
+        embeds, is_token = processed_inputs.get("prompt_embeds"), processed_inputs.get("is_token_ids")
+        token_ids = decoded.get("prompt_token_ids") or []
+        if is_token is not None:
+            check_mixed(embeds, token_ids, is_token, getattr(params, "repetition_penalty", 1.0))
+            embeds, token_ids = embeds[~torch.tensor(is_token, dtype=torch.bool)], ids_of_tokens(token_ids, is_token)
+        limits.check_request(params, token_ids, self.vocab_size)
         if self.vector_size and (dimensions := getattr(params, "dimensions", None) or 0) > self.vector_size:
             raise RequestError(f"dimensions={dimensions} is more than the {self.vector_size} that vectors have here")
         if decoded is not processed_inputs and not decoded.get("mm_placeholders"):
             raise RequestError("this model has nothing to hear: give a sound in the multi_modal_data of encoder_prompt")
         if items := decoded.get("mm_kwargs"):
             check_items(items, decoded["mm_placeholders"], self.item_width)
-        if processed_inputs.get("is_token_ids") is not None:
-            raise RequestError("a prompt of tokens and embeddings is not supported yet: give all of it as embeddings")
-        embeds = processed_inputs.get("prompt_embeds")
         if embeds is not None:
             check_embeds(embeds, self.hidden_size, getattr(params, "prompt_logprobs", None) is not None)

@@ -1,4 +1,4 @@
-"""Prompts given as embeddings: the graph reads them from a pool on the device, instead of the model's own table.
+"""Prompts given as embeddings, in whole or in part: the graph reads them from a pool on the device.
 
 A token's ``embed_source`` is its row of the pool, or -1 if its embedding is looked up by its id. A step without given
 embeddings uploads none. Any other step uploads those of its own tokens, padded to one of a few static lengths.
@@ -16,6 +16,7 @@ from model_runner_base.errors import RequestError
 from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.requests.device_rows import DeviceRows
+from model_runner_base.requests.mixed_prompts import given_rows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
@@ -57,9 +58,9 @@ class EmbeddingInputs(StepComponent):
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         source, row = views[SECTION], 0
         source[:] = LOOKED_UP
-        for start, chunk in self._chunks(batch):
-            source[start : start + len(chunk)] = np.arange(row, row + len(chunk))
-            row += len(chunk)
+        for tokens, embeds in self._chunks(batch):
+            source[tokens] = np.arange(row, row + len(tokens))
+            row += len(embeds)
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         views[SECTION][:] = LOOKED_UP
@@ -71,7 +72,7 @@ class EmbeddingInputs(StepComponent):
         """Uploads the embeddings of the step's tokens."""
         if batch is None or batch.is_repeat:
             return
-        chunks = [chunk for _, chunk in self._chunks(batch)]
+        chunks = [embeds for tokens, embeds in self._chunks(batch) if len(tokens)]
         if chunks:
             embeds = torch.cat(chunks)
             self._pool.write(np.arange(len(embeds), dtype=np.int32), embeds)
@@ -79,15 +80,16 @@ class EmbeddingInputs(StepComponent):
     def warm_up(self) -> None:
         self._pool.warm_up()
 
-    def _chunks(self, batch: InputBatch) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the scheduled parts of prompts of embeddings, and where in the step each begins."""
+    def _chunks(self, batch: InputBatch) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
+        """Yields the embeddings [N, H] in scheduled parts of prompts, and the N indices of their tokens in the step."""
         # The output tokens after a prompt have ids.
         indices = np.flatnonzero(self._num_embeds[batch.rows] > batch.num_computed)
         for index, info in zip(indices, self._requests.infos_of(batch.rows[indices]), strict=True):
             assert info.prompt_embeds is not None
             begin = batch.num_computed[index]
-            chunk = info.prompt_embeds[begin : begin + batch.query_len[index]].float()
-            yield int(batch.query_start[index]), chunk
+            chunk = info.prompt_embeds[begin : begin + batch.query_len[index]]
+            given = given_rows(chunk)
+            yield batch.query_start[index] + given, chunk[given].float()
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -157,3 +159,24 @@ def check_embeds(embeds: torch.Tensor, hidden_size: int, wants_prompt_logprobs: 
         raise RequestError("prompt_embeds must be finite")
     if wants_prompt_logprobs:
         raise RequestError("prompt_logprobs need token ids, which prompt_embeds do not have: leave one of them out")
+
+
+def check_mixed(
+    embeds: torch.Tensor, token_ids: Sequence[int], is_token: Sequence[bool], repetition_penalty: float
+) -> None:
+    """Raises RequestError for a prompt of tokens and embeddings whose parts do not fit together.
+
+    ``is_token`` says which rows of ``embeds`` [P, H] are tokens; their ids are in ``token_ids``.
+    """
+    if not len(embeds) == len(token_ids) == len(is_token):
+        raise RequestError(
+            "prompt_embeds, prompt_token_ids and prompt_is_token_ids must have one length, got "
+            f"{len(embeds)}, {len(token_ids)} and {len(is_token)}"
+        )
+    if all(is_token):
+        raise RequestError("prompt_is_token_ids names no embedding: give prompt_token_ids alone")
+    if repetition_penalty != 1:
+        raise RequestError(
+            "repetition_penalty counts the tokens of a prompt, which embeddings hide in part: leave it out, or use "
+            "presence_penalty, which counts the output alone"
+        )

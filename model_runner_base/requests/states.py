@@ -26,9 +26,9 @@ class RequestInfo:
     seed: int
     """The request's own seed, or one drawn for it; 0 where nothing is drawn."""
     prompt_token_ids: list[int]
-    """Token ids of the prompt; zeros for a prompt of embeddings."""
+    """Token ids of the prompt; zeros for embeddings."""
     prompt_embeds: torch.Tensor | None = None
-    """[prompt, hidden] embeddings on the host, in place of ids."""
+    """[prompt, hidden] embeddings on the host, in place of ids; a row of NaN is a token."""
     adapter: LoRARequest | None = None
     """Low-rank adapter that the request runs with."""
     items: Sequence[MultiModalFeatureSpec] = ()

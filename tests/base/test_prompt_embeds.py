@@ -13,6 +13,7 @@ from counts import examples
 from greedy import expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lane import HAS_OPENXLA
 from test_batch_builder import make_caches
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
@@ -226,3 +227,52 @@ def test_what_the_model_cannot_take_is_refused(tiny_model: Callable[[str], TinyM
             with pytest.raises(ValueError, match=message):
                 run(llm, [{"prompt_embeds": embeds}], **options)
         assert run(llm, [{"prompt_token_ids": list(prompt)}]) == expected(model, [prompt])
+
+
+@pytest.mark.skipif(HAS_OPENXLA, reason="this release of vLLM has no such prompts")
+def test_tokens_and_embeddings_in_one_prompt(tiny_model: Callable[[str], TinyModel]) -> None:
+    """A prompt with embeddings between tokens gives the tokens of the whole prompt by ids, in chunks and with a cached
+    prefix. Its placeholders have ids outside of the vocabulary."""
+    model = tiny_model("llama")
+    prompts = random_prompts(74, [5, 33, 64, 90])
+    embeds = embeddings(model, prompts)
+    rng = np.random.default_rng(5)
+    asked = []
+    for prompt, rows in zip(prompts, embeds, strict=True):
+        is_token = rng.random(len(prompt)) < 0.5
+        is_token[:2] = True, False
+        asked.append(
+            {
+                "prompt_embeds": rows.masked_fill(torch.from_numpy(is_token).unsqueeze(1), 0.0),
+                "prompt_token_ids": np.where(is_token, prompt, 10**6).tolist(),
+                "prompt_is_token_ids": is_token.tolist(),
+            }
+        )
+    zero: dict[str, Any] = {"prompt_embeds": torch.zeros(40, 64), "prompt_token_ids": [0] * 40}
+    with engine(model.path, max_model_len=128, enforce_eager=True, enable_prompt_embeds=True) as llm:
+        assert run(llm, asked) == expected(model, prompts)
+        hits = metric(llm, "vllm:prefix_cache_hits")
+        assert run(llm, asked[::-1]) == expected(model, prompts[::-1])
+        assert metric(llm, "vllm:prefix_cache_hits") > hits, "the prefix cache was not hit"
+        # Token 0 and an embedding of zeros have the same id and the same row: the cache must not mix them up.
+        got = [
+            run(llm, [zero | {"prompt_is_token_ids": [True] * count + [False] * (40 - count)}])[0] for count in (1, 39)
+        ]
+        hf = reference(model)
+        for count, tokens in zip((1, 39), got, strict=True):
+            whole = torch.cat(
+                (hf.get_input_embeddings()(torch.zeros(count, dtype=torch.long)), torch.zeros(40 - count, 64))
+            )
+            options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+            assert tokens == hf.generate(inputs_embeds=whole[None], **options)[0].tolist()
+        for change, message in (
+            ({"prompt_is_token_ids": [True] * 40}, "names no embedding"),
+            ({"prompt_is_token_ids": [True] * 39}, "must have one length, got 40, 40 and 39"),
+            ({"prompt_is_token_ids": [True] * 39 + [False], "prompt_token_ids": [10**6] * 40}, "out of vocabulary"),
+            ({"prompt_is_token_ids": [False] * 40, "prompt_embeds": torch.full((40, 64), torch.nan)}, "finite"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                run(llm, [zero | change])
+        with pytest.raises(ValueError, match="repetition_penalty counts the tokens of a prompt"):
+            run(llm, asked, repetition_penalty=1.5)
+        assert run(llm, asked[:1]) == expected(model, prompts[:1])

@@ -19,6 +19,7 @@ from model_runner_base.errors import RequestError
 from model_runner_base.our_engines import Checks, arriving, is_ours
 from model_runner_base.request_ranges import check_rest
 from model_runner_base.request_rules import check_fits, check_rules
+from model_runner_base.requests.mixed_prompts import mark_tokens
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 CHECKS = "_request_checks"
@@ -45,6 +46,8 @@ def _checked(make_checks: Callable[[ModelConfig], Checks], process_inputs: Any) 
             request = process_inputs(self, *args, **kwargs)
         finally:
             arriving.reset(token)
+        if (is_token := getattr(request, "prompt_is_token_ids", None)) is not None:
+            request.prompt_embeds = mark_tokens(request.prompt_embeds, is_token)
         vocab_size = config.model_config.get_vocab_size()
         check_rest(request, vocab_size)
         embeds = request.prompt_embeds

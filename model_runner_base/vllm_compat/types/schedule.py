@@ -2,6 +2,7 @@
 
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
+from model_runner_base.requests.mixed_prompts import ids_of_tokens, mark_tokens
 from model_runner_base.step.schedule import Arrival, Grammar, Schedule
 
 __all__ = ["GrammarOutput", "SchedulerOutput", "read_grammar", "read_schedule"]
@@ -60,6 +61,10 @@ def _arrival(new: NewRequestData) -> Arrival:
     if token_ids is None:
         assert new.prompt_embeds is not None
         token_ids = [0] * len(new.prompt_embeds)
+    embeds, is_token = new.prompt_embeds, getattr(new, "prompt_is_token_ids", None)
+    if is_token is not None:
+        assert embeds is not None
+        embeds, token_ids = mark_tokens(embeds, is_token), ids_of_tokens(token_ids, is_token)
     known = new.prefill_token_ids
     if known is not None and len(known) > len(token_ids):
         return Arrival(new.req_id, known, new.num_computed_tokens, new.block_ids)
@@ -69,7 +74,7 @@ def _arrival(new: NewRequestData) -> Arrival:
         new.num_computed_tokens,
         new.block_ids,
         new.pooling_params if new.sampling_params is None else new.sampling_params,
-        new.prompt_embeds,
+        embeds,
         new.lora_request,
         new.mm_features,
     )
