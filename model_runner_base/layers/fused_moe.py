@@ -45,6 +45,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": partial(_gated, F.gelu),
     "gelu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
     "swigluoai": _clamped_swiglu,
+    "silu_no_mul": F.silu,
+    "gelu_no_mul": F.gelu,
+    "gelu_tanh_no_mul": partial(F.gelu, approximate="tanh"),
     "relu2_no_mul": lambda x: F.relu(x).square(),
 }
 

@@ -40,6 +40,10 @@ ACTIVATIONS = {
     "silu": lambda inner: inner[:INNER] * sigmoid(inner[:INNER]) * inner[INNER:],
     "gelu": lambda inner: gelu(inner[:INNER]) * inner[INNER:],
     "swigluoai": clamped_swiglu,
+    "silu_no_mul": lambda inner: inner * sigmoid(inner),
+    "gelu_no_mul": gelu,
+    "gelu_tanh_no_mul": gelu_tanh,
+    "relu2_no_mul": lambda inner: np.maximum(inner, 0) ** 2,
 }
 
 
@@ -80,8 +84,9 @@ def test_experts_equal_one_by_one(case: tuple[int, np.ndarray], activation: str,
     def random(*shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
 
-    biases = (random(num_experts, 2 * INNER), random(num_experts, HIDDEN)) if has_bias else ()
-    experts = Experts(random(num_experts, HIDDEN, 2 * INNER), random(num_experts, INNER, HIDDEN), activation, *biases)
+    width = INNER if activation.endswith("_no_mul") else 2 * INNER
+    biases = (random(num_experts, width), random(num_experts, HIDDEN)) if has_bias else ()
+    experts = Experts(random(num_experts, HIDDEN, width), random(num_experts, INNER, HIDDEN), activation, *biases)
     hidden, weights = random(len(ids), HIDDEN), random(*ids.shape)
     want = one_by_one(experts, hidden.numpy(), ids, weights.numpy())
     ways = [run_experts, fused_moe._each_choice, fused_moe._every_expert, fused_moe._in_tiles]
