@@ -23,6 +23,7 @@ from model_runner_base.quantized.checks import plain_shapes
 from model_runner_base.quantized.configuration import format_of_model, reading
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.recurrent.layers import use_plain_recurrences
+from model_runner_base.vllm_compat.patches.cohere_windows import correct_windows
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
 from model_runner_base.vllm_compat.patches.olmo_hybrid import load_olmo_hybrid
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
@@ -69,6 +70,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         is_draft = False
         assert isinstance(vllm_config.model_config.dtype, torch.dtype)
         correct_modernbert(model, vllm_config.model_config.dtype)
+        correct_windows(model)
         if use_plain_layers:
             use_plain_experts(model)
             use_plain_recurrences(model)

@@ -272,9 +272,17 @@ LATER: Configs = {
     "gemma4-moe": lambda: hf.Gemma4TextConfig(
         **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=32
     ),
+    "cohere2-moe": lambda: hf.Cohere2MoeConfig(
+        **SHAPE | {"num_hidden_layers": 4, "intermediate_size": 32},
+        head_dim=16,
+        num_experts=8,
+        logit_scale=0.25,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING * 2,
+    ),
 }
 """Architectures of later releases of transformers: layers of two head sizes, one whose values are its keys, KV caches
-shared by layers, experts beside a dense layer."""
+shared by layers, experts beside a dense layer, experts in a block with windows."""
 
 MIMO_V2 = {
     **UNTIED,

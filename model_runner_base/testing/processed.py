@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.models import vary
 from model_runner_base.testing.tokenizer import make_tokenizer
-from model_runner_base.vllm_compat.probes.multimodal import WIDER_WINDOW
 
 # Typed loosely: transformers loads its classes on demand.
 hf: Any = transformers
@@ -61,12 +60,9 @@ def special_tokenizer(*special: str, **named: str) -> Any:
 
 @cache
 def reference(path: Path) -> tuple[Any, Any]:
-    """A checkpoint's model in float32 and its processor. Windows are as wide as vLLM makes them."""
-    config = hf.AutoConfig.from_pretrained(path)
-    (name,) = config.architectures
-    if wider := WIDER_WINDOW.get(name):
-        config.get_text_config().sliding_window += wider
-    model = getattr(hf, name).from_pretrained(path, config=config, dtype=torch.float32)
+    """A checkpoint's model in float32 and its processor."""
+    (name,) = hf.AutoConfig.from_pretrained(path).architectures
+    model = getattr(hf, name).from_pretrained(path, dtype=torch.float32)
     return model.eval(), hf.AutoProcessor.from_pretrained(path)
 
 

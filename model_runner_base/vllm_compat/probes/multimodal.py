@@ -20,8 +20,6 @@ LATER_ALONE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGener
 """Architectures that the first of the releases does not have."""
 NEEDS_TIMES: tuple[str, ...] = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration",)
 """Architectures whose videos must come with the time of each frame, although their prompts do not name it."""
-WIDER_WINDOW: dict[str, int] = {} if _IS_OF_FIRST else {"Cohere2VisionForConditionalGeneration": 1}
-"""Tokens that vLLM adds to the window of an architecture's config; its comment says that the model was trained so."""
 
 MODALITIES = ("image", "video", "audio")
 OTHER_ITEMS = ("KimiK25ForConditionalGeneration",)
