@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.attention_limits import check_attention
 from model_runner_base.errors import UnsupportedConfigError, refuse
-from model_runner_base.multimodal_limits import TEXT_ALONE, check_multimodal, check_text_alone
+from model_runner_base.multimodal_limits import check_multimodal, check_text_alone
 from model_runner_base.our_engines import SCHEDULER
 from model_runner_base.pooling_limits import check_pooling
 from model_runner_base.recurrent.ranks import check_ranks
@@ -23,7 +23,7 @@ from model_runner_base.vllm_compat.probes.config import returns_routed_experts, 
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
 from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
 from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states
-from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
+from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
 """Refused fields of ``SamplingParams``, which newer releases of vLLM have."""

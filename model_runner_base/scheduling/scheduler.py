@@ -23,7 +23,7 @@ Turns: type[TurnParams] = TurnParams if DROPS_STALE_OUTPUTS else SessionTurns
 
 
 class Corrections(StateSessions, WindowBlocks, PreemptedSteps, Turns, BidirectionalImages):  # type: ignore[misc, valid-type]
-    """All corrections that rows go with."""
+    """Mixin of all corrections that rows go with."""
 
 
 class RowScheduling(RowSteps, Corrections):

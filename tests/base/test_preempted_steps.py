@@ -33,7 +33,7 @@ class Unwritten(Exception):
 
 
 class Device:
-    """What a device's memory holds: for each place of the cache the tokens up to it, and the encoded items."""
+    """Memory of a device: for each place of the cache the tokens up to it, and the encoded items."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
