@@ -7,6 +7,7 @@ from model_runner_base.errors import refuse
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import setting
 from model_runner_base.vllm_compat.probes.multimodal_class import SEES_WHOLE_PROMPT, untested_need
+from model_runner_base.vllm_compat.types.recurrent import WITH_DRAFTING_LAYERS
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
 METHODS_WITH_IMAGES = (*HOST_METHODS, "eagle", "eagle3", "medusa")
@@ -71,6 +72,7 @@ def check_multimodal(vllm_config: VllmConfig) -> None:
     alone = f"its text alone ({TEXT_ALONE})" if has_alone else "a text-only model"
     is_tried = model.architecture in served
     need = None if is_tried else untested_need(model)
+    methods = (*METHODS_WITH_IMAGES, *["mtp"] * (model.architecture in WITH_DRAFTING_LAYERS))
     refusals = {
         f"{model.architecture} is not supported yet, since {need}: use {alone}, or one of {', '.join(served)}": need,
         "embeddings in place of images, videos and sounds are supported with families that were tried alone: leave out "
@@ -82,8 +84,7 @@ def check_multimodal(vllm_config: VllmConfig) -> None:
             vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora
         ),
         f"drafts by {drafts and drafts.method} are not supported with multimodal models yet: use one of "
-        f"{', '.join(METHODS_WITH_IMAGES)}, or leave out speculative_config": drafts
-        and drafts.method not in METHODS_WITH_IMAGES,
+        f"{', '.join(methods)}, or leave out speculative_config": drafts and drafts.method not in methods,
         "prompt embeddings are not supported with multimodal models yet: leave out enable_prompt_embeds": (
             model.enable_prompt_embeds
         ),

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.checks.test_multimodal import ask, expected, prompts, read
 from model_runner_base.testing.drafts import KnownDrafts, speculation
 from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.images import FAMILIES, SeeingModel, make_seeing_model
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 
@@ -78,7 +82,7 @@ def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int
     check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts))
 
 
-def multi_token_prediction(model: TinyModel, path: Path) -> TinyModel:
+def multi_token_prediction(model: TinyModel | SeeingModel, path: Path, text: str = "model.") -> Path:
     """A checkpoint with a further layer that drafts, the last one once more.
 
     Layers add little to a token's embedding, so that this layer, which gets that and a state, is often right.
@@ -88,17 +92,18 @@ def multi_token_prediction(model: TinyModel, path: Path) -> TinyModel:
         name: 0.03 * w if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")) else w
         for name, w in weights.items()
     }
-    last, size = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    text_config = config.get("text_config", config)
+    last, size = f"{text}layers.{text_config['num_hidden_layers'] - 1}.", text_config["hidden_size"]
     own = {f"mtp.layers.0.{name.removeprefix(last)}": w for name, w in weights.items() if name.startswith(last)}
     # Norms multiply by one more than their weights.
     own |= {f"mtp.pre_fc_norm_{name}.weight": torch.zeros(size) for name in ("hidden", "embedding")}
-    own |= {"mtp.norm.weight": weights["model.norm.weight"]}
+    own |= {"mtp.norm.weight": weights[f"{text}norm.weight"]}
     own |= {"mtp.fc.weight": torch.cat((torch.eye(size), 0.03 * torch.eye(size)), dim=1)}
-    path.mkdir()
+    copytree(model.path, path)
     save_file(weights | {name: w.clone() for name, w in own.items()}, path / "model.safetensors", {"format": "pt"})
-    layers = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
-    (path / "config.json").write_text(json.dumps(config | layers))
-    return TinyModel(path)
+    text_config |= {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 WITH_DRAFTS = [pytest.param("qwen3-next", True, marks=pytest.mark.once), ("qwen3_5", True), ("qwen3_5-moe", False)]
@@ -107,7 +112,7 @@ WITH_DRAFTS = [pytest.param("qwen3-next", True, marks=pytest.mark.once), ("qwen3
 @pytest.mark.parametrize(("name", "is_async"), WITH_DRAFTS if "qwen3_5" in RECURRENT else WITH_DRAFTS[:1])
 def test_multi_token_prediction(name: str, is_async: bool, tiny_model: Tiny, tmp_path: Path) -> None:
     """The checkpoint's own layer drafts. Steps are scheduled before it is known which of the last drafts are right."""
-    model = multi_token_prediction(tiny_model(name), tmp_path / "drafting")
+    model = TinyModel(multi_token_prediction(tiny_model(name), tmp_path / "drafting"))
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     with engine(model.path, **OPTIONS, async_scheduling=is_async, speculative_config=drafts) as llm:
         assert core_of(llm).scheduler.vllm_config.scheduler_config.async_scheduling == is_async
@@ -123,10 +128,28 @@ def test_multi_token_prediction(name: str, is_async: bool, tiny_model: Tiny, tmp
         assert 0.03 * metric(llm, DRAFTED) < metric(llm, ACCEPTED) < 0.95 * metric(llm, DRAFTED)
 
 
+@pytest.mark.skipif("qwen3.5" not in FAMILIES, reason="this vLLM has no such model")
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+def test_drafts_with_images(method: str, tmp_path: Path) -> None:
+    """Drafts by the checkpoint's own layer, or of earlier tokens, after images and text, in chunks of 24 tokens."""
+    seeing = make_seeing_model("qwen3.5", tmp_path)
+    if method == "mtp":
+        path = multi_token_prediction(seeing, tmp_path / "drafting", "model.language_model.")
+        seeing = replace(seeing, path=path)
+    asked = prompts(seeing)
+    want = expected(seeing, asked, NEW_TOKENS)
+    drafts = {"method": method, "num_speculative_tokens": 2} | ({"prompt_lookup_min": 1} if method == "ngram" else {})
+    options = OPTIONS | seeing.limits | {"skip_tokenizer_init": False, "max_num_batched_tokens": 24}
+    with engine(seeing.path, **options, speculative_config=drafts) as llm:
+        assert read(ask(llm, asked, NEW_TOKENS)) == want
+        assert read(ask(llm, asked[::-1], NEW_TOKENS)) == want[::-1]
+        assert 0 < metric(llm, ACCEPTED) < metric(llm, DRAFTED)
+
+
 @pytest.mark.openxla
 def test_compiled(tiny_model: Tiny, tmp_path: Path) -> None:
     """The same tokens by graphs, with drafts by a layer, and no compilation after warm-up."""
-    model = multi_token_prediction(tiny_model("qwen3-next"), tmp_path / "drafting")
+    model = TinyModel(multi_token_prediction(tiny_model("qwen3-next"), tmp_path / "drafting"))
     options = OPTIONS | {"enforce_eager": False, "additional_config": {"neuron_config": {"max_padding": 1}}}
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     with engine(model.path, **options, speculative_config=drafts) as llm:

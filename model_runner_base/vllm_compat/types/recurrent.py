@@ -13,7 +13,13 @@ RENAMED = {
     "FalconH1ForCausalLM": {".mamba.": ".mamba.mamba."},
 }
 """Parts of layers' names in a checkpoint, and in vLLM's model, by classes that may not tell vLLM's LoRA managers."""
-WITH_DRAFTING_LAYERS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+WITH_DRAFTING_LAYERS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 """Models with recurrent layers whose layers of multi-token prediction are supported."""
 KEPT_PER_REQUEST = 3
 """``STATES_PER_REQUEST`` of the scheduler (scheduling/state_group.py)."""
