@@ -35,9 +35,8 @@ def _check_sparse(vllm_config: VllmConfig) -> None:
     if top_k is None:
         return
     refusals = {
-        f"sparse attention (DSA) of {model.architecture} is not supported yet: use a model of dense latent attention": (
-            model.architecture not in DENSE_WHERE_SHORT
-        ),
+        f"sparse attention (DSA) of {model.architecture} is not supported yet: use a model of dense latent attention, "
+        f"or one of {', '.join(DENSE_WHERE_SHORT)}": model.architecture not in DENSE_WHERE_SHORT,
         f"sparse attention (DSA) is not supported yet: beyond {top_k} tokens the indexer of {model.architecture} hides "
         f"keys (index_topk): set max_model_len={top_k} or less": model.max_model_len > top_k,
         "models with an indexer (DSA) keep latents alone: leave out VLLM_MLA_DISABLE": not model.use_mla,

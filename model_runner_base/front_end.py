@@ -107,7 +107,7 @@ def _extend(platform: Any) -> None:
             from model_runner_base.vllm_compat.types.recurrent import has_states
 
             # vLLM would raise it until a block is as large as a state, which has a tensor of its own here.
-            if not has_states(vllm_config) or not _is_our_worker(vllm_config.parallel_config.worker_cls):
+            if not has_states(vllm_config) or not is_ours(vllm_config):
                 update_block_size_for_backend(vllm_config)
 
         return classmethod(update)

@@ -14,7 +14,6 @@ from vllm.sampling_params import SamplingParams
 from model_runner_base.attention_limits import check_attention
 from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.multimodal_limits import check_multimodal, check_text_alone
-from model_runner_base.our_engines import SCHEDULER
 from model_runner_base.pooling_limits import check_pooling
 from model_runner_base.recurrent.ranks import check_ranks
 from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, check_prompt
@@ -202,7 +201,7 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
         "adapters are not supported with recurrent layers that ranks share yet: leave out enable_lora, or use "
         "tensor_parallel_size=1": vllm_config.lora_config and vllm_config.parallel_config.tensor_parallel_size > 1,
         "states of recurrent layers are given out by the base's own scheduler: leave out scheduler_cls": (
-            vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER)
+            not getattr(vllm_config.scheduler_config.get_scheduler_cls(), "gives_states", False)
         ),
         "max_model_len=-1 is fitted to a KV cache, which this model has none of: give max_model_len": (
             model.is_attention_free and model.max_model_len <= 0

@@ -6,7 +6,12 @@ from vllm.logger import init_logger
 from model_runner_base.errors import refuse
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import setting
-from model_runner_base.vllm_compat.probes.multimodal_class import SEES_WHOLE_PROMPT, untested_need
+from model_runner_base.vllm_compat.probes.multimodal_class import (
+    SEES_WHOLE_PROMPT,
+    WINDOW_AND_PROMPT,
+    has_window_and_prompt,
+    untested_need,
+)
 from model_runner_base.vllm_compat.types.recurrent import WITH_DRAFTING_LAYERS
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
@@ -54,6 +59,7 @@ def check_text_alone(model: ModelConfig) -> None:
             f"{name} is not supported yet: tokens of its prompts see those after them, also without an image": (
                 name in SEES_WHOLE_PROMPT
             ),
+            f"{name} is not supported yet, since {WINDOW_AND_PROMPT}: use another model": has_window_and_prompt(model),
             "prompt embeddings are not supported with text of multimodal models yet: leave out enable_prompt_embeds": (
                 model.enable_prompt_embeds
             ),
@@ -77,6 +83,9 @@ def check_multimodal(vllm_config: VllmConfig) -> None:
         f"{model.architecture} is not supported yet, since {need}: use {alone}, or one of {', '.join(served)}": need,
         "embeddings in place of images, videos and sounds are supported with families that were tried alone: leave out "
         f"enable_mm_embeds, or use one of {', '.join(served)}": not is_tried and config and config.enable_mm_embeds,
+        "towers of families that were not tried are tried when the engine starts: leave out skip_mm_profiling": (
+            not is_tried and config and config.skip_mm_profiling
+        ),
         f"videos are not supported with {model.architecture} yet: set limit_mm_per_prompt to {{'video': 0}}": (
             model.architecture in WITHOUT_VIDEO and config and config.get_limit_per_prompt("video") > 0
         ),
@@ -92,7 +101,8 @@ def check_multimodal(vllm_config: VllmConfig) -> None:
             vllm_config.parallel_config.tensor_parallel_size > 1
         ),
         "with priorities this scheduler may skip the encoding of an image: leave out scheduler_cls, or "
-        "scheduling_policy": vllm_config.scheduler_config.policy == "priority"
+        "scheduling_policy; where VLLM_PLUGINS is set, add model_runner_base to it": vllm_config.scheduler_config.policy
+        == "priority"
         and not getattr(vllm_config.scheduler_config.get_scheduler_cls(), "forgets_preempted_steps", False),
         "towers are compiled by the device or run eagerly: leave out compile_mm_encoder": (
             setting(vllm_config.compilation_config, "compile_mm_encoder", False)

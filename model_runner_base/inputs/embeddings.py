@@ -177,6 +177,6 @@ def check_mixed(
         raise RequestError("prompt_is_token_ids names no embedding: give prompt_token_ids alone")
     if repetition_penalty != 1:
         raise RequestError(
-            "repetition_penalty counts the tokens of a prompt, which embeddings hide in part: leave it out, or use "
-            "presence_penalty, which counts the output alone"
+            "repetition_penalty counts the tokens of a prompt, which embeddings hide in part: set repetition_penalty=1 "
+            "(the model's generation_config.json may set another), or start with --generation-config vllm"
         )

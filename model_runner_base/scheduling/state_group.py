@@ -70,11 +70,18 @@ class StatePool(BlockPool):
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         blocks = list(ordered_blocks)
         super().free_blocks(blocks)
-        queue = self.free_block_queue
-        if others := [block for block in blocks if not (block.ref_cnt or block.is_null or block.block_hash)]:
-            for block in others:
-                queue.remove(block)
-            queue.append_n(others + queue.popleft_n(queue.num_free_blocks))
+        for block in reversed(blocks):
+            if not (block.ref_cnt or block.is_null or block.block_hash):
+                self._put_first(block)
+
+    def _put_first(self, block: KVCacheBlock) -> None:
+        """Moves a free block to the front of the queue, which has a method for the end alone."""
+        queue: Any = self.free_block_queue
+        queue.remove(block)
+        head, second = queue.fake_free_list_head, queue.fake_free_list_head.next_free_block
+        block.prev_free_block, block.next_free_block = head, second
+        head.next_free_block = second.prev_free_block = block
+        queue.num_free_blocks += 1
 
     def get_cached_block(self, *args: Any) -> list[KVCacheBlock] | None:
         blocks = super().get_cached_block(*args)

@@ -149,16 +149,17 @@ def _transformers_backend() -> dict[str, Any]:
 
 
 def sweep(worker: str, text: str) -> int:
-    """Prints the table; returns the exit status."""
+    """Prints the table; returns the exit status: 2 if nothing was chosen, or not all of it ran."""
     logging.captureWarnings(True)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     rows: list[Row] = []
+    is_whole = True
     try:
         for row in rows_of(Engines(worker, enforce_eager=True), text):
             rows.append(row)
-    except KeyboardInterrupt:
-        pass  # What ran until then is shown.
+    except KeyboardInterrupt:  # What ran until then is shown.
+        is_whole = False
     table = Table(title=f"vLLM's registry, and transformers {hf.__version__}", title_justify="left", box=SIMPLE)
     for column in ("architecture", "configuration", "result", "why"):
         table.add_column(column, overflow="fold")
@@ -172,4 +173,6 @@ def sweep(worker: str, text: str) -> int:
     if not text:
         others = untried(rows)
         console.print(f"{len(others)} of the registry not compared: {', '.join(others)}", style="dim")
+    if not rows or not is_whole:
+        return 2
     return int(bool(counts["different"] or counts["error"]))

@@ -5,7 +5,7 @@
 
 Each architecture that the kit can write a tiny checkpoint of runs in an engine, with prompts in parts and longer than
 windows, and with pictures if it takes some. The exit status is 1 if one ends with other tokens, or an error that is no
-refusal.
+refusal, and 2 if nothing was chosen or the sweep was interrupted.
 """
 
 import argparse

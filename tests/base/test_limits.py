@@ -18,7 +18,10 @@ MODEL = {
     "convert_type": "none",
     "architecture": "LlavaForConditionalGeneration",
     "multimodal_config": SimpleNamespace(
-        is_multimodal_pruning_enabled=lambda: False, get_limit_per_prompt=lambda modality: 1, enable_mm_embeds=False
+        skip_mm_profiling=False,
+        is_multimodal_pruning_enabled=lambda: False,
+        get_limit_per_prompt=lambda modality: 1,
+        enable_mm_embeds=False,
     ),
     "enable_prompt_embeds": False,
     "runner_type": "generate",

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,20 @@ def test_nothing_is_read_that_no_step_computed(model: SeeingModel) -> None:
 
         num_preempted += run(scheduler, 300, arrive)
     assert num_preempted > 100
+
+
+@pytest.mark.parametrize(("start", "is_read"), [(47, False), (48, True), (49, True), (64, True), (65, False)])
+def test_which_requests_read_an_item(start: int, is_read: bool, model: SeeingModel) -> None:
+    """A request reads an item of one token if a step has this token; a drafter reads one token ahead."""
+    scheduler: Any = make_scheduler(RowScheduler, model.path, 14)
+    add(scheduler, "0", 0, list(range(40)) * 2, {})
+    run(scheduler, 1, lambda _: None)
+    request = scheduler.requests["0"]
+    request.num_computed_tokens = 64
+    request.mm_features = [MultiModalFeatureSpec(None, "image", "one", PlaceholderRange(start, 1))]
+    step = SimpleNamespace(num_scheduled_tokens={"0": 16})
+    assert list(scheduler._uses(step, "one")) == [("0", 0)] * is_read
+    assert list(scheduler._uses(step, "other")) == []
 
 
 def test_images_of_requests_with_priorities(model: SeeingModel) -> None:

@@ -23,6 +23,7 @@ SOME = " and ".join(
         "not (logprobs_mode and (raw or processed_logprobs))",
         "not (draft-always-wrong or [draft-often-right] or eagle-synchronous)",
         "not (test_windows and (synchronous or gemma3 or every-layer))",
+        "not test_wrong_drafts",
         "not (classes_of_tokens and bert)",
     ]
 )

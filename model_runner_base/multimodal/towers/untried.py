@@ -15,6 +15,11 @@ def check_tower_layers(vllm_config: VllmConfig, model: Any) -> None:
 
     Without it vLLM's attention layers return zeros.
     """
+    if not towers_of(model):
+        raise UnsupportedConfigError(
+            f"{type(model).__name__} is not supported yet, since vLLM's class does not say which of its modules are "
+            "towers: use its text alone"
+        )
     needing = {id(layer) for layer in vllm_config.compilation_config.static_forward_context.values()}
     for tower in towers_of(model):
         for name, module in tower.named_modules():

@@ -20,7 +20,7 @@ class PreemptedSteps(StepHooks):
     """Mixin that takes back what a preempted request has left in the caches, listed before vLLM's scheduler."""
 
     forgets_preempted_steps = True
-    """Whether images go with the priority policy; ``limits.py`` looks for this attribute."""
+    """Whether images go with the priority policy; ``multimodal_limits.py`` looks for this attribute."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,12 +60,14 @@ class PreemptedSteps(StepHooks):
         self._promised.clear()
 
     def _uses(self, step: SchedulerOutput, identifier: str) -> Iterator[tuple[str, int]]:
-        """Yields the requests that read an item in a step, and its index among the items of each."""
+        """Yields the requests that read or hold an item in a step, and its index among the items of each."""
+        holders = self.encoder_cache_manager.cached.get(identifier, ())
         for req_id, count in step.num_scheduled_tokens.items():
-            end = self.requests[req_id].num_computed_tokens + 1  # A drafter reads one token ahead.
+            end = self.requests[req_id].num_computed_tokens
             for input_id, item in enumerate(self.requests[req_id].mm_features):
-                place = item.mm_position
-                if item.identifier == identifier and place.offset < end and place.offset + place.length > end - count:
+                first = item.mm_position.offset
+                is_read = first <= end and first + item.mm_position.length > end - count  # Drafters read one ahead.
+                if item.identifier == identifier and (is_read or req_id in holders):
                     yield req_id, input_id
 
     def _forget_item(self, identifier: str) -> None:

@@ -22,9 +22,19 @@ keeps at most levels of deepstack."""
 TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
 SEES_WHOLE_PROMPT = ("PaliGemmaForConditionalGeneration",)
 """Architectures whose text sees all of the prompt, which nothing here computes."""
+SEES_ITSELF = ("BagelForConditionalGeneration", "Moondream3ForCausalLM")
+"""Architectures in which tokens of an image see each other although vLLM 0.16 does not say so."""
 ENDS_BEFORE_NORM = ("AyaVisionForConditionalGeneration",)
 """Architectures whose tower ends before its last norm in transformers, and after it in the first of vLLM's releases.
 Later ones run it by their Transformers backend."""
+
+
+WINDOW_AND_PROMPT = "its outputs see the prompt and a window of themselves (R-SWA)"
+
+
+def has_window_and_prompt(model_config: Any) -> bool:
+    """Whether generated tokens see the prompt and a window, which newer releases have a cache spec for."""
+    return bool(setting(model_config, "rswa_window", None))
 
 
 def untested_need(model_config: Any) -> str | None:
@@ -32,7 +42,8 @@ def untested_need(model_config: Any) -> str | None:
     name = model_config.architecture
     needs = {
         "tokens of its prompts see those after them": name in SEES_WHOLE_PROMPT,
-        "tokens of an image see each other": model_config.is_mm_prefix_lm,
+        "tokens of an image see each other": model_config.is_mm_prefix_lm or name in SEES_ITSELF,
+        WINDOW_AND_PROMPT: has_window_and_prompt(model_config),
         "its items are neither images, videos nor sounds": name in OTHER_ITEMS,
         "its rotary positions are those of XD-RoPE": setting(model_config, "uses_xdrope_dim", 0),
         "its tower ends before its last norm": name in ENDS_BEFORE_NORM,
@@ -46,7 +57,7 @@ def _need_of_class(model_config: Any) -> str | None:
 
     try:
         model_class = get_model_cls(model_config)
-    except ImportError as error:
+    except Exception as error:  # A module may ask for a library or a device that is not here.
         return f"vLLM's class of it cannot be imported here ({error})"
     return need_of(model_class)
 
