@@ -380,7 +380,8 @@ class Pair:
         )
         assert list(made[0]) == list(made[1])
         same(*[{client: asked(outputs) for client, outputs in each.items()} for each in made], "the outputs")
-        ends = [output.finish_reason for each in made[0].values() for output in each.outputs if output.finish_reason]
+        reasons = [output.finish_reason for each in made[0].values() for output in each.outputs]
+        ends = [reason for reason in reasons if reason is not None]
         if FinishReason.ERROR in ends and len(ends) > 1:
             orders = [caches_of(scheduler)["free"] for scheduler in self.both]
             assert sorted(orders[0]) == sorted(orders[1])
