@@ -26,7 +26,8 @@ class PreemptedSteps(StepHooks):
         super().__init__(*args, **kwargs)
         self._promised: set[str] = set()
         """Identifiers of the items that this step has promised to encode."""
-        if self.policy == SchedulingPolicy.PRIORITY and not self.is_encoder_decoder:  # Whisper shares no item.
+        # Whisper shares no item, and a connector brings items that no step encodes.
+        if self.policy == SchedulingPolicy.PRIORITY and not self.is_encoder_decoder and self.ec_connector is None:
             allocate = self.encoder_cache_manager.allocate
 
             def promise(request: Request, input_id: int) -> None:
