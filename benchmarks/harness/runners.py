@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.harness.fake_device import CLOCK_NS, VOCAB_SIZE, FakeDevice, FakeDeviceRunner
 from benchmarks.harness.models import BUNDLED_MODEL
 from benchmarks.harness.releases import new_request, one_cache
+from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.step.trace import RequestTrace, watch_steps
 
 MAX_NUM_SEQS = 1024
@@ -55,6 +57,8 @@ class Layer(AttentionLayerBase):
     def __init__(self, backend: type[AttentionBackend]) -> None:
         self._backend = backend
         self.kv_cache: list[torch.Tensor] = []
+        cache_format = CacheFormat(SPEC.num_kv_heads, SPEC.head_size)
+        self.impl: Any = SimpleNamespace(num_heads=self.num_heads, cache_format=cache_format)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self._backend
