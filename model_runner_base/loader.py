@@ -30,7 +30,6 @@ from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_wi
 from model_runner_base.vllm_compat.patches.unequal_heads import use_plain_unequal_heads
 from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
 from model_runner_base.vllm_compat.probes.experts import experts_layers
-from model_runner_base.vllm_compat.probes.unequal_heads import has_unequal_heads
 from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
 from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
 
@@ -63,8 +62,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     if use_plain_layers:
         allow_experts_without_gate()
         load_olmo_hybrid(vllm_config)
-        if has_unequal_heads(vllm_config.model_config.architecture, vllm_config.model_config.hf_text_config):
-            use_plain_unequal_heads()
+        use_plain_unequal_heads(vllm_config.model_config)
     try:
         model = get_model(vllm_config, filtered=scales.take if scales else iter)
         is_draft = True

@@ -48,12 +48,15 @@ class CacheFormat:
             kv_cache: a cache tensor of this format's shape.
             blocks: [T] integers, the block of each token.
             offsets: [T] integers, the offset of each token in its block.
-            key: [T, K, D] of the model's dtype, or [T, K * D].
+            key: of the model's dtype, in a shape that ``rows`` takes.
             value: as ``key``.
         """
+        kv_cache.index_put_((blocks, offsets), self.numbers.store(self.rows(key, value), kv_cache.dtype))
+
+    def rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * K, D] what a cache holds of T tokens: keys, [T, K, D] or [T, K * D], then values, shaped alike."""
         heads = -1, self.num_kv_heads, self.head_size
-        rows = torch.cat((key.view(heads), value.view(heads)), dim=1)
-        kv_cache.index_put_((blocks, offsets), self.numbers.store(rows, kv_cache.dtype))
+        return torch.cat((key.view(heads), value.view(heads)), dim=1)
 
     def read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of every pair, each [P, S, K, D] with KV tiles of S positions."""

@@ -29,17 +29,9 @@ class LatentFormat(CacheFormat):
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (num_blocks, block_size, 1, self.head_size)
 
-    def write(
-        self,
-        kv_cache: torch.Tensor,
-        blocks: torch.Tensor,
-        offsets: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        """Writes the rotary keys, ``key`` [T, R], and the latents, ``value`` [T, L], of T tokens in place."""
-        rows = torch.cat((value, key), dim=1).unsqueeze(1)
-        kv_cache.index_put_((blocks, offsets), self.numbers.store(rows, kv_cache.dtype))
+    def rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[T, 1, L + R] what a cache holds of T tokens: latents, ``value`` [T, L], then rotary keys, ``key`` [T, R]."""
+        return torch.cat((value, key), dim=1).unsqueeze(1)
 
     def read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of every pair, [P, S, 1, L + R], and their latents, [P, S, 1, L], by one gather."""

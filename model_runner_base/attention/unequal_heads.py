@@ -23,18 +23,11 @@ class UnequalFormat(CacheFormat):
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (num_blocks, block_size, self.num_kv_heads, self.head_size + self.value_size)
 
-    def write(
-        self,
-        kv_cache: torch.Tensor,
-        blocks: torch.Tensor,
-        offsets: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        """Writes keys, [T, K, D] or [T, K * D], and values, [T, K, V] or [T, K * V], of T tokens in place."""
+    def rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[T, K, D + V] what a cache holds of T tokens: keys, [T, K, D] or [T, K * D], and values, [T, K, V] or
+        [T, K * V]."""
         heads = -1, self.num_kv_heads
-        rows = torch.cat((key.view(*heads, self.head_size), value.view(*heads, self.value_size)), dim=2)
-        kv_cache.index_put_((blocks, offsets), self.numbers.store(rows, kv_cache.dtype))
+        return torch.cat((key.view(*heads, self.head_size), value.view(*heads, self.value_size)), dim=2)
 
     def read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys of every pair, [P, S, K, D], and values, [P, S, K, V]."""

@@ -158,10 +158,9 @@ class ItemEncoder(Encoder):
     def try_out(self) -> None:
         """Encodes one of the largest items, so that towers that do not run here raise an error when the engine starts.
 
-        Nothing is encoded if ``skip_mm_profiling`` is set.
+        ``multimodal_limits.py`` refuses ``skip_mm_profiling`` for the families that this is for.
         """
-        mm_config = self._model_config.multimodal_config
-        if self._budget.mm_max_toks_per_item and not (mm_config and mm_config.skip_mm_profiling):
+        if self._budget.mm_max_toks_per_item:
             outputs = self._run_eagerly(largest_items(self._budget, self._model_config)[:1])
             check_outputs(self._model, outputs, self._pool.tensors[0].shape[1])
 

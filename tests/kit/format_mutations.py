@@ -5,7 +5,7 @@ from mutation import Mutation
 MUTATIONS = [
     Mutation(
         "a latent is written to the next slot",
-        "attention/latent.py",
+        "attention/cache_format.py",
         "kv_cache.index_put_((blocks, offsets), ",
         "kv_cache.index_put_((blocks, (offsets + 1) % kv_cache.shape[1]), ",
         "test_cache_formats and one_request",
