@@ -17,6 +17,9 @@ os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", f"{ROOT}/.numba_cache/{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}")
 # Tiny models: threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Large arrays that come and go: half of the time of some references in transformers is the kernel's, for their pages.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
 # And XLA compiles their graphs longer than they run.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
@@ -50,7 +53,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tests of this repository")
     group.addoption("--quick", action="store_true", help="a test of each kind, with a bar: about five minutes")
-    group.addoption("--full", action="store_true", help="every random case, not a quarter")
+    group.addoption("--full", action="store_true", help="every random case, not a quarter, and the longest tests")
     group.addoption("--record", action="store_true", help="write the kit's results to docs_build/kit_results.json")
 
 
@@ -60,11 +63,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.verbose -= 1  # The bar takes the place of the names of files.
         config.pluginmanager.register(quick.Bar())
     config.addinivalue_line("markers", "openxla: needs torch_xla, which the newest vLLM is not made for")
+    config.addinivalue_line("markers", "full: takes minutes for what others show in part, so it runs with --full")
     config.addinivalue_line("markers", "once: of the base and the kit alone, so it runs in the lane with torch_xla")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Orders the tests, longest first, so that no process is left alone with a long one at the end."""
+    if not config.getoption("full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=[item for item in items if not quick.kind_of(item.nodeid)])
         items[:] = [item for item in items if quick.kind_of(item.nodeid)]

@@ -14,6 +14,7 @@ from model_runner_base.testing.engine import generate, greedy, metric, tokens_of
 PACKAGE = "arctic-inference==0.1.1"
 
 
+@pytest.mark.full
 def test_suffix_decoding(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output that was seen before is drafted again, so later requests take few steps. vLLM names a missing package."""
     model, config = tiny_model("llama"), {"method": "suffix", "num_speculative_tokens": 4}

@@ -62,6 +62,7 @@ def run(*options: str, path: Path | None = None) -> tuple[int, dict[str, Any], s
     return done.returncode, json.loads(lines[-1]), "\n".join(lines[:-1])
 
 
+@pytest.mark.full
 def test_rehearsal() -> None:
     status, results, table = run()
     assert status == 0

@@ -44,7 +44,9 @@ print("RESULT", type(vllm.platforms.current_platform).__name__, foreign, list(ou
 @pytest.mark.parametrize(
     ("how", "environment", "options"),
     [
-        (BY_HAND, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}, {}),
+        pytest.param(
+            BY_HAND, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}, {}, marks=pytest.mark.once
+        ),
         ("", INSTALLED, {}),
         ("", INSTALLED, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
     ],
@@ -66,6 +68,7 @@ def test_serves(how: str, environment: dict[str, str], options: dict[str, object
     assert f"RESULT PlainPlatform [] {ids[0, len(PROMPT) :].tolist()}\n" in out.stdout
 
 
+@pytest.mark.once
 def test_prints_text_as_a_script() -> None:
     out = subprocess.run(
         [sys.executable, EXAMPLE],
