@@ -11,6 +11,7 @@ from model_runner_base.testing.models import TinyModel, make_checkpoint
 from model_runner_base.testing.table import FAILED
 from model_runner_base.testing.tokenizer import add_tokenizer
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
+from model_runner_base.vllm_compat.probes.prompts import HAS_MIXED_PROMPTS
 from model_runner_base.vllm_compat.probes.unequal_heads import CHOOSES_BACKENDS
 
 SHARING = [
@@ -32,7 +33,11 @@ SHARING = [
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out checks of what this release of vLLM does not have."""
-    is_there = {"test_later_parameters.py": HAS_SLOT_PROCESSORS, "test_unequal_heads.py": CHOOSES_BACKENDS}
+    is_there = {
+        "test_later_parameters.py": HAS_SLOT_PROCESSORS,
+        "test_unequal_heads.py": CHOOSES_BACKENDS,
+        "test_mixed_prompts.py": HAS_MIXED_PROMPTS,
+    }
     return None if is_there.get(collection_path.name, True) else True
 
 

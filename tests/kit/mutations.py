@@ -4,6 +4,7 @@ import feature_mutations
 import format_mutations
 import later_mutations
 import pooling_mutations
+import prompt_mutations
 import recurrent_mutations
 import step_mutations
 
@@ -13,6 +14,7 @@ MUTATIONS = [
     *recurrent_mutations.MUTATIONS,
     *pooling_mutations.MUTATIONS,
     *format_mutations.MUTATIONS,
+    *prompt_mutations.MUTATIONS,
     *later_mutations.MUTATIONS,
 ]
 """Deliberate faults in the order of the table in docs/conformance.md."""

@@ -25,6 +25,7 @@ SOME = " and ".join(
         "not (test_windows and (synchronous or gemma3 or every-layer))",
         "not test_wrong_drafts",
         "not (classes_of_tokens and bert)",
+        "not (test_prompt_embeddings or test_priorities)",
     ]
 )
 # Schedules with chunked attention, and with windows in some layers, take two minutes here; tests/base compares both
