@@ -42,6 +42,12 @@ MULTIMODAL_ARCHITECTURES = (
 )
 """Multimodal architectures that are tested against another implementation. Others are served with a warning, if what
 they need of a runner is tested with one of these."""
+ALONE_ON_A_RANK = (
+    "Qwen2AudioForConditionalGeneration",
+    "HunYuanVLForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+)
+"""Architectures whose towers were not compared over several ranks of tensor parallelism."""
 TEXT_ALONE = "limit_mm_per_prompt={'image': 0, 'video': 0, 'audio': 0}"
 """Setting with which a multimodal model is one of text."""
 WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
@@ -78,6 +84,8 @@ def check_multimodal(vllm_config: VllmConfig) -> None:
     alone = f"its text alone ({TEXT_ALONE})" if has_alone else "a text-only model"
     is_tried = model.architecture in served
     need = None if is_tried else untested_need(model)
+    ranked = [each for each in served if each not in ALONE_ON_A_RANK]
+    ranks = vllm_config.parallel_config.tensor_parallel_size
     methods = (*METHODS_WITH_IMAGES, *["mtp"] * (model.architecture in WITH_DRAFTING_LAYERS))
     refusals = {
         f"{model.architecture} is not supported yet, since {need}: use {alone}, or one of {', '.join(served)}": need,
@@ -97,9 +105,12 @@ def check_multimodal(vllm_config: VllmConfig) -> None:
         "prompt embeddings are not supported with multimodal models yet: leave out enable_prompt_embeds": (
             model.enable_prompt_embeds
         ),
-        "tensor parallelism is not supported with multimodal models yet: use tensor_parallel_size=1": (
-            vllm_config.parallel_config.tensor_parallel_size > 1
-        ),
+        f"{model.architecture} was not tried over ranks with its tower: use tensor_parallel_size=1, {alone}, or one of "
+        f"{', '.join(ranked)}": ranks > 1 and model.architecture not in ranked,
+        "vectors of images were not tried over ranks: use tensor_parallel_size=1": ranks > 1
+        and model.runner_type == "pooling",
+        "whole images are not shared out among ranks yet: leave out mm_encoder_tp_mode, and towers are cut like other "
+        "layers": ranks > 1 and setting(config, "mm_encoder_tp_mode") == "data",
         "with priorities this scheduler may skip the encoding of an image: leave out scheduler_cls, or "
         "scheduling_policy; where VLLM_PLUGINS is set, add model_runner_base to it": vllm_config.scheduler_config.policy
         == "priority"

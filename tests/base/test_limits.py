@@ -176,7 +176,6 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ),
         ("lora_config", SimpleNamespace(enable_tower_connector_lora=True), "leave out enable_tower_connector_lora"),
         ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
-        ("parallel_config.tensor_parallel_size", 2, "use tensor_parallel_size=1"),
         ("scheduler_config.policy", "priority", "leave out scheduler_cls, or scheduling_policy"),
         ("compilation_config.compile_mm_encoder", True, "leave out compile_mm_encoder"),
         ("speculative_config", draft(**HEAD, method="mtp"), "drafts by mtp are not .* eagle"),
@@ -190,6 +189,14 @@ def test_what_models_that_see_are_not_served_with_yet(setting: str, value: Any, 
     config: Any = deepcopy(SERVED)
     config.model_config.is_multimodal_model = config.model_config.is_mm_prefix_lm = True
     check_refused(config, setting, value, message)
+
+
+def test_towers_that_were_not_tried_over_ranks() -> None:
+    config: Any = deepcopy(SERVED)
+    config.model_config.is_multimodal_model = True
+    config.model_config.architecture = "Qwen2AudioForConditionalGeneration"
+    message = "Qwen2Audio.* was not tried over ranks .* use tensor_parallel_size=1, its text alone .*, or one of Llava"
+    check_refused(config, "parallel_config.tensor_parallel_size", 2, message)
 
 
 @pytest.mark.parametrize(
