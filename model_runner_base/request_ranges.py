@@ -155,10 +155,13 @@ class Named(Rule):
 
 @dataclass(frozen=True)
 class NotYet(Rule):
-    """A field that is refused unless it is None."""
+    """A field that is refused unless it is None or ``unset``, the value that vLLM gives it."""
+
+    unset: Any = None
 
     def check(self, name: str, value: Any, vocab_size: int) -> None:
-        raise RequestError(f"{name} is not supported yet: leave it out")
+        if self.unset is None or value != self.unset:
+            raise RequestError(f"{name} is not supported yet: leave it out")
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ SAMPLING: dict[str, Rule] = {
     "_bad_words_token_ids": ByVllm("made of bad_words"),
     "skip_reading_prefix_cache": Flag(),
     # Of newer releases.
-    "watermarking": ByVllm("refused with watermark_config, without which it does nothing"),
+    "watermarking": NotYet(unset=False),
     "_watermarking_skipped": ByVllm("made of watermarking"),
     "prompt_logprob_token_ids": NotYet(),
     "prompt_logprob_start": NotYet(),
@@ -235,7 +238,7 @@ SAMPLING: dict[str, Rule] = {
     "repetition_detection": ByVllm(
         "its sizes are checked when it is made, and the scheduler's loop is bounded by them"
     ),
-    "routed_experts_prompt_start": COUNT,
+    "routed_experts_prompt_start": NotYet(unset=0),
     "trace_decode_token_ids": NotYet(),
 }
 """Rules by field of ``SamplingParams``. A field that is None is not checked."""

@@ -103,6 +103,25 @@ def test_beyond_a_range(name: str, value: Any) -> None:
         check_params(params_with(**{name: value}), VOCAB_SIZE)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt_logprob_token_ids", [1]),
+        ("prompt_logprob_start", 0),
+        ("trace_decode_token_ids", [1]),
+        ("routed_experts_prompt_start", 1),
+        ("watermarking", True),
+    ],
+)
+def test_what_would_be_left_out_of_an_answer_is_refused(name: str, value: Any) -> None:
+    """Fields of later releases that no step reads: a client would not notice that its wish was left out."""
+    if name not in SamplingParams.__struct_fields__:
+        pytest.skip("this release of vLLM has no such field")
+    check_params(SamplingParams(watermarking=False), VOCAB_SIZE)
+    with pytest.raises(ValueError, match=f"{name} is not supported yet: leave it out"):
+        check_params(params_with(**{name: value}), VOCAB_SIZE)
+
+
 @pytest.mark.parametrize("name", [name for name in SAMPLING if name in SamplingParams.__struct_fields__])
 @pytest.mark.parametrize("value", [*HUGE, math.nan, math.inf, "\ud800", object(), [2**64], {2**64: 1}], ids=type)
 def test_no_value_of_any_field_fails_otherwise(name: str, value: Any) -> None:
