@@ -9,7 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, VllmConfig, update_config
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -19,6 +21,7 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.cache_scales import CacheScales, has_plain_attention
 from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.layers.latent_attention import use_plain_latents
+from model_runner_base.multimodal.towers.placement import towers_left_out, towers_of
 from model_runner_base.quantized.checks import plain_shapes
 from model_runner_base.quantized.configuration import format_of_model, reading
 from model_runner_base.quantized.stored import StoredTensors
@@ -126,7 +129,7 @@ def reload_checkpoint(
             again. It may be quantised otherwise than the model's own, if that is not served by kernels.
 
         Raises CheckpointError. A misfit of a checkpoint on disk is found before any weight changes, but for scales of
-        an 8-bit KV cache. A layer that gets only a part of its weights keeps its old ones.
+        an 8-bit KV cache, and for models with towers. A layer that gets only a part of its weights keeps its old ones.
     """
     _check_reloadable(model)
     if not is_checkpoint_format:
@@ -153,10 +156,17 @@ def reload_checkpoint(
             if reason := _misfit(model_config):
                 raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
             weights = loader.get_all_weights(model_config, model)
-        initialize_layerwise_reload(model)
+        # Weights of towers are overwritten as they are read, since no device re-lays them.
+        distinct = {name for name, _ in model.named_parameters()}
+        with towers_left_out(model):
+            initialize_layerwise_reload(model)
+        # From here on each layer has the parameters of a checkpoint, and tied ones count twice.
+        wanted = distinct.intersection(name for name, _ in model.named_parameters())
         try:
-            model.load_weights(weights)  # type: ignore[operator]
+            loaded = model.load_weights(weights)  # type: ignore[operator]
             _check_complete(model)
+            if model_config.is_multimodal_model and weights_iterator is None:
+                _check_all_loaded(wanted, loaded)
         except Exception as error:
             for module in model.modules():
                 get_layerwise_info(module).load_numel = 0  # A layer that got half of its weights keeps its old ones.
@@ -165,7 +175,8 @@ def reload_checkpoint(
                 "again"
             ) from error
         finally:
-            finalize_layerwise_reload(model, model_config)
+            with towers_left_out(model):
+                finalize_layerwise_reload(model, model_config)
     if scales:
         try:
             scales.renew(model, is_whole=weights_iterator is None)
@@ -179,9 +190,10 @@ def _check_reloadable(model: nn.Module) -> None:
         raise CheckpointError(
             "weights of a pooling model cannot be loaded again yet: start another engine; nothing was changed"
         )
-    if getattr(model, "supports_multimodal", False):
+    if (name := _quantised_tower_layer(model)) is not None:
         raise CheckpointError(
-            "weights of a multimodal model cannot be loaded again yet: start another engine; nothing was changed"
+            f"{name} is a quantised layer of a tower, whose weights cannot be loaded again yet: start another engine; "
+            "nothing was changed"
         )
     biased = {
         name
@@ -206,6 +218,24 @@ def _check_reloadable(model: nn.Module) -> None:
             )
 
 
+def _quantised_tower_layer(model: nn.Module) -> str | None:
+    """Name of a layer of a tower whose weights vLLM's kernels read in a layout of their own; None if there is none."""
+    in_towers = {layer for tower in towers_of(model) for layer in tower.modules()}
+    plain = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
+    for name, layer in model.named_modules() if in_towers else ():
+        method = getattr(layer, "quant_method", None)
+        if layer in in_towers and isinstance(method, QuantizeMethodBase) and not isinstance(method, plain):
+            return name
+    return None
+
+
+def _check_all_loaded(wanted: set[str], loaded: set[str] | None) -> None:
+    """Raises CheckpointError for a parameter that a whole checkpoint did not have; ``loaded`` are those that it had."""
+    missing = sorted(wanted - (loaded or set()))
+    if loaded is not None and missing:
+        raise CheckpointError(f"{missing[0]} is missing")
+
+
 def _check_complete(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -218,8 +248,8 @@ def _check_complete(model: nn.Module) -> None:
 def _misfit(model_config: ModelConfig) -> str | None:
     """Describes the first tensor that is missing or has another shape than in transformers' own model; None if all
     fit."""
-    if model_config.runner_type == "pooling":
-        return None  # Its tensors are not those of a model that generates.
+    if model_config.runner_type == "pooling" or model_config.is_multimodal_model:
+        return None  # Its tensors are not those of a model that generates, or that sees nothing.
     directory = Path(model_config.model)
     form = format_of_model(model_config)
     try:

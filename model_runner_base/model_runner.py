@@ -176,7 +176,11 @@ class ModelRunnerBase:
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Overwrites the model's weights in place; takes the arguments of ``loader.reload_checkpoint``."""
         with self.step_guard.lock, self.adapters.set_aside():
-            reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
+            self.encoder.check_reload()
+            try:
+                reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
+            finally:
+                self.encoder.follow_reload()
             self.device_ops.synchronize()
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
@@ -292,7 +296,7 @@ class ModelRunnerBase:
 
     def _execute_encoder(self, schedule: Schedule) -> None:
         """Runs the encoder on the items that the scheduler names."""
-        if schedule.encoder_inputs or schedule.failed_items:
+        if self.encoder.is_needed(schedule):
             with override_forward_context(self.parts.forward_context):
                 self.encoder.run(schedule, self.parts.requests.infos)
 

@@ -54,7 +54,7 @@ class NeuronModelRunner(ModelRunnerBase):
                 if config.runs_on_xla:
                     weights.transpose_linear_weights(self.model)
                 weights.move(self.model, self.device)
-        weights.refuse_loading(self.model)
+            weights.refuse_loading(self.model)
 
     def profile_run(self) -> int:
         """Estimates a step's bytes by the largest graph's shapes.

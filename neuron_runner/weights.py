@@ -121,7 +121,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def refuse_loading(model: nn.Module) -> None:
-    """Makes ``load_weights`` raise CheckpointError before it writes a tensor, if the model has re-laid weights.
+    """Makes ``load_weights`` raise CheckpointError before it writes a re-laid tensor, if the model has any.
 
     ``reload_weights`` still works: it uses what vLLM noted about each layer before this.
     """

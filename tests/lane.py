@@ -49,6 +49,7 @@ NEWEST = [
     "base/test_recurrent_speculation.py",
     "base/test_refused_embeddings.py",
     "base/test_reload.py",
+    "base/test_reload_images.py",
     "base/test_request_errors.py",
     "base/test_request_ranges.py",
     "base/test_right_drafts_beside_windows.py",

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.errors import CheckpointError
 from model_runner_base.graphs.policy import StepFunction, WrapFunction
 from model_runner_base.multimodal.encoder import Encoder
 from model_runner_base.requests.block_tables import BlockTable
@@ -75,6 +76,11 @@ class CrossEncoder(Encoder):
             on_device = self._device_ops.upload(output.contiguous())
             for caches in self._outputs:
                 caches.write(on_device, self._requests.rows[req_id])
+
+    def check_reload(self) -> None:
+        raise CheckpointError(
+            "weights of an encoder with a decoder cannot be loaded again yet: start another engine; nothing was changed"
+        )
 
     def warm_up(self) -> None:
         """Writes an output of zeros to the null block."""

@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.errors import CheckpointError
 from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.multimodal.deepstack import DeepstackBuffers
@@ -59,8 +60,18 @@ class Encoder(StepComponent):
     def give_up(self, identifiers: Iterable[str]) -> None:
         """Forgets the outputs of the items with these identifiers."""
 
+    def is_needed(self, schedule: Schedule) -> bool:
+        """Whether the step has items to encode."""
+        return bool(schedule.encoder_inputs or schedule.failed_items)
+
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         """Encodes the items that the scheduler asks for; there are none without an encoder."""
+
+    def check_reload(self) -> None:
+        """Raises CheckpointError if the encoder cannot follow a reload of the model's weights."""
+
+    def follow_reload(self) -> None:
+        """Encodes anew, before a request reads it, every item that was encoded with other weights."""
 
     def step_memory(self) -> int:
         """Bytes of device memory that a step may need for encoder outputs, in addition to what the model needs.
@@ -100,6 +111,8 @@ class ItemEncoder(Encoder):
         self._model = model
         self._device = device_ops.eager_device
         self._rows = EncoderRows(size)
+        self._outdated = set[str]()
+        """Identifiers of items with rows, which the scheduler knows as encoded, but with other weights."""
         assert isinstance(model_config.dtype, torch.dtype)
         self._pool = EmbeddingPool(size, width, model_config.dtype, size, wrap, device_ops)
         self._graphs = EAGER
@@ -112,6 +125,7 @@ class ItemEncoder(Encoder):
     def give_up(self, identifiers: Iterable[str]) -> None:
         for identifier in identifiers:
             self._rows.give_up(identifier)
+            self._outdated.discard(identifier)
 
     def step_memory(self) -> int:
         """Bytes of the largest piece that is copied to the pool, of the rows that a step gathers, and of graphs.
@@ -121,15 +135,32 @@ class ItemEncoder(Encoder):
         (pool,) = self._pool.tensors
         return pool[0].nbytes * (self._pool.num_rows + 3 * self._max_num_tokens) + self._graphs.step_memory()
 
+    def is_needed(self, schedule: Schedule) -> bool:
+        return super().is_needed(schedule) or bool(self._outdated)
+
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
-        missing = [
+        outdated = [
             item
-            for item in [*items, *schedule.failed_items]
-            if item.identifier not in self._rows and item.data is not None
+            for req_id in (schedule.num_tokens if self._outdated else ())
+            for item in infos[req_id].items
+            if item.identifier in self._outdated
         ]
+        self.give_up(item.identifier for item in outdated)
+        asked = {item.identifier: item for item in (*items, *schedule.failed_items, *outdated)}.values()
+        missing = [item for item in asked if item.identifier not in self._rows and item.data is not None]
         if missing:
             self._encode(missing)
+
+    def check_reload(self) -> None:
+        if self._graphs is not EAGER:
+            raise CheckpointError(
+                f"the towers of {self._model_config.architecture} run as graphs on this device, with copies of their "
+                "weights: weights cannot be loaded again yet, start another engine; nothing was changed"
+            )
+
+    def follow_reload(self) -> None:
+        self._outdated.update(self._rows)
 
     @torch.no_grad()
     def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
@@ -171,6 +202,7 @@ class ItemEncoder(Encoder):
 
     def reset(self) -> None:
         self._rows.clear()
+        self._outdated.clear()
 
     def components(self, requests: RequestStates) -> list[StepComponent]:
         inputs = MultiModalInputs(requests, self._pool.tensors, self._rows, self._levels, self._model)

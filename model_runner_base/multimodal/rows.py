@@ -1,5 +1,7 @@
 """Rows of the pool that hold the encoder's outputs for each item."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 
@@ -22,6 +24,10 @@ class EncoderRows:
     def __contains__(self, identifier: str) -> bool:
         return identifier in self._rows
 
+    def __iter__(self) -> Iterator[str]:
+        """Yields the identifiers of all items that have rows."""
+        return iter([*self._rows])
+
     def take(self, identifier: str, count: int) -> np.ndarray:
         """Assigns rows to an item that has none; raises RuntimeError if too few are free."""
         assert identifier not in self._rows
@@ -38,5 +44,5 @@ class EncoderRows:
 
     def clear(self) -> None:
         """Frees all rows."""
-        for identifier in [*self._rows]:
+        for identifier in self:
             self.give_up(identifier)

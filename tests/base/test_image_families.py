@@ -77,15 +77,6 @@ def test_what_a_request_that_fails_shares_with_others(make_model: Any, monkeypat
         assert read(ask(llm, asked)) == expected(model, asked)
 
 
-def test_weights_are_not_loaded_anew(make_model: Any) -> None:
-    model: SeeingModel = make_model("llava")
-    asked = prompts(model)[1:2]
-    with engine(model.path, **OPTIONS) as llm:
-        with pytest.raises(Exception, match="multimodal model cannot be loaded again"):
-            llm.collective_rpc("reload_weights")
-        assert read(ask(llm, asked)) == expected(model, asked)
-
-
 @pytest.mark.parametrize("family", SHOWN_VIDEOS)
 def test_video(family: str, make_model: Any) -> None:
     model: SeeingModel = make_model(family)
