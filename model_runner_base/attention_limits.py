@@ -48,12 +48,14 @@ def _check_sparse(vllm_config: VllmConfig) -> None:
 
 def _check_latent(vllm_config: VllmConfig) -> None:
     """Refuses what latent attention (MLA) does not have yet."""
-    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    model, drafts, lora = vllm_config.model_config, vllm_config.speculative_config, vllm_config.lora_config
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
     refusals = {
+        "fully_sharded_loras are not supported with latent attention (MLA) yet: leave them out": (
+            lora and lora.fully_sharded_loras and num_ranks > 1
+        ),
         f"{model.architecture} is not supported yet, since some of its experts return their input (zero experts): use "
         "a model of other experts": model.architecture.startswith("LongcatFlash"),
-        "adapters are not supported with latent attention (MLA) yet: leave out enable_lora, or set"
-        " VLLM_MLA_DISABLE=1": vllm_config.lora_config,
         f"drafts by {drafts and drafts.method} are not supported with latent attention (MLA) yet: use one of "
         f"{', '.join(WITH_LATENTS)}, or leave out speculative_config": drafts and drafts.method not in WITH_LATENTS,
     }

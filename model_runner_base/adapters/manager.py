@@ -21,6 +21,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
 
 from model_runner_base.adapters.checks import Names, check_config, check_fit, widths_of
+from model_runner_base.adapters.latents import adapt_projections, with_weights
 from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.heads.pooling.placement import pooler_modules
@@ -52,8 +53,10 @@ class SlotManager(LRUCacheLoRAModelManager):
         """Whole layers that vLLM takes from an adapter, in releases that take classifiers; none here."""
         draft = self.model._modules.pop(DRAFT, None)
         try:
-            super()._create_lora_modules()
+            with with_weights(self.model):
+                super()._create_lora_modules()
             self._replace_everywhere()
+            adapt_projections(self.model)
         finally:
             if draft is not None:
                 setattr(self.model, DRAFT, draft)
@@ -91,18 +94,22 @@ class SlotManager(LRUCacheLoRAModelManager):
     def _replace_everywhere(self) -> None:
         """Puts each LoRA layer in all places where the model has the matrix that it replaced, and keeps its first name.
 
-        A model may name a layer twice: experts hold the shared ones, and these the gate of their outputs.
+        A model may name a layer twice: experts hold the shared ones, these the gate of their outputs, and latent
+        attention a block's projections. vLLM may make a LoRA layer for each name; the first stays.
         """
-        names: dict[BaseLayerWithLoRA, str] = {}
+        first: dict[Any, BaseLayerWithLoRA] = {}
+        kept: dict[str, BaseLayerWithLoRA] = {}
         for name, layer in self.modules.items():
-            names.setdefault(layer, name)
-        self.modules = {name: layer for layer, name in names.items()}
-        bases = {layer: layer.base_layer for layer in names}  # type: ignore[attr-defined]
-        matrices = {base: layer for layer, base in bases.items() if isinstance(base, LinearBase)}
+            base = layer.base_layer  # type: ignore[attr-defined]
+            matrix: Any = base if isinstance(base, LinearBase) else layer
+            if matrix not in first:
+                first[matrix] = kept[name] = layer
+        self.modules = kept
         for parent in list(self.model.modules()):
             for name, child in parent.named_children():
-                if child in matrices and not isinstance(parent, BaseLayerWithLoRA):
-                    setattr(parent, name, matrices[child])
+                matrix = child.base_layer if isinstance(child, BaseLayerWithLoRA) else child  # type: ignore[attr-defined]
+                if matrix in first and not isinstance(parent, BaseLayerWithLoRA):
+                    setattr(parent, name, first[matrix])
 
     def _pin_lora_in_gpu_cache(self, lora_id: int) -> None:
         """Puts a pinned adapter into a slot, which steps may still take, as the scheduler counts on all slots.

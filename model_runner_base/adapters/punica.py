@@ -16,14 +16,14 @@ Matrices have the products' layout (``slots.py``): A of a linear layer is [in, s
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
-from model_runner_base.adapters.slots import SlotLayer, SlottedLayer, SlotWriter
+from model_runner_base.adapters.latents import slotted_class
+from model_runner_base.adapters.slots import SlotLayer, SlotWriter
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.vllm_compat.probes.lora import embeddings_indices
@@ -52,12 +52,17 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         self._token_mask = self._logits_mask = self._embeddings_indices = None  # type: ignore[assignment]
 
     def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[BaseLayerWithLoRA], SlotLayer]:
-        return partial(SlottedLayer, num_slots=self._num_slots, writer=SlotWriter(wrap, device_ops))
+        writer = SlotWriter(wrap, device_ops)
+        return lambda layer: slotted_class(layer)(layer, self._num_slots, writer)
 
     def _mask(self, slots: torch.Tensor) -> torch.Tensor:
         """Mask [N, slots, 1] bool that is True at each token's own slot."""
         every = torch.arange(self._num_slots, dtype=slots.dtype, device=slots.device)
         return (slots[:, None] == every)[:, :, None]
+
+    def own_slots(self, x: torch.Tensor) -> torch.Tensor:
+        """Zeros ``x`` [T, heads, slots, rank] at other slots than the token's."""
+        return torch.where(self._token_mask[:, None], x, 0)
 
     # ---- The products, named as vLLM's layers call them ----
 

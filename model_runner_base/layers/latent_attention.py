@@ -27,17 +27,32 @@ class AbsorbedProjection(UnquantizedLinearMethod):
     """
 
     def __init__(self, num_heads: int, key_size: int, value_size: int) -> None:
-        self._sizes = num_heads, key_size, value_size
+        self.num_heads, self.sizes = num_heads, (key_size, value_size)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        num_heads, *sizes = self._sizes
-        keys, values = layer.weight.data.view(num_heads, sum(sizes), -1).split(sizes, dim=1)
+        weight = layer.weight.data.view(self.num_heads, sum(self.sizes), -1)
+        keys, values = weight.split(self.sizes, dim=1)
         layer.to_latent = nn.Parameter(keys.contiguous(), requires_grad=False)
         layer.from_latent = nn.Parameter(values.transpose(1, 2).contiguous(), requires_grad=False)
         del layer.weight
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         raise NotImplementedError("keys and values are not made of latents: the projection is absorbed")
+
+
+class Projection:
+    """Projects queries to the latents' space, and outputs back, by the absorbed weights of ``kv_b_proj``."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def to_latents(self, queries: torch.Tensor) -> torch.Tensor:
+        """[T, H, L] of queries without their rotary part, [T, H, P]."""
+        return torch.bmm(queries.transpose(0, 1), self._layer.to_latent).transpose(0, 1)
+
+    def from_latents(self, outputs: torch.Tensor) -> torch.Tensor:
+        """[T, H, V] of outputs in the latents' space, [T, H, L]."""
+        return torch.bmm(outputs.transpose(0, 1), self._layer.from_latent).transpose(0, 1)
 
 
 def use_plain_latents(model: nn.Module) -> None:
@@ -55,6 +70,7 @@ def use_plain_latents(model: nn.Module) -> None:
             for made in MADE_BY_VLLM:
                 if hasattr(layer, made):
                     delattr(layer, made)
+            layer.projection = Projection(layer.kv_b_proj)
             layer.forward = MethodType(forward, layer)
             layer.process_weights_after_loading = _keep_weights
 
@@ -82,8 +98,6 @@ def forward(
     nope, rotary = q.view(-1, self.num_heads, self.qk_head_dim).split(
         (self.qk_nope_head_dim, self.qk_rope_head_dim), dim=2
     )
-    absorbed = torch.bmm(nope.transpose(0, 1), self.kv_b_proj.to_latent).transpose(0, 1)
-    query = torch.cat((absorbed, rotary), dim=2).flatten(1)
+    query = torch.cat((self.projection.to_latents(nope), rotary), dim=2).flatten(1)
     out = self.impl.forward(self, query, k_pe.flatten(1), kv_c_normed, cache, metadata[self.layer_name])
-    out = out.view(-1, self.num_heads, self.kv_lora_rank).transpose(0, 1)
-    return torch.bmm(out, self.kv_b_proj.from_latent).transpose(0, 1).flatten(1)
+    return self.projection.from_latents(out.view(-1, self.num_heads, self.kv_lora_rank)).flatten(1)

@@ -49,6 +49,7 @@ def make_adapter(
     use_rslora: bool = False,
     size: float = 0.3,
     part: str = "",
+    without: str = "no layer",
     **config: Any,
 ) -> TinyAdapter:
     """Writes an adapter with random weights, unless it is there.
@@ -56,6 +57,7 @@ def make_adapter(
     Args:
         size: standard deviation of what it adds to a layer's weights, relative to theirs.
         part: text that is in the names of all layers that it adapts.
+        without: text that is in the names of none of them.
         config: further settings of ``adapter_config.json``.
     """
     path = directory / f"adapter-{number}"
@@ -66,7 +68,7 @@ def make_adapter(
     scale = _scale(alpha := 2 * rank, rank, use_rslora)
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in reference_model(model).named_modules():
-        is_target = part in name and name.rpartition(".")[2] in targets
+        is_target = part in name and without not in name and name.rpartition(".")[2] in targets
         if not isinstance(layer, nn.Linear | nn.Embedding) or not is_target:
             continue
         is_embedding = isinstance(layer, nn.Embedding)

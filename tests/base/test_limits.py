@@ -224,7 +224,6 @@ def test_what_encoder_decoders_are_not_served_with_yet(setting: str, value: Any,
             r"sparse attention \(DSA\) of LlavaForConditionalGeneration is not supported yet",
         ),
         ("model_config.architecture", "LongcatFlashForCausalLM", "LongcatFlash.* since some of its experts return"),
-        ("lora_config", SimpleNamespace(), "leave out enable_lora, or set VLLM_MLA_DISABLE=1"),
         ("speculative_config", draft(), "drafts by eagle are not .* ngram, suffix, mtp, or leave out"),
     ],
 )
@@ -232,6 +231,14 @@ def test_what_latent_attention_is_not_served_with_yet(setting: str, value: Any, 
     config: Any = deepcopy(SERVED)
     config.model_config.use_mla = True
     check_refused(config, setting, value, message)
+
+
+def test_sharded_adapters_of_latent_attention_are_refused() -> None:
+    """Sharding is refused where there is more than one rank."""
+    config: Any = deepcopy(SERVED)
+    config.model_config.use_mla = True
+    config.lora_config = SimpleNamespace(fully_sharded_loras=True, enable_tower_connector_lora=False)
+    check_refused(config, "parallel_config.tensor_parallel_size", 2, "fully_sharded_loras are .* leave them out")
 
 
 @pytest.mark.parametrize(

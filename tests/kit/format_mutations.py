@@ -13,15 +13,15 @@ MUTATIONS = [
     Mutation(
         "rotary keys are left out of the scores of latents",
         "layers/latent_attention.py",
-        "torch.cat((absorbed, rotary), dim=2)",
-        "torch.cat((absorbed, 0 * rotary), dim=2)",
+        "torch.cat((self.projection.to_latents(nope), rotary), dim=2)",
+        "torch.cat((self.projection.to_latents(nope), 0 * rotary), dim=2)",
         "test_cache_formats and one_request",
     ),
     Mutation(
         "queries are taken to the space of latents by the next head's projection",
         "layers/latent_attention.py",
-        "self.kv_b_proj.to_latent)",
-        "self.kv_b_proj.to_latent.roll(1, 0))",
+        "self._layer.to_latent)",
+        "self._layer.to_latent.roll(1, 0))",
         "test_cache_formats and one_request",
     ),
     Mutation(
