@@ -193,8 +193,6 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
         f"{', '.join(RECURRENT_ARCHITECTURES)}": model.architecture not in RECURRENT_ARCHITECTURES,
         f"drafts by {drafts and drafts.method} are not supported with {model.architecture} yet: use one of "
         f"{', '.join(methods)}, or leave out speculative_config": drafts and drafts.method not in methods,
-        "prefix caching is not supported with drafts and recurrent layers yet: set enable_prefix_caching=False, or "
-        "leave out speculative_config": drafts and vllm_config.cache_config.enable_prefix_caching,
         f"adapters are not supported with {model.architecture} yet: leave out enable_lora, or use one of "
         f"{', '.join(RECURRENT_WITH_ADAPTERS)}": vllm_config.lora_config
         and model.architecture not in RECURRENT_WITH_ADAPTERS,

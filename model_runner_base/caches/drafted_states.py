@@ -56,16 +56,18 @@ class DraftedStateCaches(StateCaches):
 
     def _rows(self, call: ModelCall, rows: DecodeRows) -> tuple[RowSteps, ...]:
         assert rows.is_token is not None, "rows where drafts are verified have several tokens"
-        states, num_places = call.arrays[ROWS].unsqueeze(1), self._num_places
-        sources = place_of(states, rows.positions, num_places)
+        blocks, positions, num_places = call.arrays[ROWS], rows.positions, self._num_places
+        sources = place_of(self._blocks_at(blocks, positions - 1), positions, num_places)
         # Tokens that are missing come last. What is computed for them goes to padding.
-        written = torch.where(rows.is_token, place_of(states, rows.positions + 1, num_places), 0)
+        written = place_of(self._blocks_at(blocks, positions), positions + 1, num_places)
+        written = torch.where(rows.is_token, written, 0)
         return tuple(
-            [
-                RowSteps(written[:, token], sources[:, token], rows.positions[:, token] > 0)
-                for token in range(num_places)
-            ]
+            [RowSteps(written[:, token], sources[:, token], positions[:, token] > 0) for token in range(num_places)]
         )
+
+    def _blocks_at(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Indices, [R, 1] or [R, Q], that the places of states after the tokens at ``positions`` [R, Q] belong to."""
+        return blocks.unsqueeze(1)
 
     def _sources(self, call: ModelCall, section: str) -> torch.Tensor:
         return call.arrays[SOURCES]

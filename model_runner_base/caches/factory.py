@@ -9,6 +9,7 @@ from model_runner_base.caches.contiguous_decode import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.drafted_states import DraftedStateCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.kept_drafted_states import KeptDraftedStateCaches
 from model_runner_base.caches.kept_states import KeptStateCaches
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
@@ -83,8 +84,13 @@ def make_state_caches(
     block_size = vllm_config.cache_config.block_size if kept else limits.max_model_len
     table = BlockTable(limits.max_num_reqs, limits.max_model_len, block_size, 1)
     drafted = limits.decode.query > 1
-    kind = KeptStateCaches if kept else DraftedStateCaches if drafted else StateCaches
-    return table, kind(table, list(layers), limits)
+    kinds_of = {
+        (False, False): StateCaches,
+        (True, False): KeptStateCaches,
+        (False, True): DraftedStateCaches,
+        (True, True): KeptDraftedStateCaches,
+    }
+    return table, kinds_of[kept, drafted](table, list(layers), limits)
 
 
 def make_layout(kinds: Sequence[CacheKind], limits: StepLimits) -> TokenLayout:

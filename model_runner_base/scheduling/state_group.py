@@ -26,10 +26,6 @@ from vllm.v1.request import Request
 
 NOT_ENOUGH = 1 << 40
 """More blocks than any pool has."""
-STATES_PER_REQUEST = 3
-"""Number of states for each request that may run, where prefixes are kept; the runner has as many.
-
-A request holds two in a step in which it enters a block, and one more while a release frees states a step late."""
 GROUP = "recurrent_states"
 WAITS_FOR_STATES = hasattr(MambaManager, "new_step_starts")
 """Whether vLLM itself schedules a request one step later if it hits what this step writes."""
@@ -92,7 +88,7 @@ class StateManager(MambaManager):
     """Gives states to requests that have blocks, from a pool of its own: one each, unless prefixes are kept."""
 
     def __init__(self, kv_cache_spec: StateSpec, block_pool: BlockPool, **kwargs: Any) -> None:
-        is_kept = kv_cache_spec.mamba_cache_mode == "align"
+        self._is_kept = is_kept = kv_cache_spec.mamba_cache_mode == "align"
         cls = BlockPool if WAITS_FOR_STATES or not is_kept else StatePool
         pool = cls(kv_cache_spec.num_states + 1, is_kept and block_pool.enable_caching, block_pool.hash_block_size)
         super().__init__(kv_cache_spec, block_pool=pool, **kwargs)
@@ -117,6 +113,17 @@ class StateManager(MambaManager):
         if not WAITS_FOR_STATES:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         super().cache_blocks(request, num_tokens, **kwargs)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        """Gives states for the tokens of a step, drafts among them.
+
+        A request whose drafts were wrong may need fewer than it has, which older releases do not expect.
+        """
+        if self._is_kept and not WAITS_FOR_STATES:
+            num_known = len(self.req_to_blocks[request_id]) * self.block_size
+            if num_tokens_main_model <= num_known:
+                return []
+        return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
 
     def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
         """Blocks of the common pool: none, or more than it has where no state is free."""
@@ -148,6 +155,17 @@ def state_spec(max_model_len: int, num_states: int, kept_block_size: int = 0) ->
     )
 
 
+def states_per_request(block_size: int, num_drafts: int) -> int:
+    """Number of states for each request that may run, where prefixes are kept; the runner has as many.
+
+    A request holds those of the blocks that a step may touch: that of the token before it, and those of its own tokens.
+    While the step before it is not read, either may lie as many tokens further back. One more is for a release that
+    frees states a step late.
+    """
+    tokens = 2 * (1 + num_drafts)
+    return 2 + -(-tokens // block_size)
+
+
 def keeps_states(vllm_config: VllmConfig) -> bool:
     """Whether states of recurrent layers are kept for later requests with the same prefix."""
     return vllm_config.cache_config.mamba_cache_mode == "align"
@@ -163,6 +181,8 @@ def with_states(config: KVCacheConfig, vllm_config: VllmConfig) -> KVCacheConfig
         scheduler.enable_chunked_prefill = True
     num_states, kept_block_size = scheduler.max_num_seqs, 0
     if keeps_states(vllm_config):
-        num_states, kept_block_size = STATES_PER_REQUEST * num_states, vllm_config.cache_config.block_size
+        kept_block_size = vllm_config.cache_config.block_size
+        drafts = vllm_config.speculative_config
+        num_states *= states_per_request(kept_block_size, drafts.num_speculative_tokens if drafts else 0)
     spec = state_spec(model.max_model_len, num_states, kept_block_size)
     return replace(config, kv_cache_groups=[*config.kv_cache_groups, KVCacheGroupSpec([GROUP], spec)])

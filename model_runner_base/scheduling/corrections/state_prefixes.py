@@ -37,21 +37,24 @@ class StatePrefixes(Scheduler):
         start = request.num_computed_tokens + num_new_local_computed_tokens
         if start >= request.num_tokens - 1:
             return num_new_tokens  # It decodes.
-        config = self.scheduler_config
-        size = self.cache_config.block_size
+        size, most = self.cache_config.block_size, self.scheduler_config.max_num_seqs * (1 + self.num_spec_tokens)
         # Requests that decode may leave fewer tokens of a step than a block has, for as long as they run.
-        may_wait = size <= self.max_num_scheduled_tokens - config.max_num_seqs
-        return chunk_end(start, start + num_new_tokens, request.num_tokens, size, may_wait) - start
+        may_wait = size <= self.max_num_scheduled_tokens - most
+        # A drafter that reads hidden states needs those of the last block of a hit, which is computed anew.
+        hit = request.num_tokens - size if self.use_eagle else request.num_tokens
+        return chunk_end(start, start + num_new_tokens, request.num_tokens, hit, size, may_wait) - start
 
 
-def chunk_end(start: int, end: int, known: int, block_size: int, may_wait: bool) -> int:
+def chunk_end(start: int, end: int, known: int, hit: int, block_size: int, may_wait: bool) -> int:
     """End of a chunk that begins at ``start`` and may go on to ``end``, of a request with ``known`` tokens.
+
+    A later request with the same tokens is hit at the last block's end before the ``hit``-th of them.
 
     A chunk that begins inside a block ends with it at the latest, so that a full block has the state at its end. Others
     end with a block, too, except for the last one, before which the last state that may be hit is kept. Where no block
     ends before ``end``, the chunk is empty if it ``may_wait`` for a step with more space, else it ends inside a block.
     """
-    last = (known - 1) // block_size * block_size
+    last = max((hit - 1) // block_size * block_size, 0)
     if start < last < end:
         end = last
     elif end < known:

@@ -42,7 +42,8 @@ def choose_cache_mode(vllm_config: VllmConfig) -> None:
     if cache.mamba_cache_mode == "all":
         # vLLM's own choice, with a size for its kernels, on a platform that does not leave it open.
         cache.mamba_block_size = None
-    threshold = scheduler.long_prefill_token_threshold
+    threshold, drafts = scheduler.long_prefill_token_threshold, vllm_config.speculative_config
+    num_drafts = drafts.num_speculative_tokens if drafts else 0
     refusals = {
         f"mamba_block_size={cache.mamba_block_size} is not supported: leave it out, since states are kept at the ends "
         f"of blocks of block_size={cache.block_size} tokens": (
@@ -50,6 +51,8 @@ def choose_cache_mode(vllm_config: VllmConfig) -> None:
         ),
         f"long_prefill_token_threshold={threshold} is less than block_size={cache.block_size}, at whose ends states "
         "are kept: raise it, or set enable_prefix_caching=False": is_kept and 0 < threshold < cache.block_size,
+        f"num_speculative_tokens={num_drafts} is not less than block_size={cache.block_size}, at whose ends states are "
+        "kept: lower it, or set enable_prefix_caching=False": is_kept and num_drafts >= (cache.block_size or 0) > 0,
         "a prefix of recurrent layers may end inside an image: leave out disable_chunked_mm_input, or set "
         "enable_prefix_caching=False": is_kept and scheduler.disable_chunked_mm_input,
         "prefixes of recurrent layers need chunks: leave out enable_chunked_prefill, or set "

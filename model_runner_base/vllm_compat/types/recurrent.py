@@ -21,8 +21,6 @@ WITH_DRAFTING_LAYERS = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 """Models with recurrent layers whose layers of multi-token prediction are supported."""
-KEPT_PER_REQUEST = 3
-"""``STATES_PER_REQUEST`` of the scheduler (scheduling/state_group.py)."""
 
 
 def rename_adapters(model: Any) -> None:
@@ -54,7 +52,12 @@ def keeps_prefixes(vllm_config: VllmConfig) -> bool:
 
 def num_states(vllm_config: VllmConfig) -> int:
     """Number of states of each layer: one for each request that may run, or several where prefixes are kept."""
-    return vllm_config.scheduler_config.max_num_seqs * (KEPT_PER_REQUEST if keeps_prefixes(vllm_config) else 1)
+    count = vllm_config.scheduler_config.max_num_seqs
+    if not keeps_prefixes(vllm_config):
+        return count
+    # ``states_per_request`` of the scheduler (scheduling/state_group.py).
+    tokens = 2 * (1 + read_speculation(vllm_config).num_drafts)
+    return count * (2 + -(-tokens // vllm_config.cache_config.block_size))
 
 
 def num_places(vllm_config: VllmConfig) -> int:
