@@ -33,6 +33,8 @@ class Request:
     num_computed: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     """Blocks by KV-cache group; empty unless the request runs."""
+    state: int = 0
+    """Index of its state in recurrent layers; 0 unless the request runs, and the model has such layers."""
     is_running: bool = False
     is_set_aside: bool = False
     """Whether it lost its blocks and the runner was not told."""
@@ -147,11 +149,19 @@ class HandScheduler:
     """Requests and their blocks; ``step`` makes a SchedulerOutput of what it is asked for."""
 
     def __init__(
-        self, groups: list[CacheGroup], num_blocks: int, max_num_seqs: int, max_num_tokens: int, random: Random
+        self,
+        groups: list[CacheGroup],
+        num_blocks: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        random: Random,
+        num_states: int = 0,
     ) -> None:
+        """``num_states`` is the number of states in recurrent layers, one for each request that may run; 0: none."""
         self.groups = groups
         self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_tokens
         self.pool = BlockPool(num_blocks, random)
+        self.states = BlockPool(1 + num_states, random) if num_states else None
         self.requests: dict[str, Request] = {}
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
@@ -205,7 +215,8 @@ class HandScheduler:
             self._tell(told, request, was_running, new_blocks, blocks)
         self._commit(shares)
         scheduled = {share.request.name: share.count for share in shares}
-        output = told.scheduler_output(scheduled, self._finished, self._preempted, len(self.groups))
+        num_groups = len(self.groups) + (self.states is not None)
+        output = told.scheduler_output(scheduled, self._finished, self._preempted, num_groups)
         self._finished, self._preempted = set(), set()
         return output, shares
 
@@ -223,11 +234,15 @@ class HandScheduler:
             other.num_left and other not in scheduled for other in running
         ):
             return False
-        request.blocks = self._cached_prefix(request) if request.shares_prefix else [[] for _ in self.groups]
+        # Where a request has one state, no other request can begin with it.
+        shares_prefix = request.shares_prefix and not self.states
+        request.blocks = self._cached_prefix(request) if shares_prefix else [[] for _ in self.groups]
         for blocks in request.blocks:
             for block in blocks:
                 self.pool.hold(block)
         request.num_computed = len(request.blocks[0]) * self.groups[0].block_size
+        if self.states:
+            (request.state,) = self.states.take(1)
         request.is_running = True
         return True
 
@@ -282,12 +297,17 @@ class HandScheduler:
     def _release(self, request: Request) -> None:
         for blocks in request.blocks:
             self.pool.free(blocks)
-        request.blocks, request.num_computed, request.is_running = [], 0, False
+        if request.state:
+            assert self.states
+            self.states.free([request.state])
+        request.blocks, request.state, request.num_computed, request.is_running = [], 0, 0, False
 
     def _tell(
         self, told: HandMadeStep, request: Request, was_running: bool, new: list[list[int]], every: list[list[int]]
     ) -> None:
         """Adds a request to a step: one that the runner does not know with all its data, another with what is new."""
+        if self.states:
+            new, every = [*new, []], [*every, [request.state]]
         if not request.is_known_to_runner:
             told.add_new(request.name, list(request.prompt), request.params, every, request.num_computed)
             return

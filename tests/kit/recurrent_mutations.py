@@ -46,6 +46,13 @@ MUTATIONS = [
         "test_recurrent and arrivals",
     ),
     Mutation(
+        "padding writes a request's state",
+        "caches/states.py",
+        "        pad_into(views[rows], states[: batch.num_decodes], 0)",
+        "        pad_into(views[rows], states[: batch.num_decodes], 1)",
+        "test_state_schedules",
+    ),
+    Mutation(
         "a request that hits a prefix begins with the state of another block",
         "caches/kept_states.py",
         "        sources = states_at(self._table, batch.rows, batch.num_computed - 1)",

@@ -30,6 +30,7 @@ from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Reque
 from model_runner_base.testing.table import refusal
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
 from model_runner_base.vllm_compat.types.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from model_runner_base.vllm_compat.types.recurrent import has_states, num_states
 
 MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 4, 32, 352
 OPTIONS = {
@@ -97,7 +98,9 @@ class Bench:
                 _kept_for(group.kv_cache_spec),
             )
             for group in config.kv_cache_groups
+            if layers.keys() >= set(group.layer_names)  # That of states names none.
         ]
+        self.num_states = num_states(self.runner.vllm_config) if has_states(self.runner.vllm_config) else 0
         self.num_blocks = config.num_blocks
         self.seen = seen
         self.kinds = [kind for kind in KINDS if _is_supported(llm, kind)]
@@ -109,7 +112,8 @@ class Bench:
         return _as_runner_gets(self.kinds[kind if kind < len(self.kinds) else 0], count)
 
     def scheduler(self, seed: int) -> HandScheduler:
-        return HandScheduler(self.groups, self.num_blocks, MAX_NUM_SEQS, MAX_NUM_TOKENS, Random(seed))
+        limits = MAX_NUM_SEQS, MAX_NUM_TOKENS
+        return HandScheduler(self.groups, self.num_blocks, *limits, Random(seed), self.num_states)
 
 
 def _as_runner_gets(options: dict[str, Any], count: int) -> SamplingParams:
@@ -184,7 +188,7 @@ class Run:
             return
         (seen,) = self.bench.seen
         check_step(seen, shares, MAX_NUM_SEQS, self.bench.groups)
-        self._note_fed_early(shares, seen)
+        self.note_fed(shares, seen)
         later = self.bench.worker.sample_tokens(None)
         assert (result is None) != (later is None), "a step is answered at once, or by sample_tokens"
         self._unread.append((shares, result or later))
@@ -247,7 +251,7 @@ class Run:
             if len(request.tokens) - len(request.prompt) == request.params.max_tokens and None not in request.tokens:
                 self.finish(request)
 
-    def _note_fed_early(self, shares: list[Share], seen: StepTrace) -> None:
+    def note_fed(self, shares: list[Share], seen: StepTrace) -> None:
         """Remembers tokens that were fed before the scheduler was told of them."""
         for share in shares:
             fed = seen.requests[share.request.name].token_ids
@@ -270,6 +274,8 @@ def has_requests(machine: "Schedules") -> bool:
 class Schedules(RuleBasedStateMachine):
     """Rules for what may happen between two steps. Each rule ends with steps, so that every example goes on."""
 
+    run_class: type[Run] = Run
+
     def __init__(self, bench: Bench) -> None:
         super().__init__()
         self.bench = bench
@@ -277,7 +283,7 @@ class Schedules(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 99), is_async=st.booleans())
     def start(self, seed: int, is_async: bool) -> None:
-        self.run = Run(self.bench, seed, is_async)
+        self.run = self.run_class(self.bench, seed, is_async)
 
     @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=3), steps=STEPS)
     def arrive(self, arrivals: list[Arrival], steps: Steps) -> None:
@@ -350,20 +356,25 @@ def test_random_schedules(
     """Arrays and tokens of random schedules all equal those of a model without state."""
     model = tiny_model(name)
     with bench_of(engine(model.path, **OPTIONS), model) as bench:
-        run_state_machine_as_test(
-            partial(Schedules, bench),  # type: ignore[arg-type]
-            settings=settings(
-                max_examples=pytestconfig.getoption("schedules") + pytestconfig.getoption("soak") // 20,
-                stateful_step_count=40,
-                deadline=None,
-                # A verdict on a device must come out the same twice, and leave no files behind.
-                derandomize=True,
-                database=None,
-                report_multiple_bugs=False,
-                phases=set(Phase) - ({Phase.shrink} if pytestconfig.getoption("no_shrinking") else set()),
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        run_schedules(partial(Schedules, bench), pytestconfig)
+
+
+def run_schedules(machine: Callable[[], Schedules], pytestconfig: pytest.Config, steps: int = 40) -> None:
+    """Runs random schedules of up to so many ``steps`` of a machine, as many as the options of pytest ask for."""
+    run_state_machine_as_test(
+        machine,  # type: ignore[arg-type]
+        settings=settings(
+            max_examples=pytestconfig.getoption("schedules") + pytestconfig.getoption("soak") // 20,
+            stateful_step_count=steps,
+            deadline=None,
+            # A verdict on a device must come out the same twice, and leave no files behind.
+            derandomize=True,
+            database=None,
+            report_multiple_bugs=False,
+            phases=set(Phase) - ({Phase.shrink} if pytestconfig.getoption("no_shrinking") else set()),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
 
 
 def test_requests_set_aside_by_the_engine(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> None:
