@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import engine
@@ -9,7 +10,8 @@ from test_lora import LORA, check
 
 from model_runner_base.testing.adapters import ATTENTION, TinyAdapter, make_adapter
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.engine import generate, greedy, tokens_of
+from model_runner_base.testing.drafts import KnownDrafts, speculation
+from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 
@@ -73,3 +75,29 @@ def test_prefixes_of_adapters(tiny_model: Callable[[str], TinyModel], tmp_path: 
         third = make_adapter(model.path, tmp_path, 3, targets=projections)
         assert ask([prefix + ends[0]] * 2, [third, other]) == [0, 48]
         assert ask([prefix + ends[0]] * 2, [third, one]) == [48] * 2
+
+
+def test_drafts_of_adapters(
+    tiny_model: Callable[[str], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts, often wrong, of requests with two adapters and none in one batch, whose prefixes are kept as well."""
+    name = "qwen3_5" if "qwen3_5" in RECURRENT else "lfm2"
+    model, projections = tiny_model(name), PROJECTIONS[name]
+    one, other = (make_adapter(model.path, tmp_path, number, targets=projections) for number in (1, 2))
+    prompts, count = random_prompts(114, [17, 40, 70]), 20
+    models = [model, one.merged, other.merged]
+    options = LORA | {"enforce_eager": True, "enable_prefix_caching": True, "block_size": 16}
+    with engine(model.path, **options, speculative_config=speculation("ngram", model)) as llm:
+        known = [KnownDrafts(llm, each, {prompt: count}, False) for each, prompt in zip(models, prompts, strict=True)]
+
+        def look_up(*args: Any) -> list[list[int]]:
+            return [max(drafts, key=len) for drafts in zip(*(each.look_up(*args) for each in known), strict=True)]
+
+        monkeypatch.setattr(runner_of(llm).parts.drafter, "look_up", look_up)
+        for hits in ([0, 0, 0], [16, 32, 64]):
+            outputs = generate(llm, prompts, greedy(count), [None, one.request, other.request])
+            wanted = [each.greedy(prompt, count) for each, prompt in zip(models, prompts, strict=True)]
+            assert tokens_of(outputs) == wanted
+            assert [output.num_cached_tokens for output in outputs] == hits
+        drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
+        assert drafted > accepted > 0, "drafts were all right, or all wrong"

@@ -12,12 +12,13 @@ import pytest
 import torch
 from conftest import compilations, engine
 from lane import HAS_OPENXLA
+from test_recurrent_speculation import multi_token_prediction
 from torch.multiprocessing.spawn import spawn
 from vllm.utils.network_utils import get_open_port
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal
-from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
+from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel, make_checkpoint
 
 Tiny = Callable[[str], TinyModel]
@@ -27,8 +28,17 @@ LONGER = [(*prompt, 7, 8, 9) for prompt in PROMPTS]
 NEW_TOKENS = 16
 EAGER: dict[str, Any] = {"enforce_eager": True}
 KEPT = EAGER | {"enable_prefix_caching": True, "block_size": 16}
+DRAFTED: dict[str, Any] = KEPT | {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    if HAS_OPENXLA
+    else {"method": "mtp", "num_speculative_tokens": 2}
+}
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [256]}
 COMPILED: dict[str, Any] = {"additional_config": {"neuron_config": FEW_BUCKETS}}
+
+
+DRAFTING = "drafting"
+"""Qwen3.5 with a layer that drafts."""
 
 
 class Case(NamedTuple):
@@ -39,7 +49,8 @@ class Case(NamedTuple):
     states: list[tuple[int, ...]]
 
     def __str__(self) -> str:
-        kind = "kept" if self.options == KEPT else "eager" if self.options == EAGER else "compiled"
+        kind = "eager" if self.options == EAGER else "compiled"
+        kind = "drafted" if self.options == DRAFTED else "kept" if self.options == KEPT else kind
         return f"{self.name}-{kind}"
 
 
@@ -52,9 +63,14 @@ CASES = (
         Case("falcon-h1", EAGER, [(3, 32 + 2 * 256), (2, 16, 256)]),
         Case("qwen3-next", COMPILED, _DELTA_NET),
         Case("falcon-h1", KEPT, [(3, 32 + 2 * 256), (2, 16, 256)]),
+        Case("lfm2", DRAFTED, [(2, 32)]),
     ]
     if HAS_OPENXLA
-    else [Case("qwen3_5", KEPT, _DELTA_NET), Case("nemotron-h", EAGER, [(3, 64 + 2 * 16), (4, 16, 16)])]
+    else [
+        Case("qwen3_5", KEPT, _DELTA_NET),
+        Case("nemotron-h", EAGER, [(3, 64 + 2 * 16), (4, 16, 16)]),
+        Case(DRAFTING, DRAFTED, _DELTA_NET),
+    ]
 )
 
 
@@ -68,9 +84,11 @@ def serve_rank(rank: int, ports: Sequence[int], directory: Path) -> None:
             before = compilations() if case.options == COMPILED else None
             tokens = tokens_of(generate(llm, PROMPTS, greedy(NEW_TOKENS)))
             assert before is None or compilations() == before
-            again = generate(llm, LONGER, greedy(NEW_TOKENS)) if case.options == KEPT else []
+            again = generate(llm, LONGER, greedy(NEW_TOKENS)) if "block_size" in case.options else []
             hits = [output.num_cached_tokens for output in again]
-            torch.save((tokens, shapes_of(runner_of(llm)), tokens_of(again), hits), directory / f"{case}-{rank}")
+            drafts = [metric(llm, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted")]
+            answers = tokens, shapes_of(runner_of(llm)), tokens_of(again), hits, drafts
+            torch.save(answers, directory / f"{case}-{rank}")
 
 
 def shapes_of(runner: Any) -> list[tuple[int, ...]]:
@@ -86,20 +104,28 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the models and of what each rank answered."""
     directory = tmp_path_factory.mktemp("ranks")
     for case in CASES:
-        make_checkpoint(case.name, directory)
+        if case.name == DRAFTING:
+            multi_token_prediction(make_checkpoint("qwen3_5", directory), directory / DRAFTING)
+        else:
+            make_checkpoint(case.name, directory)
     spawn(serve_rank, ([get_open_port() for _ in CASES], directory), nprocs=2)
     return directory
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks(case: Case, served: Path) -> None:
-    """Tokens are the reference's, also of prompts that begin with states that earlier ones have left on each rank."""
+    """Tokens are the reference's, also of prompts that begin with states that earlier ones have left on each rank.
+
+    Wrong drafts do not change them.
+    """
     model = TinyModel(served / case.name)
     for rank in range(2):
-        tokens, states, again, hits = torch.load(served / f"{case}-{rank}")
+        tokens, states, again, hits, (drafted, accepted) = torch.load(served / f"{case}-{rank}")
         check_equal(model, PROMPTS, tokens, [NEW_TOKENS] * len(PROMPTS))
         assert states == case.states
-        if case.options == KEPT:
+        if case.options == DRAFTED:
+            assert drafted > accepted, "no draft was wrong"
+        if "block_size" in case.options:
             check_equal(model, LONGER, again, [NEW_TOKENS] * len(LONGER))
             assert hits == [0, 0, 0, 32, 80, 128]
 
