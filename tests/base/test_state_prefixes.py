@@ -90,6 +90,19 @@ def test_outputs_continued(served: tuple[LLM, TinyModel]) -> None:
     assert [hit for (hit,) in hits] == [(len(prompt) - 1) // SIZE * SIZE for prompt in longer]
 
 
+@pytest.mark.skipif(not HAS_OPENXLA, reason="vLLM 0.33 leaves out that state")
+def test_prompt_of_a_resumed_request(served: tuple[LLM, TinyModel]) -> None:
+    """A prompt is hit at its last block though the request that computed it had outputs by then.
+
+    A server that runs out of memory preempts, and would else compute popular prompts again.
+    """
+    llm, model = served
+    prompts = random_prompts(113, [36, 51])
+    # Both were set aside after some tokens, the cache was forgotten, and they were computed from their first token on.
+    check_equal(model, prompts, run_with_resets(llm, prompts, 30), [30] * 2)
+    assert cached(llm, model, prompts, 4) == [32, 48]
+
+
 def test_outputs_of_others(served: tuple[LLM, TinyModel]) -> None:
     """A prompt is still hit after others have entered more blocks than there are states."""
     llm, model = served

@@ -41,7 +41,8 @@ class StatePrefixes(Scheduler):
         # Requests that decode may leave fewer tokens of a step than a block has, for as long as they run.
         may_wait = size <= self.max_num_scheduled_tokens - most
         # A drafter that reads hidden states needs those of the last block of a hit, which is computed anew.
-        hit = request.num_tokens - size if self.use_eagle else request.num_tokens
+        # States of prompts alone are kept, also by a resumed request, which has more tokens.
+        hit = request.num_prompt_tokens - size if self.use_eagle else request.num_prompt_tokens
         return chunk_end(start, start + num_new_tokens, request.num_tokens, hit, size, may_wait) - start
 
 
