@@ -37,6 +37,7 @@ RECURRENT_ARCHITECTURES = (
     "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
+    "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "Mamba2ForCausalLM",
@@ -236,6 +237,9 @@ def _computed_otherwise(config: Any) -> dict[str, Any]:
         ),
         f"Bamba rotates half of each head, and vLLM attn_rotary_emb numbers of it: set that to {half} in config.json": (
             kind == "bamba" and getattr(config, "attn_rotary_emb", None) != half
+        ),
+        "decays of Kimi-Linear are not limited from below: use a checkpoint without gate_lower_bound": (
+            kind == "kimi_linear" and (config.linear_attn_config or {}).get("gate_lower_bound") is not None
         ),
         "recurrent layers are computed with SiLU: use a checkpoint whose hidden_act is silu": (
             activation not in ("silu", "swish")

@@ -27,6 +27,7 @@ from model_runner_base.quantized.configuration import format_of_model, reading
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.recurrent.layers import use_plain_recurrences
 from model_runner_base.vllm_compat.patches.cohere_windows import correct_windows
+from model_runner_base.vllm_compat.patches.kimi_linear import use_plain_kimi_linear
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
 from model_runner_base.vllm_compat.patches.olmo_hybrid import load_olmo_hybrid
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
@@ -65,6 +66,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     if use_plain_layers:
         allow_experts_without_gate()
         load_olmo_hybrid(vllm_config)
+        use_plain_kimi_linear(vllm_config)
         use_plain_unequal_heads(vllm_config.model_config)
     try:
         model = get_model(vllm_config, filtered=scales.take if scales else iter)

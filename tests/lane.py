@@ -27,6 +27,7 @@ NEWEST = [
     "base/test_hostile_engine.py",
     "base/test_image_families.py",
     "base/test_image_ranks.py",
+    "base/test_kimi_linear.py",
     "base/test_later_architectures.py",
     "base/test_latent_attention.py",
     "base/test_limits.py",

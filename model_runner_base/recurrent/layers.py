@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.recurrent.convolution import convolve
-from model_runner_base.recurrent.delta_rule import delta_rows, delta_tiles
+from model_runner_base.recurrent.delta_rule import channel_delta_rows, channel_delta_tiles, delta_rows, delta_tiles
 from model_runner_base.recurrent.mamba1 import mamba1_rows, mamba1_tiles
 from model_runner_base.recurrent.mamba2 import mamba2_rows, mamba2_tiles
 from model_runner_base.recurrent.step import RecurrentStep
@@ -55,6 +55,7 @@ RECURRENCES: dict[str, Recurrence] = {
     "mamba1": Recurrence(mamba1_rows, mamba1_tiles),
     "mamba2": Recurrence(mamba2_rows, mamba2_tiles),
     "gated delta rule": Recurrence(delta_rows, delta_tiles),
+    "channel delta rule": Recurrence(channel_delta_rows, channel_delta_tiles),
     "lightning attention": Recurrence(mamba2_rows, mamba2_tiles),
 }
 """Kinds of recurrences; a device may replace them before a model is loaded."""
@@ -110,8 +111,12 @@ def _states_of(layer: Any) -> Sequence[torch.Tensor]:
 
 
 def _convolve(layer: Any, conv: Any, x: torch.Tensor) -> torch.Tensor:
+    return _convolve_by(layer, conv.weight, conv.bias, x)
+
+
+def _convolve_by(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     step = _step_of(layer)
-    return x if step is None else convolve(x, conv.weight, conv.bias, _states_of(layer)[0], step)
+    return x if step is None else convolve(x, weight, bias, _states_of(layer)[0], step)
 
 
 def _recur(layer: Any, kind: str, inputs: tuple[torch.Tensor, ...], *params: torch.Tensor) -> torch.Tensor:
@@ -199,6 +204,37 @@ def _delta_rule(self: Any, mixed: torch.Tensor, a: torch.Tensor, beta: torch.Ten
     return _recur(self, "gated delta rule", (v, q * self.head_k_dim**-0.5, k, log, beta))
 
 
+def kimi_delta_attention(
+    self: Any, hidden_states: torch.Tensor, positions: torch.Tensor, output: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Kimi Delta Attention: a gated delta net whose decay is one for each channel of a key.
+
+    Older releases of vLLM keep its projections and convolutions apart, and write to ``output``.
+    """
+    if hasattr(self, "in_proj_qkvgfab"):
+        widths = [3 * self.local_projection_size, self.local_num_heads, self.head_dim]
+        mixed, beta, decay = self.in_proj_qkvgfab(hidden_states)[0].split(widths, dim=-1)
+        weight = self.conv1d.weight
+    else:
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        mixed = torch.cat([part(hidden_states)[0] for part in parts], dim=-1)
+        beta, decay = self.b_proj(hidden_states)[0], self.f_a_proj(hidden_states)[0]
+        weight = torch.cat([conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+    mixed = F.silu(_convolve_by(self, weight, None, mixed)).float()
+    q, k, v = mixed.view(mixed.shape[0], 3, -1, self.head_dim).unbind(dim=1)
+    rate = torch.exp(self.A_log.float()).view(-1, 1)
+    log = -rate * F.softplus(self.f_b_proj(decay)[0].float() + self.dt_bias.float()).view_as(k)
+    inputs = (v, unit_length(q) * self.head_dim**-0.5, unit_length(k), log, torch.sigmoid(beta.float()))
+    gate = self.g_b_proj(self.g_a_proj(hidden_states)[0])[0].float().view_as(v)
+    out = _root_mean_square(_recur(self, "channel delta rule", inputs), self.o_norm) * torch.sigmoid(gate)
+    out = self.o_proj(out.flatten(1).to(hidden_states.dtype))[0]
+    return out if output is None else output.copy_(out)
+
+
+def _root_mean_square(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps) * norm.weight.float()
+
+
 def lightning_attention(
     self: Any, hidden_states: torch.Tensor, output: torch.Tensor, positions: torch.Tensor | None = None
 ) -> None:
@@ -225,6 +261,8 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "Qwen3NextGatedDeltaNet": gated_delta_net,
     "QwenGatedDeltaNetAttention": gated_delta_net,
     "OlmoHybridGatedDeltaNetAttention": olmo_gated_delta_net,
+    "KimiDeltaAttention": kimi_delta_attention,
+    "KimiGatedDeltaNetAttention": kimi_delta_attention,
     "MiniMaxText01LinearAttention": lightning_attention,
 }
 """Forwards by the name of vLLM's class, whose module may fail to import on some release."""

@@ -26,8 +26,9 @@ def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
             else:
                 heads, rows, columns = state
                 inside = 5 * query * query + 3 * query * (rows + columns)
-                # A gated delta net maps its state by a matrix of keys, [columns, columns] in vLLM's order.
-                square = 4 * columns * columns if is_delta_net(layer) else 0
+                # A gated delta net maps its state by a matrix of keys, [columns, columns] in vLLM's order, and decays
+                # of channels, where they have some, are as many numbers as its keys.
+                square = 4 * columns * (columns + query) if is_delta_net(layer) else 0
                 tiles = num_tiles * (6 * numbers + heads * (inside + square))
             worst = max(worst, 4 * (tiles + 3 * limits.max_num_reqs * numbers))
     return worst

@@ -1,12 +1,14 @@
 """Tiny models with random weights, one for each architecture, and their greedy decoding by HF transformers."""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from model_runner_base.testing.architectures import (
@@ -18,8 +20,12 @@ from model_runner_base.testing.architectures import (
     REFUSED,
     UNEQUAL_HEADS,
     VLLM_NAMES,
+    hf,
 )
 from model_runner_base.testing.recurrent_architectures import RECURRENT
+
+WRITTEN_OTHERWISE = {"kimi-linear": (r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.")}
+"""Names of tensors that transformers writes otherwise than a published checkpoint has them: pattern and replacement."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,10 @@ def reference_model(path: Path) -> Any:
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     writes_text_alone = type(config) in AutoModelForCausalLM._model_mapping
     model_class: Any = AutoModelForCausalLM if writes_text_alone else AutoModelForImageTextToText
-    return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+    if type(config).__module__.startswith("vllm."):  # vLLM puts its own config in place of transformers'.
+        model_class = getattr(hf, config.architectures[0])
+        config = model_class.config_class.from_pretrained(path)
+    return model_class.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 @cache
@@ -87,6 +96,10 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
         # Saves under the current tensor names: vLLM reads those, not the ones of a family's older checkpoints.
         model._checkpoint_conversion_mapping = {}
         model.save_pretrained(path)
+        if name in WRITTEN_OTHERWISE:
+            tensors = load_file(path / "model.safetensors")
+            renamed = {re.sub(*WRITTEN_OTHERWISE[name], key): tensor for key, tensor in tensors.items()}
+            save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
         if name in VLLM_NAMES:
             config = json.loads((path / "config.json").read_text())
             (path / "config.json").write_text(json.dumps(config | {"architectures": [VLLM_NAMES[name]]}))

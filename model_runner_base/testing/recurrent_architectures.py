@@ -40,6 +40,7 @@ _NEMOTRON = {
     "n_groups": 2,
     "chunk_size": 16,
 }
+_KDA = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "kda_layers": [1, 3], "full_attn_layers": [2]}
 
 _IN_BOTH_LANES: Configs = {
     "lfm2": lambda: hf.Lfm2Config(
@@ -112,6 +113,21 @@ _IN_NEWER_TRANSFORMERS: Configs = {
         norm_topk_prob=True,
         routed_scaling_factor=2.5,
     ),
+    "kimi-linear": lambda: hf.KimiLinearConfig(
+        **UNTIED | {"num_hidden_layers": 3, "num_key_value_heads": 4},
+        linear_attn_config=_KDA,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_group=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        # What vLLM's config reads, and transformers' has under other names.
+        first_k_dense_replace=1,
+        mla_use_nope=True,
+    ),
     "qwen3_5": lambda: hf.Qwen3_5TextConfig(**UNTIED, **DELTA_NET),
     "qwen3_5-moe": lambda: hf.Qwen3_5MoeTextConfig(
         **UNTIED, **DELTA_NET, **EXPERTS, shared_expert_intermediate_size=64
@@ -138,6 +154,8 @@ EXERCISES = {
     "nemotron-h": "Mamba 2 and attention, squared ReLU",
     "nemotron-h-moe": "the same, experts: sigmoid with bias, squared ReLU without a gate, shared",
     "zamba2": "Mamba 2 after shared blocks of attention, adapters",
+    "kimi-linear": "gated delta nets with decays of channels, latent attention without rotary positions; experts: "
+    "sigmoid, bias, groups, shared; dense first layer",
     "qwen3_5": "gated delta nets and gated attention",
     "qwen3_5-moe": "the same with experts, shared",
     "olmo-hybrid": "gated delta nets with negative eigenvalues, attention without rotary positions",

@@ -1,8 +1,9 @@
 """Tiny hybrid models that the older lane's transformers has no class of; the newest lane's answers are recorded.
 
 ``.venv-newest/bin/python tests/base/recorded_recurrent.py`` writes ``recorded_recurrent.json`` anew: for each model its
-config, the shapes of its checkpoint's tensors, and greedy tokens by transformers 5.20.2 in float32. A tensor's numbers
-are drawn by its name, so that every lane makes the same checkpoint.
+config, the shapes of its checkpoint's tensors, and by transformers 5.20.2 in float32, greedy tokens and the log
+probabilities of some prompts' tokens. A tensor's numbers are drawn by its name, so that every lane makes the same
+checkpoint.
 """
 
 import json
@@ -17,9 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 RECORDED = Path(__file__).with_suffix(".json")
-NAMES = ["lfm2-moe", "nemotron-h", "nemotron-h-moe"]
+NAMES = ["lfm2-moe", "nemotron-h", "nemotron-h-moe", "kimi-linear"]
 LENGTHS = [1, 2, 3, 5, 16, 33, 64, 90, 130, 200]
 NEW_TOKENS = 16
+VALUED = slice(4, 8)
+"""Prompts whose log probabilities are recorded."""
 PATTERNS = {"nemotron-h": "M*-", "nemotron-h-moe": "ME*E"}
 """Layers as older releases read them."""
 
@@ -57,6 +60,8 @@ def _drawn(name: str, shape: list[int], is_tied: bool) -> torch.Tensor:
 def _record(name: str, directory: Path) -> dict[str, Any]:
     from model_runner_base.testing.cases import random_prompts
     from model_runner_base.testing.models import TinyModel, make_checkpoint
+    from model_runner_base.testing.reference import logits_after
+    from model_runner_base.testing.rules import log_softmax
 
     made = make_checkpoint(name, directory).path
     shapes = {key: list(tensor.shape) for key, tensor in load_file(made / "model.safetensors").items()}
@@ -65,7 +70,11 @@ def _record(name: str, directory: Path) -> dict[str, Any]:
     model = TinyModel(directory / "drawn" / name)
     prompts = random_prompts(90, LENGTHS)
     answers = [[list(prompt), model.greedy(prompt, NEW_TOKENS)] for prompt in prompts]
-    return {"config": config, "shapes": shapes, "answers": answers}
+    values = []
+    for prompt in prompts[VALUED]:
+        given = log_softmax(logits_after(model, prompt).astype(np.float64))[np.arange(len(prompt) - 1), prompt[1:]]
+        values.append(given.round(6).tolist())
+    return {"config": config, "shapes": shapes, "answers": answers, "values": values}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from model_runner_base.caches.drafted_states import ROWS, DraftedStateCaches
 from model_runner_base.recurrent.convolution import convolve
-from model_runner_base.recurrent.delta_rule import delta_rows, delta_tiles, unit_lower_inverse
+from model_runner_base.recurrent.delta_rule import (
+    channel_delta_rows,
+    channel_delta_tiles,
+    channel_products,
+    delta_rows,
+    delta_tiles,
+    unit_lower_inverse,
+)
 from model_runner_base.recurrent.layers import Recurrence
 from model_runner_base.recurrent.mamba1 import mamba1_rows, mamba1_tiles
 from model_runner_base.recurrent.mamba2 import mamba2_rows, mamba2_tiles
@@ -72,10 +79,16 @@ def delta_case(rng: np.random.Generator, length: int) -> tuple[list[np.ndarray],
     return [rng.normal(size=(length, H, V)), rng.normal(size=(length, H, K)), k, log, beta], []
 
 
+def channel_delta_case(rng: np.random.Generator, length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Decays of a head's channels from none to some that leave nothing, next to each other."""
+    (v, q, k, _, beta), _ = delta_case(rng, length)
+    return [v, q, k, -rng.uniform(0, rng.choice([0.01, 2, 60], K), (length, H, K)), beta], []
+
+
 def delta_loop(inputs: list[np.ndarray], params: list[np.ndarray]) -> np.ndarray:
     state, outs = np.zeros((H, K, V)), []
     for v, q, k, log, beta in zip(*inputs, strict=True):
-        state = state * np.exp(log)[:, None, None]
+        state = state * np.exp(log).reshape(H, -1, 1)
         wrong = v - np.einsum("hk,hkv->hv", k, state)
         state = state + k[:, :, None] * (beta[:, None] * wrong)[:, None]
         outs.append(np.einsum("hk,hkv->hv", q, state))
@@ -101,6 +114,9 @@ KINDS = {
     "mamba1": Kind(mamba1_case, mamba1_loop, (D, N), Recurrence(mamba1_rows, mamba1_tiles).run),
     "mamba2": Kind(mamba2_case, mamba2_loop, (H, P, N), Recurrence(mamba2_rows, mamba2_tiles).run),
     "delta rule": Kind(delta_case, delta_loop, (H, K, V), Recurrence(delta_rows, delta_tiles).run),
+    "channel delta rule": Kind(
+        channel_delta_case, delta_loop, (H, K, V), Recurrence(channel_delta_rows, channel_delta_tiles).run
+    ),
 }
 
 
@@ -238,6 +254,15 @@ def test_inverse_of_nearly_equal_keys() -> None:
     inverse = unit_lower_inverse(strict)
     product = inverse.double() @ (strict + torch.eye(64)).double()
     torch.testing.assert_close(product, torch.eye(64).double().expand(2, -1, -1), rtol=0, atol=1e-4)
+
+
+def test_products_under_decays_that_leave_nothing() -> None:
+    """Decays whose inverse is beyond float32 in one channel, and no decay in another."""
+    rows, columns = torch.randn(2, 3, 64, K)
+    log = (torch.rand(64, K) * torch.tensor([-200, -20, -2, -0.01, 0])).cumsum(dim=0)
+    decay = torch.exp((log.double().unsqueeze(1) - log.double()).clamp(max=0))
+    want = torch.einsum("nqk,nsk,qsk->nqs", rows.double(), columns.double(), decay).tril()
+    torch.testing.assert_close(channel_products(rows, columns, log.expand(3, -1, -1)).double(), want, rtol=0, atol=1e-4)
 
 
 def test_scan_equals_a_loop() -> None:

@@ -87,10 +87,12 @@ def is_delta_net(layer: Any) -> bool:
 def state_shapes(layer: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Shapes of what a recurrent layer keeps of a request: of its convolution, and of its recurrence.
 
-    Each list has one entry, or none if the layer has no such part. Where drafts are verified, some of vLLM's layers
-    keep as many inputs of a convolution more, which are not counted.
+    Each list has one entry, or none if the layer has no such part: convolutions of equal length are kept as one. Where
+    drafts are verified, some of vLLM's layers keep as many inputs of a convolution more, which are not counted.
     """
     shapes = [tuple(shape) for shape in layer.get_state_shape()]
-    has_convolution = not layer_kind(layer).startswith("linear")
+    is_linear = layer_kind(layer).startswith("linear")
+    count = 0 if is_linear else max(1, len(shapes) - 1)
+    inputs, recurrences = shapes[:count], shapes[count:]
     further = getattr(layer, "num_spec", 0)
-    return [(taps - further, width) for taps, width in shapes[:has_convolution]], shapes[has_convolution:]
+    return [(inputs[0][0] - further, sum(width for _, width in inputs))] if inputs else [], recurrences
