@@ -19,6 +19,7 @@ from gpu_runner.vllm_compat import compile_range_ends
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers
+from model_runner_base.vllm_compat.types.recurrent import kernel_spec, recurrent_layers
 from model_runner_base.vllm_compat.types.speculation import max_step_tokens
 
 logger = init_logger(f"vllm.{__name__}")
@@ -147,11 +148,15 @@ def resolve_mode(vllm_config: VllmConfig) -> CUDAGraphMode:
 
 
 def _least_support(vllm_config: VllmConfig) -> tuple[str, AttentionCGSupport]:
-    """Name of the attention backend with the least support of full graphs, and that support."""
+    """Name of the attention backend with the least support of full graphs, and that support; recurrent layers have
+    backends, too."""
+    attention, recurrent = attention_layers(vllm_config).values(), recurrent_layers(vllm_config).values()
+    specs = [(layer, layer.get_kv_cache_spec(vllm_config)) for layer in attention]
+    specs += [(layer, kernel_spec(layer, vllm_config.model_config.max_model_len)) for layer in recurrent]
     found: Iterable[tuple[str, AttentionCGSupport]] = (
         (backend.get_name(), backend.get_builder_cls().get_cudagraph_support(vllm_config, spec))
-        for layer in attention_layers(vllm_config).values()
-        if (spec := layer.get_kv_cache_spec(vllm_config)) is not None
+        for layer, spec in specs
+        if spec is not None
         for backend in [layer.get_attn_backend()]
     )
     return min(found, key=lambda each: each[1].value, default=("none", AttentionCGSupport.ALWAYS))

@@ -22,7 +22,10 @@ from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises UnsupportedConfigError for models that the base serves with its own attention only."""
+    """Raises UnsupportedConfigError for models that the base serves with its own layers only."""
+    config = getattr(model, "hf_text_config", None)
+    if getattr(config, "linear_num_value_heads", None) and model.dtype == torch.float32:
+        raise UnsupportedConfigError("vLLM's kernels of gated delta nets take no float32: set dtype=bfloat16")
     if model.is_encoder_decoder or model.is_mm_prefix_lm:
         why = "layers of cross-attention" if model.is_encoder_decoder else "tokens of an image that see each other"
         raise UnsupportedConfigError(

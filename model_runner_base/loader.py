@@ -25,7 +25,8 @@ from model_runner_base.multimodal.towers.placement import towers_left_out, tower
 from model_runner_base.quantized.checks import plain_shapes
 from model_runner_base.quantized.configuration import format_of_model, reading
 from model_runner_base.quantized.stored import StoredTensors
-from model_runner_base.recurrent.layers import use_plain_recurrences
+from model_runner_base.recurrent.kernels import check_kernels
+from model_runner_base.recurrent.layers import is_plain, use_plain_recurrences
 from model_runner_base.vllm_compat.patches.cohere_windows import correct_windows
 from model_runner_base.vllm_compat.patches.kimi_linear import use_plain_kimi_linear
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
@@ -45,9 +46,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     ``use_plain_layers`` puts the base's plain torch in place of layers whose kernels vLLM has for some devices only.
     """
     if has_states(vllm_config) and not use_plain_layers:
-        raise UnsupportedConfigError(
-            "recurrent layers run in plain torch, which this device does not use: serve a model of attention layers"
-        )
+        check_kernels(vllm_config)
     if vllm_config.model_config.use_mla and not use_plain_layers:
         if num_indexed_keys(vllm_config.model_config) is not None:
             raise UnsupportedConfigError(
@@ -203,6 +202,11 @@ def _check_reloadable(model: nn.Module) -> None:
         if layer.e_score_correction_bias is not None or layer.moe_config.has_bias
     }
     for name, layer in model.named_modules():
+        if layer_kind(layer) and not is_plain(layer):
+            raise CheckpointError(
+                f"{name} is a recurrent layer with vLLM's kernels, whose weights cannot be loaded again yet: start "
+                "another engine; nothing was changed"
+            )
         if layer_kind(layer).startswith("linear"):
             raise CheckpointError(
                 f"{name} is lightning attention, whose weights cannot be loaded again yet: start another engine; "

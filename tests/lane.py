@@ -76,6 +76,7 @@ NEWEST = [
     "gpu/test_gpu_memory.py",
     "gpu/test_gpu_metadata.py",
     "gpu/test_gpu_policy.py",
+    "gpu/test_gpu_recurrent.py",
     "gpu/test_gpu_runner.py",
     "neuron/test_dynamo.py",
     "project/test_foreign_platform.py",

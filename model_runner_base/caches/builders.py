@@ -38,7 +38,7 @@ def decode_dims(decode: Tiling) -> tuple[Dim, ...]:
     return (Dim("decode_rows", free), Dim("chunk_tokens", free)) if decode.query > 1 else ()
 
 
-class _Requests(NamedTuple):
+class StepRequests(NamedTuple):
     """Requests of one run of the model, as builders are told of them: R requests, padding included."""
 
     rows: torch.Tensor
@@ -150,7 +150,9 @@ class BuilderCaches(CacheKind):
 
     # ---- Metadata ----
 
-    def _requests_of_step(self, size: StepSize, arrays: dict[str, torch.Tensor], computed: torch.Tensor) -> _Requests:
+    def _requests_of_step(
+        self, size: StepSize, arrays: dict[str, torch.Tensor], computed: torch.Tensor
+    ) -> StepRequests:
         """Requests of the step itself. A run on padding is described as the largest step of its size."""
         batch, loc = self._batch, arrays[QUERY_START]
         host_loc = self._step.views[QUERY_START].copy()
@@ -160,7 +162,7 @@ class BuilderCaches(CacheKind):
             seq_lens[: batch.num_reqs] += batch.num_computed.astype(seq_lens.dtype)
         longest = self.limits.max_model_len + self._query - 1 if batch is None else int(seq_lens.max())
         is_decode = size.kind == StepKind.DECODE
-        return _Requests(
+        return StepRequests(
             rows=arrays["rows"],
             query_start_loc=loc,
             seq_lens=known_or(arrays[STARTS], computed) + loc.diff(),
@@ -173,7 +175,7 @@ class BuilderCaches(CacheKind):
             max_seq_len=longest,
         )
 
-    def _requests_of_rows(self, call: ModelCall) -> _Requests:
+    def _requests_of_rows(self, call: ModelCall) -> StepRequests:
         """Requests of a pass of drafting; only the device knows where their rows are."""
         batch, rows, has_chunks = self._batch, call.rows, call.has_chunks
         assert rows is not None
@@ -201,7 +203,7 @@ class BuilderCaches(CacheKind):
                 of_chunks = batch.seq_lens[batch.num_decodes :]
                 host_seq_lens[num_rows : num_rows + len(of_chunks)] = of_chunks
         host_seq_lens[:num_rows] += self.limits.ahead
-        return _Requests(
+        return StepRequests(
             rows=call.arrays["rows"][:num_reqs],
             query_start_loc=loc,
             seq_lens=seq_lens,
@@ -213,14 +215,14 @@ class BuilderCaches(CacheKind):
             max_seq_len=longest + self.limits.ahead + query,
         )
 
-    def _plan(self, requests: _Requests) -> dict[str, Any]:
+    def _plan(self, requests: StepRequests) -> dict[str, Any]:
         """Calls ``_build`` once the copies of the last plan are done, since builders overwrite their host buffers."""
         self._wait_for_last()
         metadata = self._build(requests)
         self._wait_for_last = self._device_ops.mark()
         return metadata
 
-    def _build(self, requests: _Requests) -> dict[str, Any]:
+    def _build(self, requests: StepRequests) -> dict[str, Any]:
         """Fills the tensors at fixed addresses that builders and kernels read, and calls the builders."""
         num_reqs = len(requests.seq_lens)
         self._query_start_loc[: num_reqs + 1].copy_(requests.query_start_loc)
@@ -229,14 +231,16 @@ class BuilderCaches(CacheKind):
         for index, (group, builder) in enumerate(zip(self.groups, self._builders, strict=True)):
             torch.index_select(self._table_of(group), 0, requests.rows, out=self._block_tables[index][:num_reqs])
             common = self._common_metadata(requests, index)
-            if self._batch is None and self._plans_each_step:
-                built = builder.build_for_cudagraph_capture(common)
-            else:
-                built = builder.build(common_prefix_len=0, common_attn_metadata=common)
-            metadata.update(dict.fromkeys(group.layer_names, built))
+            metadata.update(dict.fromkeys(group.layer_names, self._built(builder, common)))
         return metadata
 
-    def _common_metadata(self, requests: _Requests, index: int) -> Any:
+    def _built(self, builder: AttentionMetadataBuilder, common: Any) -> Any:
+        """Metadata of one group; those of a run on padding may be captured."""
+        if self._batch is None and self._plans_each_step:
+            return builder.build_for_cudagraph_capture(common)
+        return builder.build(common_prefix_len=0, common_attn_metadata=common)
+
+    def _common_metadata(self, requests: StepRequests, index: int) -> Any:
         """vLLM's common metadata for one group."""
         num_reqs = len(requests.seq_lens)
         step = StepOnDevice(

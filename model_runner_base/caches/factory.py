@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from vllm.config import VllmConfig
 
 from model_runner_base.caches.builders import BuilderCaches
+from model_runner_base.caches.built_states import BuiltStateCaches
 from model_runner_base.caches.contiguous_decode import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.drafted_states import DraftedStateCaches
@@ -17,6 +18,7 @@ from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
 from model_runner_base.caches.states import StateCaches
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.recurrent.layers import is_plain
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.request_layout import RequestLayout
 from model_runner_base.step.rows_and_tiles import RowsAndTiles
@@ -67,22 +69,29 @@ def make_caches(
 
 
 def make_state_caches(
-    vllm_config: VllmConfig, limits: StepLimits, kinds: Sequence[CacheKind]
-) -> tuple[BlockTable, StateCaches] | None:
+    vllm_config: VllmConfig, limits: StepLimits, kinds: Sequence[CacheKind], device_ops: DeviceOps
+) -> tuple[BlockTable, CacheKind] | None:
     """The states of a model's recurrent layers, and the table of which request has which; None if it has no such layer.
 
-    The scheduler's last group is theirs. Raises UnsupportedConfigError where the base does not plan all ``kinds``.
+    The scheduler's last group is theirs. Raises UnsupportedConfigError unless the base plans all layers, ``kinds`` of
+    the others and recurrent ones, or vLLM's metadata builders do.
     """
     layers = recurrent_layers(vllm_config)
     if not has_states(vllm_config):
         if layers:
             raise UnsupportedConfigError(f"layer {next(iter(layers))} keeps a state, but the model is not a hybrid one")
         return None
-    if any(isinstance(kind, BuilderCaches) for kind in kinds):
-        raise UnsupportedConfigError("recurrent layers need the base's own attention in all other layers")
+    has_kernels = not all(map(is_plain, layers.values()))
+    if any(isinstance(kind, BuilderCaches) != has_kernels for kind in kinds):
+        raise UnsupportedConfigError(
+            "recurrent layers with vLLM's kernels need vLLM's attention in all other layers, and those in plain torch "
+            "the base's own: choose one for all layers"
+        )
     kept = keeps_prefixes(vllm_config)
     block_size = vllm_config.cache_config.block_size if kept else limits.max_model_len
     table = BlockTable(limits.max_num_reqs, limits.max_model_len, block_size, 1)
+    if has_kernels:
+        return table, BuiltStateCaches(table, layers, limits, vllm_config, device_ops)
     drafted = limits.decode.query > 1
     kinds_of = {
         (False, False): StateCaches,
@@ -95,7 +104,8 @@ def make_state_caches(
 
 def make_layout(kinds: Sequence[CacheKind], limits: StepLimits) -> TokenLayout:
     """The layout that all of the kinds read."""
-    for kind in kinds:
-        if isinstance(kind, BuilderCaches):
-            return RequestLayout(limits, kind.threshold)
-    return RowsAndTiles(limits, kinds)
+    built = [kind for kind in kinds if isinstance(kind, BuilderCaches)]
+    if not built:
+        return RowsAndTiles(limits, kinds)
+    thresholds = [kind.threshold for kind in built if kind.threshold is not None]
+    return RequestLayout(limits, min(thresholds, default=None))

@@ -9,7 +9,8 @@ kinds side by side:
 - ``caches/cross.py`` serves layers that see an encoder's output;
 - ``caches/states.py`` serves recurrent layers, which keep one state of a request, or several
   (``caches/kept_states.py``, ``caches/drafted_states.py``);
-- ``caches/builders.py`` hands groups to backends with metadata builders of their own.
+- ``caches/builders.py`` hands groups to backends with metadata builders of their own, ``caches/built_states.py`` those
+  of recurrent layers.
 
 The layout, a component before the kinds, says where tokens lie (step/token_layout.py). The size that a step runs at may
 depend on its plan, so the work is split. ``need`` counts on the unpadded batch. Once a size is chosen, ``fill`` writes

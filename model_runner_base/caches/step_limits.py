@@ -6,8 +6,10 @@ from model_runner_base.attention.paged import reads_plans
 from model_runner_base.caches.builders import decode_dims
 from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile
+from model_runner_base.recurrent.layers import is_plain
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers, cross_length
+from model_runner_base.vllm_compat.types.recurrent import recurrent_layers
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
@@ -21,6 +23,7 @@ def step_limits(
     chunk = Tiling(chunk_query_tile, least_chunk_tile(vllm_config, (kv_tile, chunk_kv_tile)))
     layers = attention_layers(vllm_config).values()
     has_plans = all(reads_plans(layer.get_attn_backend()) for layer in layers)
+    has_plans = has_plans and all(map(is_plain, recurrent_layers(vllm_config).values()))
     cross_len = cross_length(vllm_config)
     decodes = vllm_config.model_config.runner_type != "pooling"
     return StepLimits(

@@ -70,10 +70,16 @@ def use_plain_recurrences(model: nn.Module) -> None:
         if isinstance(module, MambaBase):
             layer: Any = module
             layer.forward = MethodType(forward_of(name, layer), layer)
+            layer.is_plain = True
             # A view of the convolution's weight: moved to a device, it would be a tensor of its own.
             layer._buffers.pop("conv_weights", None)
             if isinstance(slopes := layer.__dict__.pop("tp_slope", None), torch.Tensor):
                 layer.register_buffer("tp_slope", slopes, persistent=False)  # To be moved to a device, too.
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether the base's recurrences have replaced a recurrent layer's own forward, which calls vLLM's kernels."""
+    return getattr(layer, "is_plain", False)
 
 
 def forward_of(name: str, layer: object) -> Callable[..., Any]:
@@ -88,8 +94,10 @@ def state_tensors(layer: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor that a layer keeps of a request.
 
     First the inputs of its convolution if it has one, in the model's dtype, then the state of its recurrence, in
-    ``mamba_ssm_cache_dtype``: float32 unless it is given.
+    ``mamba_ssm_cache_dtype``: float32 unless it is given. A layer that calls vLLM's kernels says itself what it keeps.
     """
+    if not is_plain(layer):
+        return list(zip(map(tuple, layer.get_state_shape()), layer.get_state_dtype(), strict=True))
     convolutions, recurrences = state_shapes(layer)
     if is_delta_net(layer):  # Keys before values, so that a product with a key needs no transpose.
         recurrences = [(heads, key, value) for heads, value, key in recurrences]
@@ -105,7 +113,8 @@ def _step_of(layer: Any) -> RecurrentStep | None:
     return None if metadata is None else metadata[layer.prefix]
 
 
-def _states_of(layer: Any) -> Sequence[torch.Tensor]:
+def states_of(layer: Any) -> Sequence[torch.Tensor]:
+    """The tensors of a layer's states, in the order of ``state_tensors``."""
     cache = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
     return (cache,) if isinstance(cache, torch.Tensor) else cache
 
@@ -116,12 +125,12 @@ def _convolve(layer: Any, conv: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _convolve_by(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     step = _step_of(layer)
-    return x if step is None else convolve(x, weight, bias, _states_of(layer)[0], step)
+    return x if step is None else convolve(x, weight, bias, states_of(layer)[0], step)
 
 
 def _recur(layer: Any, kind: str, inputs: tuple[torch.Tensor, ...], *params: torch.Tensor) -> torch.Tensor:
     step = _step_of(layer)
-    return inputs[0] if step is None else RECURRENCES[kind].run(inputs, params, _states_of(layer)[-1], step)
+    return inputs[0] if step is None else RECURRENCES[kind].run(inputs, params, states_of(layer)[-1], step)
 
 
 # ---- Forwards, by vLLM's classes ----

@@ -144,7 +144,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     limits = runner.step_limits(num_lines(layout, config) if reads_lines else 0)
     policy.configure(limits)
     caches = runner.make_caches(groups, limits, runner.encoder.spans(requests))
-    if states := make_state_caches(config, limits, caches):
+    if states := make_state_caches(config, limits, caches, device_ops):
         block_tables, caches = [*block_tables, states[0]], [*caches, states[1]]
     token_layout = make_layout(caches, limits)
     max_num_tokens = config.scheduler_config.max_num_batched_tokens

@@ -73,6 +73,7 @@ class PlanningPlatform(KernelPlatform):
 
 
 import lora_stand_in  # noqa: E402
+import recurrent_stand_in  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
     AttentionBackend,
@@ -210,6 +211,7 @@ def fixed(build: Callable[[], Any]) -> Any:
 
 
 lora_stand_in.replace_kernels(fixed)
+recurrent_stand_in.replace_kernels()
 
 
 # ---- Attention ----

@@ -48,6 +48,17 @@ def common_metadata(step: StepOnDevice, bounds: StepBounds) -> CommonAttentionMe
     )
 
 
+def call_all_decodes(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Has builders take every request of one token for a decode, as a captured graph does.
+
+    Some releases tell a prompt's first token from a decode otherwise, since its state is yet to be cleared.
+    """
+    if "is_prefilling" not in CommonAttentionMetadata.__dataclass_fields__:
+        return common
+    changed: dict[str, Any] = {"is_prefilling": torch.zeros(common.num_reqs, dtype=torch.bool)}
+    return common.replace(**changed)
+
+
 def _lengths_on_host(bounds: StepBounds) -> dict[str, Any]:
     """Lengths on the host: in one field for a bound, or, in other releases, in two fields that must be exact.
 

@@ -209,12 +209,13 @@ def _make_views(
 
 
 def bind_cache(layer: Any, caches: Sequence[torch.Tensor]) -> None:
-    """Gives a layer its cache: one tensor as it is, several as a tuple; in a list where there are virtual engines.
+    """Gives a layer its cache: a tensor, or the tuple of a recurrent layer's; in a list where there are virtual
+    engines.
 
-    vLLM makes a layer of one tensor with that list, but not a layer of several tensors.
+    vLLM makes an attention layer with that list, but not a recurrent one.
     """
     cache, is_list = caches[0], isinstance(getattr(layer, "kv_cache", None), list)
-    if len(caches) > 1:
+    if isinstance(layer, MambaBase):
         cache, is_list = tuple(caches), HAS_VIRTUAL_ENGINES  # type: ignore[assignment]
     layer.kv_cache = [cache] if is_list else cache
 

@@ -1,10 +1,14 @@
 """vLLM's recurrent layers, and the models that have them."""
 
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS, read_speculation
 
@@ -21,6 +25,8 @@ WITH_DRAFTING_LAYERS = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 """Models with recurrent layers whose layers of multi-token prediction are supported."""
+HAS_OTHER_DELTA_KERNELS = find_spec("vllm.model_executor.layers.mamba.gdn") is not None
+"""Whether vLLM's gated delta nets have the kernels of newer releases, which were not tried."""
 
 
 def rename_adapters(model: Any) -> None:
@@ -96,3 +102,28 @@ def state_shapes(layer: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...
     inputs, recurrences = shapes[:count], shapes[count:]
     further = getattr(layer, "num_spec", 0)
     return [(inputs[0][0] - further, sum(width for _, width in inputs))] if inputs else [], recurrences
+
+
+def kernel_spec(layer: Any, max_model_len: int) -> MambaSpec:
+    """KV-cache spec with which vLLM makes the metadata builder of a recurrent layer's kernels; a request has one
+    block."""
+    return MambaSpec(
+        block_size=max_model_len,
+        shapes=tuple(map(tuple, layer.get_state_shape())),
+        dtypes=tuple(layer.get_state_dtype()),  # type: ignore[arg-type]
+        mamba_type=layer.mamba_type,
+    )
+
+
+def choose_kernels(vllm_config: VllmConfig, specs: dict[str, MambaSpec]) -> None:
+    """Settles what vLLM's kernels of recurrent layers read of the config.
+
+    Newer releases choose the kernel of Mamba's decode rows once the layers' specs are known.
+    """
+    if vllm_config.cache_config.mamba_block_size is None:
+        vllm_config.cache_config.mamba_block_size = vllm_config.model_config.max_model_len
+    name = "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
+    if find_spec(name):
+        config: Any = vllm_config
+        groups = [KVCacheGroupSpec([layer], spec) for layer, spec in specs.items()]
+        import_module(name).initialize_mamba_ssu_backend(config.mamba_config, SimpleNamespace(kv_cache_groups=groups))
