@@ -39,6 +39,7 @@ MULTIMODAL_ARCHITECTURES = (
     "WhisperForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
 )
 """Multimodal architectures that are tested against another implementation. Others are served with a warning, if what
 they need of a runner is tested with one of these."""

@@ -129,7 +129,10 @@ class PlannedCaches(CacheKind):
             self._counted = _Counted(placed, decode_counts)
             return PairNeed(decode_pairs)
         num_tokens, spans = int(chunks.num_tokens.sum()), self._spans.of_chunks(batch)
-        chunk_counts = [planned.chunk.count(*chunks[:2], num_tokens, spans) for planned in self._planned]
+        chunk_counts = [
+            planned.chunk.count(*chunks[:2], num_tokens, self._spans.seen(spans, planned.group.key_range))
+            for planned in self._planned
+        ]
         self._counted = _Counted(placed, decode_counts, chunk_counts, spans)
         return PairNeed(
             decode_pairs,
@@ -185,7 +188,8 @@ class PlannedCaches(CacheKind):
         self._spans.fill(spans, views)
         for planned, count in zip(self._planned, counts, strict=True):
             names = planned.chunk_names
-            _fill_pairs(planned.chunk, chunks, spans, planned.group.block_table.table, names, views)
+            seen = self._spans.seen(spans, planned.group.key_range)
+            _fill_pairs(planned.chunk, chunks, seen, planned.group.block_table.table, names, views)
             pad_into(views[names.last_pair], count.per_tile.cumsum() - 1, len(views[names.pair_tile]) - 1)
             fill_node_starts(planned.chunk_names.levels_of(views), count.per_tile)
 
@@ -308,8 +312,9 @@ def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles, spans: Bi
     pair_tile, pair_start = arrays[names.pair_tile], arrays[names.pair_start]
     index = torch.arange(tiles.query, dtype=torch.int32, device=pair_tile.device)
     positions = tiles.first.unsqueeze(1) + index
-    first, last = planned.group.key_range.first(positions), _last_seen(tiles, planned.group.key_range, positions)
-    first, last = spans.widen(arrays, tiles.tokens, first, last)
+    key_range = planned.group.key_range
+    first, last = key_range.first(positions), _last_seen(tiles, key_range, positions)
+    first, last = spans.widen(arrays, key_range, tiles.tokens, first, last)
     kv_start = pair_start.unsqueeze(1)
     if first is not None:
         first = torch.where(tiles.is_token, first, FAR)[pair_tile] - kv_start

@@ -1,7 +1,8 @@
 """Bidirectional spans: tokens of a chunk that see each other both ways, whatever the key range of their layers.
 
 In some models the tokens of an image do. A token sees the keys in its layer's key range, and its whole span. Together
-they are one interval, since both contain the token: from the lower first position to the higher last position.
+they are one interval, since both contain the token: from the lower first position to the higher last position. In
+other models only layers with a window have spans, and the window hides a span's first keys (``in_windows``).
 
 Example: a prompt whose tokens 4 to 7 are an image, in layers with a window of 3. Token 5 sees keys 3 to 5 by the
 window, and 4 to 7 by its span: keys 3 to 7. Token 8 sees keys 6 to 8.
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from model_runner_base.attention.key_range import KeyRange
 from model_runner_base.attention.loops import FAR
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.packing import Array, Section, pad_into
@@ -49,6 +51,10 @@ class BidirectionalSpans:
         """Ends of the spans in the batch's chunks, chunk after chunk."""
         return NO_ENDS
 
+    def seen(self, ends: SpanEnds, key_range: KeyRange) -> SpanEnds:
+        """The part of ``ends`` that tokens see in layers with a key range."""
+        return ends
+
     def sections(self, num_tokens: int) -> list[Section]:
         """Sections of a step with ``num_tokens`` tokens of chunks, padding included."""
         return []
@@ -57,9 +63,16 @@ class BidirectionalSpans:
         """Writes to the sections what ``of_chunks`` returned."""
 
     def widen(
-        self, arrays: Mapping[str, Array], tokens: torch.Tensor, first: torch.Tensor | None, last: torch.Tensor
+        self,
+        arrays: Mapping[str, Array],
+        key_range: KeyRange,
+        tokens: torch.Tensor,
+        first: torch.Tensor | None,
+        last: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Widens the range from ``first`` (None: 0) to ``last`` by the spans of ``tokens``; returns both ends.
+
+        ``first`` and ``last`` follow from ``key_range``.
 
         ``tokens`` are indices among the chunks' tokens, of any shape; ``first`` and ``last`` have the same shape.
         """
@@ -70,7 +83,17 @@ NO_SPANS = BidirectionalSpans()
 
 
 class SentSpans(BidirectionalSpans):
-    """Spans that are sent to the device, two numbers for each token of a chunk; a subclass says which they are."""
+    """Spans that are sent to the device, two numbers for each token of a chunk; a subclass says which they are.
+
+    With ``in_windows``, only layers with a window have spans, in which a token sees no key before its window.
+    """
+
+    in_windows = False
+
+    def seen(self, ends: SpanEnds, key_range: KeyRange) -> SpanEnds:
+        if not self.in_windows:
+            return ends
+        return SpanEnds(np.full_like(ends.first, FAR), ends.last) if key_range.window else NO_ENDS
 
     def sections(self, num_tokens: int) -> list[Section]:
         return [Section(FIRST, (num_tokens,)), Section(LAST, (num_tokens,))]
@@ -80,7 +103,15 @@ class SentSpans(BidirectionalSpans):
         pad_into(views[LAST], ends.last, NO_LAST)
 
     def widen(
-        self, arrays: Mapping[str, Array], tokens: torch.Tensor, first: torch.Tensor | None, last: torch.Tensor
+        self,
+        arrays: Mapping[str, Array],
+        key_range: KeyRange,
+        tokens: torch.Tensor,
+        first: torch.Tensor | None,
+        last: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        first = None if first is None else torch.minimum(first, arrays[FIRST][tokens])
+        if self.in_windows and not key_range.window:
+            return first, last
+        if first is not None and not self.in_windows:
+            first = torch.minimum(first, arrays[FIRST][tokens])
         return first, torch.maximum(last, arrays[LAST][tokens])

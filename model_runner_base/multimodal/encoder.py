@@ -25,6 +25,7 @@ from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.multimodal.deepstack import DeepstackBuffers
 from model_runner_base.multimodal.inputs import MultiModalInputs, RotaryInputs
+from model_runner_base.multimodal.per_layer import PerLayerEmbeddings
 from model_runner_base.multimodal.positions import calc_mrope_positions, calc_xdrope_positions
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.multimodal.spans import ItemSpans
@@ -37,8 +38,9 @@ from model_runner_base.multimodal.towers.untried import check_outputs
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.schedule import Schedule
+from model_runner_base.vllm_compat.patches.free_memory import memory_of_host
 from model_runner_base.vllm_compat.probes.config import rotary_dims
-from model_runner_base.vllm_compat.probes.multimodal import group_by_modality, largest_items
+from model_runner_base.vllm_compat.probes.multimodal import group_by_modality, largest_items, sees_in_windows
 from model_runner_base.vllm_compat.types.speculation import max_step_tokens
 
 
@@ -106,6 +108,7 @@ class ItemEncoder(Encoder):
         model_config = vllm_config.model_config
         size = budget.encoder_cache_size
         self._levels = DeepstackBuffers(model, model_config, max_step_tokens(vllm_config), device_ops)
+        self._per_layer = PerLayerEmbeddings(model, max_step_tokens(vllm_config), device_ops)
         width = (1 + self._levels.count) * model_config.get_inputs_embeds_size()
         self._model_config = model_config
         self._model = model
@@ -176,7 +179,8 @@ class ItemEncoder(Encoder):
         """Outputs of the towers for items; each item is given as its modality and its data."""
         is_pinned = current_platform.is_pin_memory_available()  # Unpinned copies would wait for earlier steps.
         groups: Any = group_by_modality(contents, device=self._device, pin_memory=is_pinned)
-        return [output for _, _, kwargs in groups for output in self._model.embed_multimodal(**kwargs)]
+        with memory_of_host():
+            return [output for _, _, kwargs in groups for output in self._model.embed_multimodal(**kwargs)]
 
     @torch.no_grad()
     def profile(self) -> None:
@@ -205,13 +209,16 @@ class ItemEncoder(Encoder):
         self._outdated.clear()
 
     def components(self, requests: RequestStates) -> list[StepComponent]:
-        inputs = MultiModalInputs(requests, self._pool.tensors, self._rows, self._levels, self._model)
+        parts = (self._levels, self._per_layer)
+        inputs = MultiModalInputs(requests, self._pool.tensors, self._rows, *parts, self._model)
         if self._num_dims == 1:
             return [self, inputs]
         return [self, inputs, RotaryInputs(requests, self._num_dims, self._calc_positions)]
 
     def spans(self, requests: RequestStates) -> BidirectionalSpans:
-        return ItemSpans(requests) if self._sees_both_ways else NO_SPANS
+        if not self._sees_both_ways:
+            return NO_SPANS
+        return ItemSpans(requests, in_windows=sees_in_windows(self._model))
 
     def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
         if self._model_config.uses_mrope:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from model_runner_base.multimodal.deepstack import DeepstackBuffers
+from model_runner_base.multimodal.per_layer import PerLayerEmbeddings
 from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
@@ -36,6 +37,7 @@ class MultiModalInputs(StepComponent):
         pool: Sequence[torch.Tensor],
         rows: EncoderRows,
         levels: DeepstackBuffers,
+        per_layer: PerLayerEmbeddings,
         model: Any,
     ) -> None:
         """``pool`` holds one tensor, which a graph may replace."""
@@ -43,6 +45,7 @@ class MultiModalInputs(StepComponent):
         self._pool = pool
         self._encoder_rows = rows
         self._levels = levels
+        self._per_layer = per_layer
         self._model = model
 
     def sections(self, size: StepSize) -> list[Section]:
@@ -84,14 +87,16 @@ class MultiModalInputs(StepComponent):
         return tuple(self._pool)
 
     def bind(self, call: ModelCall) -> None:
-        embeds = self._model.get_language_model().embed_input_ids(call.token_ids)
-        if call.size.kind == StepKind.MIXED:
-            embeds, levels = gather_encoder_outputs(embeds, call.arrays[ROWS], *call.tensors)
+        embeds, rows = self._model.get_language_model().embed_input_ids(call.token_ids), call.arrays.get(ROWS)
+        if rows is not None:
+            embeds, levels = gather_encoder_outputs(embeds, rows, *call.tensors)
             self._levels.bind(levels)
+        self._per_layer.bind(call.token_ids, None if rows is None else rows >= 0)
         call.kwargs["input_ids"], call.kwargs["inputs_embeds"] = None, embeds
 
     def unbind(self) -> None:
         self._levels.unbind()
+        self._per_layer.unbind()
 
 
 def gather_encoder_outputs(

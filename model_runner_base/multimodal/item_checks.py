@@ -16,6 +16,7 @@ from model_runner_base.errors import RequestError
 SUFFIX = "_embeds"
 WITHOUT_EMBEDS = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "WhisperForConditionalGeneration",

@@ -1,4 +1,4 @@
-"""Spans of a prompt's items, for models whose image tokens see each other in both directions (Gemma 3)."""
+"""Spans of a prompt's items, for models whose image tokens see each other in both directions (Gemma 3 and 4)."""
 
 from model_runner_base.caches.spans import SentSpans, SpanEnds
 from model_runner_base.requests.states import RequestStates
@@ -8,8 +8,9 @@ from model_runner_base.step.batch import InputBatch
 class ItemSpans(SentSpans):
     """Bidirectional spans: each is a run of tokens with encoder outputs; text between such runs belongs to none."""
 
-    def __init__(self, requests: RequestStates) -> None:
+    def __init__(self, requests: RequestStates, in_windows: bool = False) -> None:
         self._requests = requests
+        self.in_windows = in_windows
 
     def of_chunks(self, batch: InputBatch) -> SpanEnds:
         """Finds the spans of the step's chunks.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from model_runner_base.testing.architectures import CHUNK
+from model_runner_base.testing.architectures import CHUNK, GEMMA4
 from model_runner_base.testing.processed import TEXT, TOWER, Family, hf, special_tokenizer
 
 
@@ -133,6 +133,38 @@ def _llama4() -> Family:
     return config, hf.Llama4Processor(images, tokenizer, patch_size=8), "<|image|>"
 
 
+def gemma4(**text: Any) -> Family:
+    """Gemma 4 with images, video and sounds; ``text`` changes its text model."""
+    named = {f"{kind}_token": f"<|{kind}|>" for kind in ("boi", "image", "eoi", "boa", "audio", "eoa")}
+    tokenizer = special_tokenizer(*named.values(), "<|video|>", **named)
+    every = named | {"video_token": "<|video|>"}
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in every.items()}
+    vision = TOWER | {"num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2}
+    sound = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "output_proj_dims": 48}
+    config = hf.Gemma4Config(
+        vision_config=hf.Gemma4VisionConfig(**vision, position_embedding_size=64, default_output_length=70),
+        audio_config=hf.Gemma4AudioConfig(**sound, subsampling_conv_channels=[128, 4]),
+        text_config=hf.Gemma4TextConfig(**GEMMA4 | {"vocab_size": TEXT["vocab_size"], "pad_token_id": 0} | text),
+        tie_word_embeddings=False,
+        eoa_token_index=ids["eoa_token_id"],
+        **ids,
+    )
+    pixels = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    processor = hf.Gemma4Processor(
+        hf.Gemma4AudioFeatureExtractor(),
+        hf.Gemma4ImageProcessor(**pixels),
+        tokenizer,
+        hf.Gemma4VideoProcessor(**pixels),
+    )
+    return config, processor, named["image_token"]
+
+
+def _gemma4() -> Family:
+    """Gemma 4 of the smaller sizes: a further embedding of each token for each layer, caches shared by layers."""
+    further = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": TEXT["vocab_size"]}
+    return gemma4(**further, num_kv_shared_layers=2)
+
+
 FURTHER_FAMILIES: dict[str, Callable[[], Family]] = {
     "llava-next": _llava_next,
     "pixtral": _pixtral,
@@ -141,4 +173,5 @@ FURTHER_FAMILIES: dict[str, Callable[[], Family]] = {
     "glm4v": _glm4v,
     "glm4v-moe": _glm4v_moe,
     "llama4": _llama4,
+    **({"gemma4": _gemma4} if hasattr(hf, "Gemma4Config") else {}),
 }

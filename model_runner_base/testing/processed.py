@@ -20,6 +20,9 @@ _ZEROS = {"idefics3": ("vision_model.embeddings.position_embedding.weight",)}
 """Names of tensors that are zero, by family: in float32, transformers 4.57.6 gives a patch the position of the one
 before it."""
 
+_NO_PLACEHOLDERS = ("gemma4", "gemma4-windows")
+"""Families that never answer with a special token: transformers embeds a placeholder in an answer as padding."""
+
 _WIDE = {"qwen3-vl-moe": {"gate_up_proj": 1, "down_proj": 2}}
 """The dimension of the hidden size in experts of published checkpoints, by family and name."""
 
@@ -89,6 +92,8 @@ def make_processed_model(name: str, directory: Path, family: Callable[[], Family
             vary(tensor_name, tensor)
             if tensor_name.endswith(_ZEROS.get(name, ())):
                 torch.nn.init.zeros_(tensor)
+        if name in _NO_PLACEHOLDERS:
+            torch.nn.init.zeros_(model.lm_head.weight[VOCAB_SIZE:])
         model.save_pretrained(path)
         _store_as_published(name, path / "model.safetensors")
         processor.save_pretrained(path)

@@ -41,11 +41,20 @@ class Case(NamedTuple):
     """[R] bool: requests in decode whose position the device alone knows."""
     spans: Mapping[int, tuple[int, int]] = MappingProxyType({})
     """First and last of the positions that see each other, by row, for some requests with a chunk."""
+    in_windows: bool = False
+    """Whether spans are those of layers with a window, which hides their keys before it."""
+
+    def span_of(self, row: int, position: int) -> tuple[int, int]:
+        """First and last of the positions that a token sees by its span; the last is -1 for a token without one."""
+        begin, end = self.spans.get(row, (0, -1))
+        if not begin <= position <= end or (self.in_windows and not self.key_range.window):
+            return 0, -1
+        return (max(begin, first_key(self.key_range, position)) if self.in_windows else begin), end
 
     def keys_of(self, row: int, position: int) -> np.ndarray:
         """Positions of the keys that a token sees."""
         first, last = first_key(self.key_range, position), position
-        begin, end = self.spans.get(row, (0, -1))
+        begin, end = self.span_of(row, position)
         if begin <= position <= end:
             first, last = min(first, begin), max(last, end)
         return np.arange(first, last + 1)
@@ -54,6 +63,7 @@ class Case(NamedTuple):
 class CaseSpans(SentSpans):
     def __init__(self, case: Case) -> None:
         self._spans = case.spans
+        self.in_windows = case.in_windows
 
     def of_chunks(self, batch: InputBatch) -> SpanEnds:
         ends = SpanEnds.none(int(batch.query_len[batch.num_decodes :].sum()))
@@ -123,6 +133,7 @@ def cases(draw: st.DrawFn) -> Case:
         decode=Tiling(1, kv_tile),
         chunk=Tiling(draw(st.sampled_from([4, 16])), chunk_kv_tile),
         is_on_device=np.array(draw(st.lists(st.booleans(), min_size=num_reqs, max_size=num_reqs))),
+        in_windows=draw(st.booleans()),
     )
 
 
@@ -140,7 +151,7 @@ def pack(case: Case, padding: int) -> Packed:
     The buffer has held a step of nothing but padding, if ``padding`` is odd, and one with longer requests, and now
     holds this one.
     """
-    batch, key_range, table, decode, chunk, is_on_device, spans = case
+    batch, key_range, table, decode, chunk, is_on_device, spans, _ = case
     dims = (*COMMON_DIMS, *plan_dims(decode, chunk))
     limits = StepLimits(1000, 100, MAX_LENGTH, decode, chunk, dims)
     group = AttentionGroup(["layer"], table, decode.keys, chunk.keys, key_range)

@@ -90,7 +90,7 @@ def test_paged_attention_equals_dense(
     for token, (request, position) in tokens.items():
         keys, values = split(history[request])
         want = dense_attention(
-            query[token], keys, values, position, key_range, cap, slopes, sinks, case.spans.get(request, (0, -1))
+            query[token], keys, values, position, key_range, cap, slopes, sinks, case.span_of(request, position)
         )
         np.testing.assert_allclose(out[token].reshape(num_heads, value_size), want, atol=2e-5)
         place = table.table[request, position // block_size], position % block_size

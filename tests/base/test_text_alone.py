@@ -40,7 +40,7 @@ def test_tokens_are_the_references(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(HAS_OPENXLA, reason="this release of transformers has no Gemma 4")
-def test_a_family_that_was_not_tried_with_images(tmp_path: Path) -> None:
+def test_a_family_of_two_head_sizes(tmp_path: Path) -> None:
     vision = hf.Gemma4VisionConfig(**TOWER, num_key_value_heads=4, head_dim=8, position_embedding_size=64)
     text = hf.Gemma4TextConfig(**GEMMA4)
     config = hf.Gemma4Config(text_config=text, vision_config=vision, audio_config=None, tie_word_embeddings=False)

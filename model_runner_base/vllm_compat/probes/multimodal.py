@@ -16,7 +16,11 @@ UNTRIED_LATER = ("HunYuanVLForConditionalGeneration",)
 """Architectures that are refused on later releases; docs/vllm_versions.md says why."""
 SEES_BEFORE_WINDOW = _IS_OF_FIRST
 """Whether transformers lets a token of an image see the image's tokens before its window, as this library does."""
-LATER_ALONE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+LATER_ALONE = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+)
 """Architectures that the first of the releases does not have."""
 NEEDS_TIMES: tuple[str, ...] = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration",)
 """Architectures whose videos must come with the time of each frame, although their prompts do not name it."""
@@ -38,6 +42,14 @@ def takes_items(model_config: ModelConfig) -> bool:
     is_open = any(config.get_limit_per_prompt(modality) > 0 for modality in MODALITIES)
     is_open |= config.enable_mm_embeds or model_config.architecture in OTHER_ITEMS
     return model_config.is_encoder_decoder or is_open or setting(model_config, "uses_xdrope_dim", 0) > 0
+
+
+def sees_in_windows(model: Any) -> bool:
+    """Whether tokens of an image see each other in layers with a window alone, and no key before it.
+
+    Gemma 4 says so to vLLM's own runner by this attribute.
+    """
+    return getattr(model, "mm_prefix_clamp_sliding_window", False)
 
 
 def decoder_of(processed_inputs: Any) -> Any:
