@@ -40,6 +40,7 @@ MULTIMODAL_ARCHITECTURES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
 )
 """Multimodal architectures that are tested against another implementation. Others are served with a warning, if what
 they need of a runner is tested with one of these."""
@@ -51,9 +52,6 @@ ALONE_ON_A_RANK = (
 """Architectures whose towers were not compared over several ranks of tensor parallelism."""
 TEXT_ALONE = "limit_mm_per_prompt={'image': 0, 'video': 0, 'audio': 0}"
 """Setting with which a multimodal model is one of text."""
-WITHOUT_VIDEO = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
-"""Architectures whose videos are refused, since vLLM's M-RoPE counts the frames of a video, but not the text between
-them."""
 
 logger = init_logger(__name__)
 
@@ -96,7 +94,7 @@ def check_multimodal(vllm_config: VllmConfig) -> None:
             not is_tried and config and config.skip_mm_profiling
         ),
         f"videos are not supported with {model.architecture} yet: set limit_mm_per_prompt to {{'video': 0}}": (
-            model.architecture in WITHOUT_VIDEO and config and config.get_limit_per_prompt("video") > 0
+            model.architecture in multimodal.WITHOUT_VIDEO and config and config.get_limit_per_prompt("video") > 0
         ),
         "adapters of a tower or a connector are not supported yet: leave out enable_tower_connector_lora": (
             vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora

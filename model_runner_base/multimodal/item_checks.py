@@ -19,6 +19,7 @@ WITHOUT_EMBEDS = (
     "Gemma4ForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
     "WhisperForConditionalGeneration",
 )
 """Architectures whose vLLM classes take no embeddings of items, and fail on them in a step."""

@@ -175,3 +175,33 @@ FURTHER_FAMILIES: dict[str, Callable[[], Family]] = {
     "llama4": _llama4,
     **({"gemma4": _gemma4} if hasattr(hf, "Gemma4Config") else {}),
 }
+
+
+def _llava_next_video() -> Family:
+    tokenizer = special_tokenizer("<image>", "<video>")
+    pinpoints = [[32, 64], [64, 32], [64, 64]]
+    config = hf.LlavaNextVideoConfig(
+        vision_config=hf.CLIPVisionConfig(**(TOWER | {"num_hidden_layers": 3}), image_size=32, patch_size=4),
+        text_config=hf.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]),
+        image_grid_pinpoints=pinpoints,
+        image_seq_length=64,
+        spatial_pool_stride=2,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+    )
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    processor = hf.LlavaNextVideoProcessor(
+        video_processor=hf.LlavaNextVideoVideoProcessor(**sizes),
+        image_processor=hf.LlavaNextImageProcessor(**sizes, image_grid_pinpoints=pinpoints),
+        tokenizer=tokenizer,
+        patch_size=4,
+        image_token="<image>",
+        video_token="<video>",
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    return config, processor, "<video>"
+
+
+VIDEO_FAMILIES: dict[str, Callable[[], Family]] = {"llava-next-video": _llava_next_video}
+"""Families that see videos, and no images."""

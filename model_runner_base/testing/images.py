@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from model_runner_base.multimodal_limits import WITHOUT_VIDEO
 from model_runner_base.testing.architectures import EXPERTS
-from model_runner_base.testing.further_images import FURTHER_FAMILIES
+from model_runner_base.testing.further_images import FURTHER_FAMILIES, VIDEO_FAMILIES
 from model_runner_base.testing.processed import (
     TEXT,
     TOWER,
@@ -24,7 +23,7 @@ from model_runner_base.testing.processed import (
     special_tokenizer,
 )
 from model_runner_base.testing.recurrent_architectures import DELTA_NET
-from model_runner_base.vllm_compat.probes.multimodal import NEEDS_TIMES
+from model_runner_base.vllm_compat.probes.multimodal import NEEDS_TIMES, WITHOUT_VIDEO
 
 TOKEN_BYTES = 4 * 2 * TEXT["num_hidden_layers"] * TEXT["num_key_value_heads"] * 16
 """Bytes of KV cache for one token, in float32; head size 16."""
@@ -59,7 +58,7 @@ class SeeingModel:
     def takes_times(self) -> bool:
         """Whether its processor takes the time of each frame, which some write into the prompt."""
         text = (self.path / "config.json").read_text()
-        return any(name in text for name in ("Qwen3VL", "Qwen3_5", *NEEDS_TIMES))
+        return any(name in text for name in ("Qwen3VL", "Qwen3_5", "Glm4v", *NEEDS_TIMES))
 
     def log_probabilities(self, text: str, images: Sequence[Image.Image], tokens: Sequence[int]) -> torch.Tensor:
         """Log-probabilities [len(tokens), V] at the place of each of ``tokens``, given all tokens before it."""
@@ -285,4 +284,4 @@ FAMILIES = {
 
 def make_seeing_model(name: str, directory: Path) -> SeeingModel:
     """Writes a tiny checkpoint of a family with its processor."""
-    return SeeingModel(*make_processed_model(name, directory, FAMILIES[name]))
+    return SeeingModel(*make_processed_model(name, directory, (FAMILIES | VIDEO_FAMILIES)[name]))

@@ -24,6 +24,10 @@ LATER_ALONE = (
 """Architectures that the first of the releases does not have."""
 NEEDS_TIMES: tuple[str, ...] = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration",)
 """Architectures whose videos must come with the time of each frame, although their prompts do not name it."""
+_GLM = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "GlmOcrForConditionalGeneration")
+WITHOUT_VIDEO: tuple[str, ...] = _GLM if _IS_OF_FIRST else ()
+"""Architectures whose videos are refused, since the first of vLLM's releases counts the frames of a video in M-RoPE,
+but not the text between them."""
 
 MODALITIES = ("image", "video", "audio")
 OTHER_ITEMS = ("KimiK25ForConditionalGeneration",)
