@@ -12,6 +12,7 @@ from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalFieldConfig
 
 from model_runner_base.errors import RequestError
+from model_runner_base.vllm_compat.probes.multimodal import BY_TRANSFORMERS
 
 SUFFIX = "_embeds"
 WITHOUT_EMBEDS = (
@@ -27,7 +28,7 @@ WITHOUT_EMBEDS = (
 
 def item_width(model_config: ModelConfig) -> int | None:
     """Width of a row of an encoder's output, deepstack levels included; None if the model takes no embeddings."""
-    if model_config.architecture in WITHOUT_EMBEDS or not model_config.is_multimodal_model:
+    if model_config.architecture in (*WITHOUT_EMBEDS, *BY_TRANSFORMERS) or not model_config.is_multimodal_model:
         return None
     vision = getattr(model_config.hf_config, "vision_config", None)
     levels = getattr(vision, "deepstack_visual_indexes", None) or ()

@@ -180,17 +180,12 @@ def split_as_vllm(self: Any, freqs: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def record() -> None:
-    """Writes what transformers continues the prompts with, and the tokens that its images take up."""
-    import tempfile
-
+def continued(path: Path) -> list[dict[str, list[int]]]:
+    """Tokens of each prompt, with those that its images take up, and what transformers continues it with."""
     from transformers import HunYuanVLForConditionalGeneration, HunYuanVLImageProcessor
-    from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLRotaryEmbedding
 
-    HunYuanVLRotaryEmbedding.recomposition_frequencies = split_as_vllm
-    with tempfile.TemporaryDirectory() as directory:
-        model = HunYuanVLForConditionalGeneration.from_pretrained(make_hunyuan(Path(directory)), dtype=torch.float32)
-    processor, recorded = HunYuanVLImageProcessor(**SIZES), []
+    model = HunYuanVLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    processor, found = HunYuanVLImageProcessor(**SIZES), []
     for index, (prompt, sizes) in enumerate(PROMPTS):
         given: dict[str, torch.Tensor] = {}
         if sizes:
@@ -203,8 +198,29 @@ def record() -> None:
         tokens = torch.tensor([ids])
         given |= {"input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE).int()}
         out = model.generate(**given, max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0)
-        recorded.append({"prompt": ids, "tokens": out[0, len(ids) :].tolist()})
-    RECORDED.write_text(json.dumps(recorded) + "\n")
+        found.append({"prompt": ids, "tokens": out[0, len(ids) :].tolist()})
+    return found
+
+
+def record() -> None:
+    """Writes what transformers makes of the prompts with vLLM's order of sections."""
+    import tempfile
+
+    from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLRotaryEmbedding
+
+    HunYuanVLRotaryEmbedding.recomposition_frequencies = split_as_vllm
+    with tempfile.TemporaryDirectory() as directory:
+        RECORDED.write_text(json.dumps(continued(make_hunyuan(Path(directory)))) + "\n")
+
+
+def add_processor(path: Path) -> None:
+    """Writes the processor of transformers beside the checkpoint."""
+    from transformers import HunYuanVLImageProcessor, HunYuanVLProcessor, PreTrainedTokenizerFast
+
+    named = {"image_token": IMAGE, "image_start_token": BEGIN, "image_end_token": END}
+    words = {name: f"t{token}" for name, token in named.items()}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens=words)
+    HunYuanVLProcessor(HunYuanVLImageProcessor(**SIZES), tokenizer).save_pretrained(path)
 
 
 if __name__ == "__main__":

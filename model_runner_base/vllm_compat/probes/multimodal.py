@@ -12,16 +12,17 @@ _IS_OF_FIRST = hasattr(utils, "group_mm_kwargs_by_modality")
 
 group_by_modality: Any = getattr(utils, "group_mm_kwargs_by_modality" if _IS_OF_FIRST else "group_and_batch_mm_kwargs")
 
-UNTRIED_LATER = ("HunYuanVLForConditionalGeneration",)
-"""Architectures that are refused on later releases; docs/vllm_versions.md says why."""
+BY_TRANSFORMERS: tuple[str, ...] = () if _IS_OF_FIRST else ("HunYuanVLForConditionalGeneration",)
+"""Architectures that were tried with vLLM's Transformers backend, which takes embeddings of one item at a time."""
 SEES_BEFORE_WINDOW = _IS_OF_FIRST
 """Whether transformers lets a token of an image see the image's tokens before its window, as this library does."""
 LATER_ALONE = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
 )
-"""Architectures that the first of the releases does not have."""
+"""Architectures that the first of the releases does not have, or that were not compared with it."""
 NEEDS_TIMES: tuple[str, ...] = () if _IS_OF_FIRST else ("Qwen2_5_VLForConditionalGeneration",)
 """Architectures whose videos must come with the time of each frame, although their prompts do not name it."""
 _GLM = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "GlmOcrForConditionalGeneration")
@@ -66,7 +67,7 @@ def decoder_of(processed_inputs: Any) -> Any:
 
 def tried(architectures: Sequence[str]) -> Sequence[str]:
     """Filters ``architectures`` for those whose images were compared with another implementation on this release."""
-    return [each for each in architectures if each not in (LATER_ALONE if _IS_OF_FIRST else UNTRIED_LATER)]
+    return [each for each in architectures if not _IS_OF_FIRST or each not in LATER_ALONE]
 
 
 def largest_items(budget: Any, model_config: ModelConfig) -> list[tuple[str, Any]]:
