@@ -171,8 +171,8 @@ def test_what_would_come_out_wrong_is_refused(setting: str, value: Any, message:
         ),
         (
             "model_config.architecture",
-            "Gemma4ForConditionalGeneration",
-            "Gemma4.* its text alone .limit_mm_per_prompt=",
+            "Molmo2ForConditionalGeneration",
+            "Molmo2.* its text alone .limit_mm_per_prompt=",
         ),
         ("lora_config", SimpleNamespace(enable_tower_connector_lora=True), "leave out enable_tower_connector_lora"),
         ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
