@@ -29,6 +29,7 @@ from model_runner_base.recurrent.kernels import check_kernels
 from model_runner_base.recurrent.layers import is_plain, use_plain_recurrences
 from model_runner_base.vllm_compat.patches.cohere_windows import correct_windows
 from model_runner_base.vllm_compat.patches.kimi_linear import use_plain_kimi_linear
+from model_runner_base.vllm_compat.patches.dbrx import load_dbrx
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
 from model_runner_base.vllm_compat.patches.olmo_hybrid import load_olmo_hybrid
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
@@ -62,6 +63,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     is_draft = False
     # vLLM's own kernels read the scales that vLLM loads.
     scales = CacheScales() if use_plain_layers and _has_small_cache(vllm_config) else None
+    load_dbrx(vllm_config)
     if use_plain_layers:
         allow_experts_without_gate()
         load_olmo_hybrid(vllm_config)
