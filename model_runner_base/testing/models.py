@@ -23,6 +23,7 @@ from model_runner_base.testing.architectures import (
     hf,
 )
 from model_runner_base.testing.recurrent_architectures import RECURRENT
+from model_runner_base.testing.swept_architectures import SWEPT
 
 WRITTEN_OTHERWISE = {"kimi-linear": (r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.")}
 """Names of tensors that transformers writes otherwise than a published checkpoint has them: pattern and replacement."""
@@ -81,7 +82,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
         model = AutoModelForCausalLM.from_config(
-            (CONFIGS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | RECURRENT | REFUSED)[name]()
+            (CONFIGS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | SWEPT | RECURRENT | REFUSED)[name]()
         )
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name == IGNORED_BY_VLLM.get(name):

@@ -1,6 +1,5 @@
 """Architectures of vLLM's registry on one device: a row for each tiny checkpoint, and the names of all others."""
 
-import json
 import logging
 import tempfile
 from collections import Counter
@@ -17,17 +16,29 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as hf_logging
 
-from model_runner_base.testing.architectures import CONFIGS, LATENT, LATENT_LATER, LATER, REFUSED, hf
+from model_runner_base.testing.architectures import (
+    CONFIGS,
+    LATENT,
+    LATENT_LATER,
+    LATER,
+    REFUSED,
+    UNEQUAL_HEADS,
+    WINDOW,
+    hf,
+)
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import Engines, greedy
 from model_runner_base.testing.images import FAMILIES, make_seeing_model, picture
 from model_runner_base.testing.models import make_checkpoint
 from model_runner_base.testing.recurrent_architectures import RECURRENT
+from model_runner_base.testing.swept_architectures import SWEPT
 from model_runner_base.testing.table import refusal
 
 COUNT = 12
 PROMPTS = random_prompts(0, [5, 33, 90, 150])
 """Shorter and longer than a step's 64 tokens, and than windows of 40."""
+OVERRIDES = {"mimo-v2": {"sliding_window_size": WINDOW}}
+"""Fields of a config that vLLM reads and transformers does not write, by configuration."""
 STYLES = {"equal": "green", "refused": "yellow", "not compared": "dim", "different": "bold red", "error": "bold red"}
 _registry: Any = vllm.model_executor.models.registry
 
@@ -45,7 +56,9 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        return str(json.loads((self.path / "config.json").read_text())["architectures"][0])
+        # Not from config.json, in which some releases of transformers have it for the text model alone.
+        (name,) = hf.AutoConfig.from_pretrained(self.path).architectures
+        return str(name)
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,8 @@ def of_text(name: str, directory: Path) -> Checkpoint:
     """A model of text, by its name in ``architectures.py`` or ``recurrent_architectures.py``."""
     model = make_checkpoint(name, directory)
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
-    return Checkpoint(model.path, inputs, lambda: [model.greedy(prompt, COUNT) for prompt in PROMPTS], {})
+    options = {"hf_overrides": OVERRIDES[name]} if name in OVERRIDES else {}
+    return Checkpoint(model.path, inputs, lambda: [model.greedy(prompt, COUNT) for prompt in PROMPTS], options)
 
 
 def of_images(name: str, directory: Path) -> Checkpoint:
@@ -83,7 +97,7 @@ def of_images(name: str, directory: Path) -> Checkpoint:
 
 def cases(directory: Path) -> dict[str, Callable[[], Checkpoint]]:
     """Makers of the checkpoints that this release of transformers has classes for."""
-    texts = CONFIGS | LATER | LATENT | LATENT_LATER | RECURRENT | REFUSED
+    texts = CONFIGS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | SWEPT | RECURRENT | REFUSED
     made: dict[str, Callable[[], Checkpoint]] = {name: partial(of_text, name, directory / "text") for name in texts}
     return made | {f"{name}, images": partial(of_images, name, directory / "images") for name in FAMILIES}
 
