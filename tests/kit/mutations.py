@@ -5,12 +5,14 @@ import format_mutations
 import later_mutations
 import pooling_mutations
 import prompt_mutations
+import quantised_mutations
 import recurrent_mutations
 import step_mutations
 
 MUTATIONS = [
     *step_mutations.MUTATIONS,
     *feature_mutations.MUTATIONS,
+    *quantised_mutations.MUTATIONS,
     *recurrent_mutations.MUTATIONS,
     *pooling_mutations.MUTATIONS,
     *format_mutations.MUTATIONS,
