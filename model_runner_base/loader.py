@@ -23,13 +23,13 @@ from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.layers.latent_attention import use_plain_latents
 from model_runner_base.multimodal.towers.placement import towers_left_out, towers_of
 from model_runner_base.quantized.checks import plain_shapes
-from model_runner_base.quantized.configuration import format_of_model, reading
+from model_runner_base.quantized.configuration import format_of_model, gguf_weights, reading
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.recurrent.kernels import check_kernels
 from model_runner_base.recurrent.layers import is_plain, use_plain_recurrences
 from model_runner_base.vllm_compat.patches.cohere_windows import correct_windows
-from model_runner_base.vllm_compat.patches.kimi_linear import use_plain_kimi_linear
 from model_runner_base.vllm_compat.patches.dbrx import load_dbrx
+from model_runner_base.vllm_compat.patches.kimi_linear import use_plain_kimi_linear
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
 from model_runner_base.vllm_compat.patches.olmo_hybrid import load_olmo_hybrid
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
@@ -261,8 +261,10 @@ def _misfit(model_config: ModelConfig) -> str | None:
     directory = Path(model_config.model)
     form = format_of_model(model_config)
     try:
+        if gguf_weights(model_config):
+            return None  # It was compared with the config.
         quantised = None if form is None else plain_shapes(form, StoredTensors(directory))
-    except CheckpointError as error:
+    except (CheckpointError, UnsupportedConfigError) as error:
         return str(error)
     files = sorted(directory.glob("*.safetensors"))
     try:

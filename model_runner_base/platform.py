@@ -166,7 +166,7 @@ class PagedPlatform(Platform):
         from model_runner_base.quantized.configuration import set_aside
         from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
         from model_runner_base.vllm_compat.patches.forced_backends import leave_backend_open
-        from model_runner_base.vllm_compat.patches.gguf_files import refuse_gguf_files
+        from model_runner_base.vllm_compat.patches.gguf_files import serve_gguf_files
         from model_runner_base.vllm_compat.patches.hybrid_config import (
             keep_block_size,
             know_mamba2,
@@ -193,7 +193,7 @@ class PagedPlatform(Platform):
         know_mamba2()
         leave_prefix_caching_off()
         leave_backend_open()
-        refuse_gguf_files()
+        serve_gguf_files()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -9,7 +9,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
-from model_runner_base.quantized.configuration import format_of_model, stored_tensors
+from model_runner_base.quantized.configuration import format_of_model, gguf_weights, stored_tensors
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.quantized.stream import Dequantiser
 from model_runner_base.vllm_compat.patches.without_indexer import without_indexer, without_weights_of_indexer
@@ -45,9 +45,13 @@ def make_loader(load_config: LoadConfig, filtered: Callable[[Weights], Weights] 
     loader: Any = get_model_loader(load_config)
     read = getattr(loader, "get_all_weights", None)
     if read is not None:
-        loader.get_all_weights = lambda model_config, model: weights_of(
-            model_config, filtered(read(model_config, model)), stored_tensors(model_config)
-        )
+
+        def get_all_weights(model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+            file = gguf_weights(model_config)
+            source = read(model_config, model) if file is None else file.weights(model_config.dtype)  # type: ignore[arg-type]
+            return weights_of(model_config, filtered(source), stored_tensors(model_config))
+
+        loader.get_all_weights = get_all_weights
     return loader
 
 

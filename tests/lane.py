@@ -45,6 +45,7 @@ NEWEST = [
     "base/test_pooling_plugins.py",
     "base/test_prompt_embeds.py",
     "base/test_dequantise.py",
+    "base/test_gguf.py",
     "base/test_quantised_models.py",
     "base/test_recurrent_adapters.py",
     "base/test_recurrent_models.py",

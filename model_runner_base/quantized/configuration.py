@@ -14,7 +14,11 @@ from vllm.logger import init_logger
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
 from model_runner_base.quantized.checks import missing_tensor
+from model_runner_base.quantized.formats.gguf import Gguf
 from model_runner_base.quantized.formats.registry import FORMATS, format_of, method_of
+from model_runner_base.quantized.gguf.checkpoint import local_file
+from model_runner_base.quantized.gguf.file import is_gguf
+from model_runner_base.quantized.gguf.weights import GgufWeights
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.quantized.weight_format import WeightFormat
 from model_runner_base.vllm_compat.probes.quantization import is_registered_by_user
@@ -37,11 +41,6 @@ def set_aside(model_config: ModelConfig, native: Collection[str]) -> None:
     if (config is asked is None) or is_registered_by_user(config, asked, hf_config):
         return
     if config is None:
-        if asked == "gguf" and asked not in native:
-            raise UnsupportedConfigError(
-                f"GGUF files are not dequantised yet: instead of {model_config.model} use the checkpoint that it was "
-                "made from"
-            )
         if asked not in native:
             raise UnsupportedConfigError(
                 f"quantization {asked} has no kernels here: leave it out, and use a plain checkpoint, or one whose "
@@ -86,6 +85,7 @@ def check_checkpoint(model_config: ModelConfig, load_config: LoadConfig) -> None
             f"load_format={load_config.load_format} cannot load a checkpoint that is dequantised, {form.title}: leave "
             "it out, or use the checkpoint that this one was made from"
         )
+    gguf_weights(model_config)  # Raises for a file that does not fit.
     if (stored := stored_tensors(model_config)) and (fault := missing_tensor(form, stored)):
         raise CheckpointError(f"cannot load checkpoint {model_config.model}: {fault}")
     message = "%s weights of %s are dequantised to %s while they are loaded%s."
@@ -95,11 +95,20 @@ def check_checkpoint(model_config: ModelConfig, load_config: LoadConfig) -> None
 
 
 def stored_tensors(model_config: ModelConfig) -> StoredTensors | None:
-    """The stored tensors of a local checkpoint that is dequantised; None for any other."""
+    """The stored tensors of a local checkpoint that is dequantised; None for any other, and for a GGUF file."""
     directory = Path(model_config.model)
-    if format_of_model(model_config) is None or not directory.is_dir():
+    form = format_of_model(model_config)
+    if form is None or isinstance(form, Gguf) or not directory.is_dir():
         return None
     return StoredTensors(directory)
+
+
+def gguf_weights(model_config: ModelConfig) -> GgufWeights | None:
+    """The weights of a GGUF file; None for any other checkpoint."""
+    form = format_of_model(model_config)
+    if not isinstance(form, Gguf):
+        return None
+    return GgufWeights(Path(form.config["file"]), model_config.hf_config)
 
 
 @contextmanager
@@ -112,8 +121,11 @@ def reading(model_config: ModelConfig, path: str) -> Iterator[None]:
     """
     hf_config, old_path = model_config.hf_config, model_config.model
     old = getattr(hf_config, ATTRIBUTE, None)
-    if path != old_path and model_config.quantization is None and (Path(path) / "config.json").is_file():
-        _follow(hf_config, _config_of(Path(path)))
+    if path != old_path and model_config.quantization is None:
+        if is_gguf(path):
+            _follow(hf_config, {"quant_method": "gguf", "file": str(local_file(path))})
+        elif (Path(path) / "config.json").is_file():
+            _follow(hf_config, _config_of(Path(path)))
     model_config.model = path
     try:
         yield

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import compressed_packing as library
 import numpy as np
@@ -174,23 +174,6 @@ def test_an_unknown_format_is_refused(tiny_model: Make, tmp_path: Path) -> None:
     path = write_checkpoints(tiny_model("llama"), Scheme({"quant_method": "quark"}, fp8()), tmp_path)[0].path
     with pytest.raises(ValueError, match="quantization quark has no kernels here and is not dequantised"):
         config_of(path)
-
-
-def test_gguf_files_are_refused(tmp_path: Path) -> None:
-    """A GGUF file is named, and what to do instead, before it is read; a name of the hub before it is downloaded."""
-    file = tmp_path / "model-Q4_K_M.gguf"
-    file.write_bytes(b"GGUF")
-    for model in (str(file), "someone/a-model-GGUF/model-Q4_K_M.gguf"):
-        with pytest.raises(ValueError, match=f"GGUF files are not dequantised yet: instead of {model} use the checkp"):
-            config_of(model)
-
-
-@pytest.mark.skipif("gguf" not in get_args(quantization.QuantizationMethods), reason="vLLM knows no GGUF files")
-def test_gguf_as_a_method_is_refused(tiny_model: Make) -> None:
-    config = config_of(tiny_model("llama").path).model_config
-    config.quantization = "gguf"
-    with pytest.raises(UnsupportedConfigError, match=r"GGUF files are not dequantised yet: instead of .* use"):
-        configuration.set_aside(config, ())
 
 
 def test_methods_with_kernels_stay_vllms(tiny_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,4 +31,26 @@ MUTATIONS = [
         "scale.T.reshape(scale.shape).unsqueeze(-1)",
         "test_quantised_checkpoints and MXFP4",
     ),
+    Mutation(
+        "rotary rows stay in llama.cpp's order",
+        "quantized/gguf/weights.py",
+        "values = processor.process(weights=self._file.read(own), name=own).weights",
+        "values = self._file.read(own)",
+        "test_gguf_files and llama",
+    ),
+    Mutation(
+        "a block of a GGUF file has the scale of the one next to it",
+        "quantized/gguf/file.py",
+        "rows = data.reshape(-1, data.shape[-1])",
+        "rows = data.reshape(-1, data.shape[-1])\n        if rows.dtype == np.uint8:\n            "
+        "rows = np.where(np.arange(rows.shape[-1]) % 34 < 2, np.roll(rows, 34, -1), rows)",
+        "test_gguf_files and llama",
+    ),
+    Mutation(
+        "experts of a GGUF file change places",
+        "quantized/gguf/weights.py",
+        "self._file.read(own, index)",
+        "self._file.read(own, index ^ 1)",
+        "test_gguf_files and qwen3-moe",
+    ),
 ]

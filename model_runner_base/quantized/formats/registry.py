@@ -7,6 +7,7 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.quantized.formats.awq import Awq
 from model_runner_base.quantized.formats.compressed_tensors import CompressedTensors
 from model_runner_base.quantized.formats.fp8 import Fp8
+from model_runner_base.quantized.formats.gguf import Gguf
 from model_runner_base.quantized.formats.gptq import Gptq
 from model_runner_base.quantized.formats.modelopt import ModelOpt
 from model_runner_base.quantized.formats.mxfp4 import GptOssMxfp4
@@ -30,6 +31,7 @@ FORMATS: dict[str, Known] = {
     "modelopt": _MODELOPT,
     "modelopt_fp4": _MODELOPT,
     "modelopt_mixed": _MODELOPT,
+    "gguf": Known(Gguf, frozenset({"gguf"})),
 }
 """Formats that are dequantised."""
 
