@@ -1,5 +1,6 @@
 """Loading of a checkpoint by vLLM's own loaders, and of another one in its place; an error names the first misfit."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +160,14 @@ def reload_checkpoint(
             if reason := _misfit(model_config):
                 raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
             weights = loader.get_all_weights(model_config, model)
+        _forget_dropped_buffers(model)
         # Weights of towers are overwritten as they are read, since no device re-lays them.
         distinct = {name for name, _ in model.named_parameters()}
         with towers_left_out(model):
             initialize_layerwise_reload(model)
         # From here on each layer has the parameters of a checkpoint, and tied ones count twice.
         wanted = distinct.intersection(name for name, _ in model.named_parameters())
+        _expect_transforms(model)
         try:
             loaded = model.load_weights(weights)  # type: ignore[operator]
             _check_complete(model)
@@ -214,12 +217,6 @@ def _check_reloadable(model: nn.Module) -> None:
                 f"{name} is lightning attention, whose weights cannot be loaded again yet: start another engine; "
                 "nothing was changed"
             )
-        if layer_kind(layer) == "mamba2":
-            # vLLM counts some numbers of these layers twice, and takes them for complete before they are.
-            raise CheckpointError(
-                f"{name} is a layer of Mamba 2, whose weights cannot be loaded again yet: start another engine; "
-                "nothing was changed"
-            )
         if name in biased or getattr(getattr(layer, "impl", None), "sinks", None) is not None:
             raise CheckpointError(
                 f"{name} has biases or sinks that cannot be loaded again yet: start another engine; nothing was changed"
@@ -242,6 +239,25 @@ def _check_all_loaded(wanted: set[str], loaded: set[str] | None) -> None:
     missing = sorted(wanted - (loaded or set()))
     if loaded is not None and missing:
         raise CheckpointError(f"{missing[0]} is missing")
+
+
+def _forget_dropped_buffers(model: nn.Module) -> None:
+    """Has vLLM wait for no buffer that the base has taken off a layer, such as a view of a convolution's weight."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        for name in info.restore_metadata[1].keys() - layer._buffers.keys():
+            del info.restore_metadata[1][name]
+
+
+def _expect_transforms(model: nn.Module) -> None:
+    """Has vLLM wait for what it counts twice: a weight that is transformed is copied once as it is, and once after.
+
+    Layers of Mamba have one, and would be taken for complete before their last weight comes.
+    """
+    for layer in model.modules():
+        for tensor in layer._parameters.values():
+            if inspect.unwrap(getattr(tensor, "weight_loader", len)).__name__ == "composed_loader":
+                get_layerwise_info(layer).load_numel_total += tensor.numel()  # type: ignore[operator, union-attr]
 
 
 def _check_complete(model: nn.Module) -> None:
