@@ -18,6 +18,7 @@ from model_runner_base.loader import CheckpointError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, metric
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.quantized import Scheme, fp8, write_checkpoints
 from model_runner_base.testing.rounding import FORMATS, SCALES, changed, check_rounded, enlarge_values, rounded
 
 Tiny = Callable[[str], TinyModel]
@@ -97,6 +98,31 @@ def test_a_scale_of_latents(tiny_model: Tiny, tmp_path: Path) -> None:
     model = changed(tiny_model("deepseek-v2"), tmp_path / "scaled", change)
     with engine(model.path, **OPTIONS, kv_cache_dtype="fp8") as llm:
         check_rounded(llm, model, PROMPTS, "fp8", {0: (0.013, 0.013)})
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("is_eager", [True, pytest.param(False, marks=pytest.mark.openxla)])
+def test_a_quantised_checkpoint(is_eager: bool, tiny_model: Tiny, tmp_path: Path) -> None:
+    """DeepSeek V3's form: weights in FP8 with a scale for 128 rows and columns, and an 8-bit cache of latents.
+
+    The absorbed projection is made of dequantised weights, and a scale of the cache is not taken for one of weights.
+    """
+    scheme = Scheme(BLOCKS, fp8((128, 128), ".weight_scale_inv"))
+    stored, plain = write_checkpoints(tiny_model("deepseek-v2"), scheme, tmp_path)
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        assert weights["model.layers.0.self_attn.kv_b_proj.weight"].dtype == torch.float8_e4m3fn
+        weights["model.layers.1.self_attn.k_scale"] = torch.tensor(0.02)
+
+    model = changed(stored, tmp_path / "scaled", change)
+    options = OPTIONS | {"enforce_eager": is_eager, "kv_cache_dtype": "fp8"}
+    with engine(model.path, **options, additional_config=LARGEST) as llm:
+        assert all(cache.itemsize == 1 for cache in caches_of(llm))
+        check_rounded(llm, plain, PROMPTS, "fp8", {1: (0.02, 0.02)})
+        with pytest.raises(AssertionError, match="of the tokens"):
+            check_rounded(llm, tiny_model("deepseek-v2"), PROMPTS, "fp8", {1: (0.02, 0.02)})
 
 
 def test_large_values_stay_finite(tiny_model: Tiny, tmp_path: Path) -> None:
