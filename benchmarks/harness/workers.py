@@ -1,7 +1,7 @@
 """Workers that warm nothing up, with random weights, for steps of chosen lengths (``batch.py``).
 
-``HostWorker`` runs steps on the fake device, so that what a step costs is the host's. ``ExactWorker`` compiles every
-step on openxla at exactly its own size.
+``HostWorker`` runs steps on the fake device, so that what a step costs is the host's. ``EagerWorker`` runs them as
+plain torch on the CPU. ``ExactWorker`` compiles every step on openxla at exactly its own size.
 """
 
 import gc
@@ -62,6 +62,15 @@ class HostWorker(BareWorker):
         return torch.device("cpu")
 
 
+class EagerRunner(HostRunner):
+    def _cache_device_properties(self) -> None:
+        self.graph_policy = GraphPolicy()
+
+
+class EagerWorker(HostWorker):
+    model_runner_cls = EagerRunner
+
+
 class ExactPolicy(GraphPolicy):
     """Graph policy without sizes: a graph is compiled when a step first needs it."""
 
@@ -96,11 +105,12 @@ def worker(
     cache_tokens: int,
     config: dict[str, Any],
     block_size: int = BLOCK_SIZE,
+    model: Any = BUNDLED_MODEL,
     **options: Any,
 ) -> Iterator[ModelRunnerWorker]:
-    """A worker with random weights: the bundled model's config with changes, and a cache of ``cache_tokens`` tokens."""
+    """A worker with random weights: the config of ``model`` with changes, and a cache of ``cache_tokens`` tokens."""
     llm = LLM(
-        str(BUNDLED_MODEL),
+        str(model),
         load_format="dummy",
         skip_tokenizer_init=True,
         worker_cls=f"{worker_cls.__module__}.{worker_cls.__qualname__}",
