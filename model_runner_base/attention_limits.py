@@ -4,6 +4,7 @@ from vllm.config import VllmConfig
 
 from model_runner_base.errors import refuse
 from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
+from model_runner_base.vllm_compat.probes.experts import ZeroExpertRouter
 from model_runner_base.vllm_compat.probes.unequal_heads import has_unequal_heads
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
@@ -11,6 +12,9 @@ WITH_LATENTS = (*HOST_METHODS, "mtp")
 """Speculative methods that are supported with latent attention."""
 DENSE_WHERE_SHORT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Architectures with an indexer that are dense up to as many tokens as it leaves keys, and tested there."""
+
+LONGCAT = "LongcatFlashForCausalLM"
+"""The architecture with zero experts, which return their input, that is tested; in releases whose router knows them."""
 
 
 def check_attention(vllm_config: VllmConfig) -> None:
@@ -49,13 +53,17 @@ def _check_sparse(vllm_config: VllmConfig) -> None:
 def _check_latent(vllm_config: VllmConfig) -> None:
     """Refuses what latent attention (MLA) does not have yet."""
     model, drafts, lora = vllm_config.model_config, vllm_config.speculative_config, vllm_config.lora_config
+    is_longcat = model.architecture.startswith("LongcatFlash")
+    is_tested = model.architecture == LONGCAT and ZeroExpertRouter is not None
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
     refusals = {
         "fully_sharded_loras are not supported with latent attention (MLA) yet: leave them out": (
             lora and lora.fully_sharded_loras and num_ranks > 1
         ),
         f"{model.architecture} is not supported yet, since some of its experts return their input (zero experts): use "
-        "a model of other experts": model.architecture.startswith("LongcatFlash"),
+        f"a model of other experts, or {LONGCAT} on vLLM 0.33": is_longcat and not is_tested,
+        f"adapters and drafts by mtp are not supported with {model.architecture} yet: leave out enable_lora and "
+        "speculative_config": is_longcat and (lora or (drafts and drafts.method == "mtp")),
         f"drafts by {drafts and drafts.method} are not supported with latent attention (MLA) yet: use one of "
         f"{', '.join(WITH_LATENTS)}, or leave out speculative_config": drafts and drafts.method not in WITH_LATENTS,
     }

@@ -208,6 +208,11 @@ def choose_and_run(layer: ExpertsView, hidden: torch.Tensor, router_logits: torc
     if layer.gate is not None:
         router_logits, _ = layer.gate(hidden)
     weights, ids = select_experts(layer, hidden, router_logits)
+    if (first := layer.first_zero_expert) is not None:
+        returns_input = ids >= first
+        share = torch.where(returns_input, weights, 0.0).sum(dim=1, keepdim=True)
+        layer.add_after_reduction(hidden * share.to(hidden.dtype))
+        weights, ids = torch.where(returns_input, 0.0, weights), torch.where(returns_input, 0, ids)
     if layer.apply_router_weight_on_input:
         hidden = hidden * weights.to(hidden.dtype)
         weights = torch.ones_like(weights)

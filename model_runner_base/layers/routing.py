@@ -12,6 +12,9 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import F
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
+from model_runner_base.vllm_compat.probes.experts import ZeroExpertRouter
+
+ROUTERS = (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter, ZeroExpertRouter)
 SCORES = {"softmax": lambda logits: logits.softmax(dim=-1), "sigmoid": torch.sigmoid}
 
 
@@ -20,8 +23,10 @@ def check_router(layer: Any) -> None:
     router = layer.router
     if type(router) is CustomRoutingRouter:
         return
-    if type(router) not in (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter):
+    if type(router) not in ROUTERS:
         raise NotImplementedError(f"{layer.layer_name}: {type(router).__name__} is not supported in plain torch")
+    if (kind := getattr(router, "zero_expert_type", "identity")) != "identity":
+        raise NotImplementedError(f"{layer.layer_name}: zero experts of type {kind} are not supported in plain torch")
     if router.scoring_func not in SCORES:
         raise NotImplementedError(f"{layer.layer_name}: expert scores by {router.scoring_func} are not supported")
     groups = getattr(router, "num_expert_group", 1)

@@ -243,9 +243,24 @@ LATENT: Configs = {
 INDEXER = {"index_topk": MAX_LENGTH, "index_head_dim": 16, "index_n_heads": 2}
 """An indexer that leaves a token all keys (sparse attention, DSA)."""
 
+_LONGCAT = {"zero_expert_type": "identity", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
+"""Fields of a checkpoint of LongCat-Flash that vLLM reads, and transformers has as constants."""
+
 LATENT_LATER: Configs = {
     "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(**_LATENT_V3 | {"n_group": 1}),
     "deepseek-v3.2": lambda: hf.DeepseekV32Config(**_LATENT_V3, **INDEXER),
+    "longcat-flash": lambda: hf.LongcatFlashConfig(
+        **_NO_GROUPS | _MLA | {"num_hidden_layers": 4, "q_lora_rank": 16},
+        **_LONGCAT,
+        head_dim=_MLA["qk_rope_head_dim"],
+        num_layers=2,
+        n_routed_experts=8,
+        zero_expert_num=4,
+        moe_topk=3,
+        ffn_hidden_size=128,
+        expert_ffn_hidden_size=32,
+        routed_scaling_factor=1.5,
+    ),
     "glm-5": lambda: hf.GlmMoeDsaConfig(**_LATENT_V3 | {"n_group": 1}, **INDEXER),
 }
 """More of them, in later releases of transformers."""
@@ -314,11 +329,8 @@ _OF_VLLM_ALONE = {
 UNEQUAL_HEADS: Configs = {"mimo-v2": lambda: hf.MiMoV2FlashConfig(**MIMO_V2, **_OF_VLLM_ALONE)}
 """Architectures of later releases of transformers whose keys and values differ in head size."""
 
-REFUSED: Configs = {
-    "longcat-flash": lambda: hf.LongcatFlashConfig(
-        **{**UNTIED, **_MLA, "q_lora_rank": 16}, num_layers=2, n_routed_experts=8, moe_topk=2, ffn_hidden_size=128
-    ),
-}
+REFUSED: Configs = {"longcat-flash": LATENT_LATER["longcat-flash"]}
+"""Architectures that run with later releases of vLLM alone, and that this transformers has a class for."""
 
 CONFIGS: Configs = {**LLAMAS, **GPTS, **SEVERAL_GROUPS, **MIXTURES}
 """The architectures that run."""

@@ -25,8 +25,14 @@ from model_runner_base.testing.architectures import (
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 from model_runner_base.testing.swept_architectures import SWEPT
 
-WRITTEN_OTHERWISE = {"kimi-linear": (r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.")}
-"""Names of tensors that transformers writes otherwise than a published checkpoint has them: pattern and replacement."""
+WRITTEN_OTHERWISE = {
+    "kimi-linear": (r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj."),
+    "longcat-flash": (r".*\.experts\.(8|9|10|11)\..*", ""),  # Experts that return their input.
+}
+"""Names of tensors that transformers writes otherwise than a published checkpoint has them: pattern and replacement. A
+tensor without a name is left out."""
+OF_TRANSFORMERS = "of_transformers"
+"""Directory, in one of a checkpoint that is written otherwise, of the one that transformers reads."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class TinyModel:
 @cache
 def reference_model(path: Path) -> Any:
     """The checkpoint in HF transformers, float32."""
+    path = own if (own := path / OF_TRANSFORMERS).exists() else path
     config = AutoConfig.from_pretrained(path)
     # The default, "sdpa", leaves soft caps out; "eager" counts ALiBi twice in Falcon.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
@@ -98,8 +105,10 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
         model._checkpoint_conversion_mapping = {}
         model.save_pretrained(path)
         if name in WRITTEN_OTHERWISE:
+            model.save_pretrained(path / OF_TRANSFORMERS)
             tensors = load_file(path / "model.safetensors")
             renamed = {re.sub(*WRITTEN_OTHERWISE[name], key): tensor for key, tensor in tensors.items()}
+            renamed.pop("", None)
             save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
         if name in VLLM_NAMES:
             config = json.loads((path / "config.json").read_text())

@@ -20,11 +20,11 @@ def test_rows(tmp_path: Path) -> None:
     rows = [
         result_of("qwen2", lambda: checkpoint, engines),
         result_of("wrong", lambda: replace(checkpoint, reference=lambda: wrong), engines),
-        result_of("longcat-flash", lambda: of_text("longcat-flash", tmp_path), engines),
+        result_of("refused", lambda: replace(checkpoint, options={"kv_sharing_fast_prefill": True}), engines),
         result_of("broken", lambda: replace(checkpoint, options={"block_size": "x"}), engines),
         result_of("none", fail, engines),
     ]
     assert [row.result for row in rows] == ["equal", "different", "refused", "error", "not compared"]
     assert rows[1].reason == "prompt 2, from token 5 on"
-    assert rows[2].reason.startswith("LongcatFlashForCausalLM is not supported yet")
+    assert rows[2].reason.startswith("KV-sharing fast prefill is not supported yet")
     assert {"Qwen2ForCausalLM", "LlamaForCausalLM"} & {*untried(rows)} == {"LlamaForCausalLM"}

@@ -18,6 +18,12 @@ IS_ONE_MODULE = isinstance(getattr(fused_moe, "FusedMoE", None), type)  # In rel
 ExpertsLayer: Any = getattr(fused_moe, "FusedMoE" if IS_ONE_MODULE else "MoERunner")
 """The module that a model calls with hidden states and the router's logits."""
 
+try:
+    from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+except ImportError:  # Older releases compute such experts in a layer class of their own.
+    ZeroExpertRouter = None
+"""Router of a layer in which experts without weights return their input; None in releases without it."""
+
 ChooseAndRun = Callable[["ExpertsView", torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes a layer, hidden states [T, hidden] and the router's logits [T, experts]; returns the sum of routed experts."""
 
@@ -56,6 +62,16 @@ class ExpertsView:
             "hash routing": getattr(self.weights, "hash_indices_table", None) is not None,
         }
         return next((what for what, is_wanted in wanted.items() if is_wanted), None)
+
+    @property
+    def first_zero_expert(self) -> int | None:
+        """Least id of the experts that return their input; None if the layer has none."""
+        is_zero = ZeroExpertRouter is not None and isinstance(self.router, ZeroExpertRouter)
+        return self.router.num_logical_experts if is_zero else None
+
+    def add_after_reduction(self, states: torch.Tensor) -> None:
+        """Has the layer add what experts without weights make, which every rank has whole."""
+        self.router._zero_expert_output = states
 
     @property
     def has_own_forward(self) -> bool:
