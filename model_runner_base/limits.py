@@ -21,7 +21,8 @@ from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_slot_processors
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
 from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
-from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states
+from model_runner_base.vllm_compat.types.kv_cache import keeps_window_blocks
+from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states, keeps_prefixes
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
@@ -202,6 +203,12 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
         "states of recurrent layers are given out by the base's own scheduler: leave out scheduler_cls": (
             not getattr(vllm_config.scheduler_config.get_scheduler_cls(), "gives_states", False)
         ),
+        "drafts would be verified after this scheduler has freed states that a step may go back to: leave out "
+        "scheduler_cls, or set async_scheduling=False or enable_prefix_caching=False": (
+            keeps_prefixes(vllm_config)
+            and read_speculation(vllm_config).unread
+            and not keeps_window_blocks(vllm_config)
+        ),
         "max_model_len=-1 is fitted to a KV cache, which this model has none of: give max_model_len": (
             model.is_attention_free and model.max_model_len <= 0
         ),
@@ -221,6 +228,7 @@ def _computed_otherwise(config: Any) -> dict[str, Any]:
     activation = (
         "silu" if kind == "zamba2" else getattr(config, "mamba_hidden_act", getattr(config, "hidden_act", "silu"))
     )
+    further = _further_kimi_fields(config) if kind == "kimi_linear" else []
     half = config.hidden_size // config.num_attention_heads // 2 if kind == "bamba" else 0
     return {
         "vLLM shares the embeddings of LFM2 with its head, and this checkpoint does not (tie_word_embeddings): use a "
@@ -241,6 +249,7 @@ def _computed_otherwise(config: Any) -> dict[str, Any]:
         "decays of Kimi-Linear are not limited from below: use a checkpoint without gate_lower_bound": (
             kind == "kimi_linear" and (config.linear_attn_config or {}).get("gate_lower_bound") is not None
         ),
+        f"Kimi-Linear is computed as published: use a checkpoint without {', '.join(further)}": further,
         "recurrent layers are computed with SiLU: use a checkpoint whose hidden_act is silu": (
             activation not in ("silu", "swish")
         ),
@@ -248,6 +257,16 @@ def _computed_otherwise(config: Any) -> dict[str, Any]:
             limit is not None and tuple(limit) != (0.0, math.inf)
         ),
     }
+
+
+def _further_kimi_fields(config: Any) -> list[str]:
+    """Names of fields with which later models of Kimi-Linear's class have layers of other kinds."""
+    names = ("attn_res_block_size", "routed_expert_hidden_size", "mla_use_output_gate")
+    of_deltas = config.linear_attn_config or {}
+    return [
+        *(name for name in names if getattr(config, name, None)),
+        *(name for name in ("use_full_rank_gate",) if of_deltas.get(name)),
+    ]
 
 
 def _check_encoder_decoder(vllm_config: VllmConfig) -> None:

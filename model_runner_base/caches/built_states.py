@@ -21,7 +21,7 @@ from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep
-from model_runner_base.step.sizes import StepKind, StepLimits
+from model_runner_base.step.sizes import StepLimits
 from model_runner_base.vllm_compat.types.attention_metadata import call_all_decodes
 from model_runner_base.vllm_compat.types.recurrent import choose_kernels, kernel_spec
 
@@ -75,9 +75,7 @@ class BuiltStateCaches(BuilderCaches):
         return call_all_decodes(super()._common_metadata(requests, index))
 
     def _built(self, builder: AttentionMetadataBuilder, common: Any) -> Any:
-        """Metadata of one group. Builders make those of a capture for steps of decode alone."""
-        if self._batch is None and self._step.size.kind == StepKind.DECODE:
-            return builder.build_for_cudagraph_capture(common)
+        """Metadata of one group, made alike for a capture: for that, builders take no step that is not captured."""
         return builder.build(common_prefix_len=0, common_attn_metadata=common)
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:

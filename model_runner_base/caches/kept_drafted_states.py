@@ -94,8 +94,9 @@ class RingUpdates:
         sent = step.views[ROWS]
         rings = np.empty_like(sent)
         fill_rings(self._table, self._unread, positions, self._batch, rings)
+        entries, begin = step.entries, step.offsets[ROWS]
         for place in np.flatnonzero(rings != sent).tolist():
-            write(step.buffer, step.entries.array, step.entries.count, step.offsets[ROWS] + place, rings.flat[place])
+            write(step.buffer, entries.array, entries.count, begin + place, int(rings.flat[place]))
         # Positions move on by as many tokens as a row has, at most.
         left = size - (positions + self._query - 1) % size
         self._steps_to_entry = -(-int(left.min()) // self._query)

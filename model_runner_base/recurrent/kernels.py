@@ -7,6 +7,7 @@ from model_runner_base.vllm_compat.probes.config import setting
 from model_runner_base.vllm_compat.types.recurrent import HAS_OTHER_DELTA_KERNELS
 
 UNTRIED = (
+    "KimiLinearForCausalLM",
     "MiniMaxForCausalLM",
     "MiniMaxText01ForCausalLM",
     "OlmoHybridForCausalLM",
@@ -14,7 +15,7 @@ UNTRIED = (
     "Qwen3_5MoeForCausalLM",
     *(["Qwen3NextForCausalLM"] if HAS_OTHER_DELTA_KERNELS else []),
 )
-"""Architectures with layers of lightning attention, or with gated delta nets of newer releases."""
+"""Architectures with lightning attention or decays of channels, or with gated delta nets of newer releases."""
 
 
 def check_kernels(vllm_config: VllmConfig) -> None:

@@ -25,7 +25,7 @@ def check_ranks(config: Any, ranks: int) -> None:
     shared = [*HEADS, *filter(None, [OF_WHOLE_MODELS.get(config.model_type)])]
     counts = {name: getattr(config, name, None) for name in [*shared, *GROUPS]}
     if config.model_type == "kimi_linear":
-        counts["linear_attn_config.num_heads"] = config.linear_attn_config["num_heads"]
+        counts["linear_attn_config.num_heads"] = (config.linear_attn_config or {}).get("num_heads")
     for name, count in counts.items():
         is_on_every_rank = name in GROUPS and count == 1
         if count and count % ranks and not is_on_every_rank:

@@ -76,10 +76,11 @@ def test_prefixes_are_hit(path: Path) -> None:
 
 
 def test_drafts(path: Path) -> None:
-    """Drafts that repeat earlier tokens, and are mostly wrong."""
+    """Drafts that repeat earlier tokens, and are wrong."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     with engine(path, **OPTIONS, speculative_config=drafts) as llm:
         check(llm)
+        assert metric(llm, "vllm:spec_decode_num_draft_tokens") > 0
 
 
 @pytest.mark.openxla
@@ -95,7 +96,7 @@ def test_compiled(path: Path) -> None:
 
 
 def test_states(path: Path) -> None:
-    """Each delta layer keeps the inputs of one convolution and a state, next to the group of latents."""
+    """A delta layer keeps the inputs of one convolution and a state, next to the group of latents."""
     with engine(path, **OPTIONS) as llm:
         layers = runner_of(llm).vllm_config.compilation_config.static_forward_context.values()
         caches = [layer.kv_cache for layer in layers if hasattr(layer, "get_state_shape")]

@@ -33,6 +33,8 @@ for name in sys.argv[4:]:
     model = make_checkpoint(name, Path(sys.argv[3]))
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16}
     options |= {"kv_cache_memory_bytes": 4 << 20, "async_scheduling": sys.argv[2] == "async"}
+    if name == "mamba":
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2]}  # Steps of three requests have no graph.
     llm = LLM(str(model.path), worker_cls="cuda_stand_in.StandInWorker", **DEFAULTS | options)
     for layer in recurrent_layers(runner_of(llm).vllm_config).values():
         for state in states_of(layer):

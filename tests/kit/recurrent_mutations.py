@@ -64,6 +64,13 @@ MUTATIONS = [
         "caches/drafted_states.py",
         "    return states * num_places + counts % num_places",
         "    return states * num_places + 0 * counts",
-        "test_recurrent and wrong_drafts",
+        "test_recurrent and wrong_drafts and alone",
+    ),
+    Mutation(
+        "a draft's state goes to the block of the next token",
+        "caches/kept_drafted_states.py",
+        "blocks.gather(1, (positions.clamp(min=0) // ",
+        "blocks.gather(1, ((positions + 1).clamp(min=0) // ",
+        "test_recurrent and wrong_drafts and prefixes",
     ),
 ]

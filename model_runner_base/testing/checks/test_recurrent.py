@@ -74,11 +74,16 @@ def test_arrivals(hybrid: tuple[LLM, TinyModel]) -> None:
     check_equal(model, PROMPTS, run_with_arrivals(llm, PROMPTS, counts, rng), counts)
 
 
-def test_wrong_drafts(engine: Start, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keeps_states", [False, True], ids=["alone", "with prefixes"])
+def test_wrong_drafts(
+    keeps_states: bool, engine: Start, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drafts of which some are wrong, of requests that share a step with chunks of prompts, or are preempted."""
     model = tiny_model("qwen3-next")
     options = {"kv_cache_memory_bytes": 4 << 20, "block_size": 16, "num_gpu_blocks_override": 18}
-    llm = engine(model.path, **options, speculative_config=speculation("ngram", model))
+    llm = engine(
+        model.path, **options, speculative_config=speculation("ngram", model), enable_prefix_caching=keeps_states
+    )
     long = random_prompts(96, [60, 70, 50, 40])
     known = KnownDrafts(llm, model, dict.fromkeys(PROMPTS, NEW_TOKENS) | dict.fromkeys(long, 70), is_wrong=False)
     monkeypatch.setattr(runner_of(llm).parts.drafter, "look_up", known.look_up)
@@ -88,6 +93,10 @@ def test_wrong_drafts(engine: Start, tiny_model: Callable[[str], TinyModel], mon
     assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
     drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
     assert drafted > accepted > 0, "drafts were all right, or all wrong"
+    if keeps_states:
+        for _ in range(2):  # Others took the blocks of the first time.
+            check(llm, model, long[:1], 70)
+        assert metric(llm, "vllm:prefix_cache_hits") > 0, "no prefix was hit"
 
 
 @pytest.mark.parametrize("name", [KEEPS_PREFIXES], indirect=True, scope="module")
