@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import CheckpointError as CheckpointError
 from model_runner_base.errors import UnsupportedConfigError
@@ -162,7 +163,7 @@ def reload_checkpoint(
             weights = loader.get_all_weights(model_config, model)
         _forget_dropped_buffers(model)
         # Weights of towers are overwritten as they are read, since no device re-lays them.
-        distinct = {name for name, _ in model.named_parameters()}
+        distinct = {name for name, _ in model.named_parameters() if _is_of_checkpoint(name)}
         with towers_left_out(model):
             initialize_layerwise_reload(model)
         # From here on each layer has the parameters of a checkpoint, and tied ones count twice.
@@ -232,6 +233,12 @@ def _quantised_tower_layer(model: nn.Module) -> str | None:
         if layer in in_towers and isinstance(method, QuantizeMethodBase) and not isinstance(method, plain):
             return name
     return None
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    """Whether a parameter must be in a whole checkpoint: scales may be left out, and a draft has a checkpoint of its
+    own."""
+    return not name.startswith(f"{DRAFT}.") and not name.endswith("_scale")
 
 
 def _check_all_loaded(wanted: set[str], loaded: set[str] | None) -> None:

@@ -6,7 +6,7 @@ support it, some towers run as graphs (``towers/tile_graphs.py``, ``towers/patch
 become rows of one pool on the device, from which the graphs of mixed steps gather them.
 """
 
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -143,17 +143,24 @@ class ItemEncoder(Encoder):
 
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
-        outdated = [
-            item
-            for req_id in (schedule.num_tokens if self._outdated else ())
-            for item in infos[req_id].items
-            if item.identifier in self._outdated
-        ]
+        outdated = [*self._outdated_items(schedule, infos)] if self._outdated else []
         self.give_up(item.identifier for item in outdated)
         asked = {item.identifier: item for item in (*items, *schedule.failed_items, *outdated)}.values()
         missing = [item for item in asked if item.identifier not in self._rows and item.data is not None]
         if missing:
             self._encode(missing)
+
+    def _outdated_items(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> Iterator[MultiModalFeatureSpec]:
+        """Yields the items that the step's tokens, or a drafter one token further, read as other weights made them."""
+        starts = dict(zip(schedule.continued, schedule.num_computed, strict=True))
+        starts |= {arrival.req_id: arrival.num_computed for arrival in schedule.arrivals}
+        for req_id, count in schedule.num_tokens.items():
+            start = starts[req_id]
+            for item in infos[req_id].items:
+                place = item.mm_position
+                is_read = place.offset <= start + count and place.offset + place.length > start
+                if is_read and item.identifier in self._outdated and item.data is not None:
+                    yield item
 
     def check_reload(self) -> None:
         if self._graphs is not EAGER:

@@ -4,6 +4,9 @@ from model_runner_base.caches.spans import SentSpans, SpanEnds
 from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 
+SEEN = ("image", "video")
+"""Modalities whose tokens see each other, as in vLLM and transformers; those of a sound do not."""
+
 
 class ItemSpans(SentSpans):
     """Bidirectional spans: each is a run of tokens with encoder outputs; text between such runs belongs to none."""
@@ -22,7 +25,7 @@ class ItemSpans(SentSpans):
         token = 0
         for index, info in enumerate(self._requests.infos_of(batch.rows[decodes:]), decodes):
             begin, count = int(batch.num_computed[index]), int(batch.query_len[index])
-            for place in (item.mm_position for item in info.items):
+            for place in (item.mm_position for item in info.items if item.modality in SEEN):
                 if place.offset + place.length <= begin or place.offset >= begin + count:
                     continue
                 for first, last in place.extract_embeds_range():

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from model_runner_base.loader import CheckpointError
 from model_runner_base.multimodal.towers.encoder_graphs import EncoderGraphs
 from model_runner_base.testing.checks.test_multimodal import ask, expected, prompts, read
+from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import runner_of
 from model_runner_base.testing.images import SeeingModel, make_seeing_model
+from model_runner_base.testing.models import TinyModel
 
 FEW_BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context_length_buckets": [256]}
 COMPILED = {"additional_config": {"neuron_config": FEW_BUCKETS}, "max_model_len": 256}
@@ -65,6 +67,18 @@ def test_images_after_a_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             reload_weights(llm)
         with pytest.raises(CheckpointError, match=r"bias is missing; .*load again"):
             reload_weights(llm, weights_path=str(part.path))
+        reload_weights(llm, weights_path=str(new.path))
+        assert read(ask(llm, asked)) == expected(new, asked)
+
+
+def test_a_reload_beside_a_draft(tmp_path: Path) -> None:
+    """A draft has a checkpoint of its own, so its weights are not missing in the model's."""
+    old = make_seeing_model(FAMILY, tmp_path)
+    new = other_weights(old, tmp_path / "new")
+    asked = prompts(old)[:2]
+    config = speculation("head", TinyModel(old.path))
+    with engine(old.path, **OPTIONS, **old.limits, speculative_config=config) as llm:
+        assert read(ask(llm, asked)) == expected(old, asked)
         reload_weights(llm, weights_path=str(new.path))
         assert read(ask(llm, asked)) == expected(new, asked)
 

@@ -71,8 +71,13 @@ def test_another_scheduler_is_refused(make_model: Any) -> None:
 
 
 def test_an_image_that_is_cut_is_refused_by_the_runner(make_model: Any) -> None:
-    item = SimpleNamespace(mm_position=PlaceholderRange(4, 6, torch.tensor([False, True, True, False, True, True])))
-    requests: Any = SimpleNamespace(infos_of=lambda rows: [SimpleNamespace(items=[item])] * len(rows))
+    """A sound at another place is none of the spans."""
+    place = PlaceholderRange(4, 6, torch.tensor([False, True, True, False, True, True]))
+    items = [
+        SimpleNamespace(modality="image", mm_position=place),
+        SimpleNamespace(modality="audio", mm_position=PlaceholderRange(9, 20)),
+    ]
+    requests: Any = SimpleNamespace(infos_of=lambda rows: [SimpleNamespace(items=items)] * len(rows))
 
     def spans(start: int, end: int) -> tuple[list[int], list[int]]:
         lens = np.array([end - start])
