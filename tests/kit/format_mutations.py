@@ -18,6 +18,13 @@ MUTATIONS = [
         "test_cache_formats and one_request",
     ),
     Mutation(
+        "scores of latents are scaled by the width of a row, not of a head",
+        "attention/latent.py",
+        "        super().__init__(*args, **kwargs)",
+        "        super().__init__(*args, **kwargs)\n        self.scale = self.head_size**-0.5",
+        "test_cache_formats and one_request",
+    ),
+    Mutation(
         "queries are taken to the space of latents by the next head's projection",
         "layers/latent_attention.py",
         "self._layer.to_latent)",
