@@ -36,7 +36,9 @@ def draw_lines(path: Path, lines: Mapping[str, Points], label: str, unit: str, l
 
 def draw_grid(path: Path, rows: Mapping[str, Mapping[str, Mapping[str, Points]]]) -> None:
     """Plots with logarithmic axes: a row for each unit, and in it a plot for each label. A row has one scale."""
-    figure, axes = pyplot.subplots(len(rows), len(next(iter(rows.values()))), figsize=(13, 5), sharey="row")
+    figure, axes = pyplot.subplots(
+        len(rows), len(next(iter(rows.values()))), figsize=(13, 2.5 * len(rows)), sharey="row", squeeze=False
+    )
     figure.set_layout_engine("constrained")
     for of_row, (unit, plots) in zip(axes, rows.items(), strict=True):
         of_row[0].set_ylabel(unit)
