@@ -12,7 +12,8 @@ WITH_LATENTS = (*HOST_METHODS, "mtp")
 """Speculative methods that are supported with latent attention."""
 DENSE_WHERE_SHORT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Architectures with an indexer that are dense up to as many tokens as it leaves keys, and tested there."""
-
+DRAFTS_BY_SEVERAL = ("Step3p5ForCausalLM",)
+"""Architectures that draft each token by a layer of its own; the base's drafts come from one."""
 LONGCAT = "LongcatFlashForCausalLM"
 """The architecture with zero experts, which return their input, that is tested; in releases whose router knows them."""
 
@@ -24,7 +25,7 @@ def check_attention(vllm_config: VllmConfig) -> None:
         _check_sparse(vllm_config)
     if model.use_mla:
         _check_latent(vllm_config)
-    if has_unequal_heads(model.architecture, model.hf_text_config):
+    if model.architecture in DRAFTS_BY_SEVERAL or has_unequal_heads(model.architecture, model.hf_text_config):
         refusals = {
             f"drafts by mtp are not supported with {model.architecture} yet: use one of {', '.join(HOST_METHODS)}, or "
             "leave out speculative_config": drafts and drafts.method == "mtp",

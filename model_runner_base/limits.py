@@ -20,6 +20,7 @@ from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, che
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_slot_processors
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
+from model_runner_base.vllm_compat.probes.ling import left_out
 from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
 from model_runner_base.vllm_compat.types.kv_cache import keeps_window_blocks
 from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states, keeps_prefixes
@@ -129,6 +130,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     if has_states(vllm_config):
         _check_recurrent(vllm_config)
     if model:
+        refuse(left_out(model.architecture, model.hf_text_config))
         check_attention(vllm_config)
     if model and model.is_encoder_decoder:
         _check_encoder_decoder(vllm_config)

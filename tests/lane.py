@@ -72,6 +72,7 @@ NEWEST = [
     "base/test_vllm_types.py",
     "base/test_weight_stream.py",
     "base/test_whole_images.py",
+    "base/test_written_references.py",
     "gpu/test_cuda_graphs.py",
     "gpu/test_gpu_device_ops.py",
     "gpu/test_gpu_hooks.py",

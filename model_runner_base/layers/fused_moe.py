@@ -40,11 +40,18 @@ def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
+def _stepped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Computes Step 3.5's activation: both halves are clamped, the gate after its function."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).clamp(max=7.0) * up.clamp(min=-7.0, max=7.0)
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": partial(_gated, F.silu),
     "gelu": partial(_gated, F.gelu),
     "gelu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
     "swigluoai": _clamped_swiglu,
+    "swiglustep": _stepped_swiglu,
     "silu_no_mul": F.silu,
     "gelu_no_mul": F.gelu,
     "gelu_tanh_no_mul": partial(F.gelu, approximate="tanh"),

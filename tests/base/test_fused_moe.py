@@ -31,6 +31,11 @@ def clamped_swiglu(inner: np.ndarray) -> np.ndarray:
     return gate * sigmoid(1.702 * gate) * (up + 1)
 
 
+def stepped_swiglu(inner: np.ndarray) -> np.ndarray:
+    gate, up = inner[:INNER], inner[INNER:]
+    return np.minimum(gate * sigmoid(gate), 7) * np.clip(up, -7, 7)
+
+
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
     return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
@@ -40,6 +45,7 @@ ACTIVATIONS = {
     "silu": lambda inner: inner[:INNER] * sigmoid(inner[:INNER]) * inner[INNER:],
     "gelu": lambda inner: gelu(inner[:INNER]) * inner[INNER:],
     "swigluoai": clamped_swiglu,
+    "swiglustep": stepped_swiglu,
     "silu_no_mul": lambda inner: inner * sigmoid(inner),
     "gelu_no_mul": gelu,
     "gelu_tanh_no_mul": gelu_tanh,
