@@ -37,7 +37,7 @@ LONGEST = """
     pooling_server recurrent_ranks ops prompt_embeds gpu_lora contiguous_cache transcription_server
     drafts_with_images hostile_server smallest_limits small_caches foreign_platform runtime_control compilation
     speculation suffix_decoding trained_heads cutting lora_server benchmarks quantised_models unequal_layers
-    embeddings_server
+    embeddings_server gpu_recurrent gguf kimi_linear drafted_prefixes image_ranks latent_adapters
 """.split()
 """Files that take longest in either lane, some 40 seconds and more; longest first."""
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
@@ -330,11 +332,12 @@ def first_arguments() -> dict[str, Any]:
 def test_a_layer_of_several_tensors_gets_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of recurrent states finds its tensors where vLLM reads them; a layer of one tensor has that one."""
     config: Any = None
-    states, attention = SimpleNamespace(kv_cache=(torch.zeros(0),) * 2), SimpleNamespace(kv_cache=torch.zeros(0))
+    states: Any = Mock(spec=MambaBase, kv_cache=(torch.zeros(0),) * 2)
+    attention = SimpleNamespace(kv_cache=torch.zeros(0))
     monkeypatch.setattr(allocation, "attention_layers", lambda _: {"attention": attention})
     monkeypatch.setattr(allocation, "recurrent_layers", lambda _: {"states": states})
     caches = [torch.full((2,), float(index)) for index in range(3)]
     allocation.bind(caches, {"states": (0, 2), "attention": (1,)}, config)
     # As vllm/model_executor/layers/mamba/mamba_mixer2.py takes them.
     own: Any = states.kv_cache[0] if kv_cache.HAS_VIRTUAL_ENGINES else states.kv_cache
-    assert own[0] is caches[0] and own[1] is caches[2] and attention.kv_cache is caches[1]  # type: ignore[comparison-overlap]
+    assert own[0] is caches[0] and own[1] is caches[2] and attention.kv_cache is caches[1]
