@@ -144,7 +144,8 @@ class ItemEncoder(Encoder):
     def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
         outdated = [*self._outdated_items(schedule, infos)] if self._outdated else []
-        self.give_up(item.identifier for item in outdated)
+        if outdated:
+            self.give_up(item.identifier for item in outdated)
         asked = {item.identifier: item for item in (*items, *schedule.failed_items, *outdated)}.values()
         missing = [item for item in asked if item.identifier not in self._rows and item.data is not None]
         if missing:
