@@ -264,11 +264,8 @@ def _computed_otherwise(config: Any) -> dict[str, Any]:
 def _further_kimi_fields(config: Any) -> list[str]:
     """Names of fields with which later models of Kimi-Linear's class have layers of other kinds."""
     names = ("attn_res_block_size", "routed_expert_hidden_size", "mla_use_output_gate")
-    of_deltas = config.linear_attn_config or {}
-    return [
-        *(name for name in names if getattr(config, name, None)),
-        *(name for name in ("use_full_rank_gate",) if of_deltas.get(name)),
-    ]
+    found = [name for name in names if getattr(config, name, None)]
+    return [*found, "use_full_rank_gate"] if (config.linear_attn_config or {}).get("use_full_rank_gate") else found
 
 
 def _check_encoder_decoder(vllm_config: VllmConfig) -> None:

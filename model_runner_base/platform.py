@@ -164,9 +164,9 @@ class PagedPlatform(Platform):
         from vllm.usage.usage_lib import UsageContext
 
         from model_runner_base.quantized.configuration import set_aside
+        from model_runner_base.quantized.gguf.engine_args import serve_gguf_files
         from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
         from model_runner_base.vllm_compat.patches.forced_backends import leave_backend_open
-        from model_runner_base.vllm_compat.patches.gguf_files import serve_gguf_files
         from model_runner_base.vllm_compat.patches.hybrid_config import (
             keep_block_size,
             know_mamba2,

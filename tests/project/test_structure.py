@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,20 @@ def test_base_has_the_names_that_the_rfc_fixes() -> None:
     assert {"use_piecewise_graph", "tokenwise_graph_batch_sizes"} <= vars(ModelRunnerBase).keys()
     # Parts do the work of these two: at a request's arrival, and inside the graph.
     assert callable(calc_mrope_positions) and callable(gather_encoder_outputs)
+
+
+def test_folders_of_the_base_have_an_order() -> None:
+    """No two folders import each other, not even by others in between or inside of functions."""
+    base, imported = ROOT / "model_runner_base", dict[str, set[str]]()
+    for path in base.rglob("*.py"):
+        part = path.relative_to(base).parts[0]
+        if part == "testing" or part.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+            if parts[:1] == ["model_runner_base"] and len(parts) > 1 and (base / parts[1]).is_dir():
+                imported.setdefault(part, set()).update({parts[1]} - {part})
+    assert list(TopologicalSorter(imported).static_order())  # It raises CycleError for folders in a circle.
 
 
 def test_imports_point_one_way() -> None:

@@ -20,7 +20,7 @@ from model_runner_base.quantized.gguf.architectures import architecture_of, conf
 from model_runner_base.quantized.gguf.file import GgufFile
 
 METHOD = "gguf"
-"""The ``quant_method`` of such a config; its ``file`` is the path."""
+"""The ``quant_method`` of such a config, whose ``file`` is the path; vLLM's name of the method and the load format."""
 _LEFT_OUT = ("quantization_config", "compression_config")
 _directories: list[TemporaryDirectory[str]] = []
 """Directories that are removed when the process ends."""

@@ -6,12 +6,9 @@ from typing import Any
 from vllm.engine import arg_utils
 from vllm.platforms import current_platform
 
-from model_runner_base.quantized.gguf.checkpoint import as_checkpoint, refuse_quant_names
+from model_runner_base.quantized.gguf.checkpoint import METHOD, as_checkpoint, refuse_quant_names
 from model_runner_base.quantized.gguf.file import is_gguf
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
-
-METHOD = "gguf"
-"""vLLM's name of the method, and of the format to load."""
 
 
 def serve_gguf_files() -> None:
