@@ -92,5 +92,6 @@ NEWEST = [
     "project/test_structure.py",
     "project/test_transcription_server.py",
     "project/test_vllm_names.py",
+    "project/test_wheel.py",
 ]
 """Tests that run without torch_xla; those marked ``openxla`` or ``once`` are left out there."""
