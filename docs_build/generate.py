@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from docs_build import kit_results
+from docs_build import kit_results, public_names
 from docs_build.refusals import refusals
 from docs_build.support import DEVICES, FEATURES
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in ("architectures", "configuration", "conformance"))]
-PAGES += ["docs/refusals.md", "docs/support.md"]
+PAGES += ["docs/public_api.md", "docs/refusals.md", "docs/support.md"]
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -91,6 +91,12 @@ def kit() -> str:
     return table(("group", *results), rows)
 
 
+def signatures() -> str:
+    """Parameters of the functions and methods that docs/public_api.md calls stable."""
+    rows = ((f"`{name}`", f"`{signature}`") for name, signature in public_names.signatures().items())
+    return table(("name", "parameters"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "faults": faults,
@@ -98,6 +104,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "refusals": refused,
     "support": support,
     "kit": kit,
+    "signatures": signatures,
 }
 
 

@@ -86,6 +86,7 @@ NEWEST = [
     "project/test_foreign_platform.py",
     "project/test_hostile_server.py",
     "project/test_plugins.py",
+    "project/test_public_api.py",
     "project/test_pooling_server.py",
     "project/test_server.py",
     "project/test_sleep.py",
