@@ -49,6 +49,18 @@ def faults() -> str:
     return table(("fault", "file under `model_runner_base`", "checks that catch it (`-k`)"), rows)
 
 
+def device_faults() -> str:
+    """Deliberate faults of foreign devices."""
+    sys.path.insert(0, str(ROOT / "tests" / "kit"))
+    try:
+        from device_fault import KINDS
+        from device_faults import FAULTS
+    finally:
+        sys.path.pop(0)
+    rows = [(KINDS[fault.kind], fault.name, f"`{fault.selection}`") for fault in FAULTS]
+    return table(("kind of bug", "fault", "checks that catch it (`-k`)"), rows)
+
+
 def architectures() -> str:
     """Text architectures whose greedy tokens tests compare with HF transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -100,6 +112,7 @@ def signatures() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "faults": faults,
+    "device_faults": device_faults,
     "architectures": architectures,
     "refusals": refused,
     "support": support,

@@ -1,0 +1,77 @@
+"""A deliberate fault in a vendor's own code, and the row of the kit's table that must say so."""
+
+from dataclasses import dataclass
+from textwrap import indent
+
+KINDS = {
+    0: "start",
+    1: "interface of another vLLM",
+    2: "recurrent states beside drafts",
+    3: "recurrent states and prefix hits",
+    4: "drafts at the end of reasoning",
+    5: "preemption taken for prefill",
+    6: "asynchronous scheduling and preemption",
+    7: "penalties under asynchronous scheduling",
+    8: "padding leaks",
+    9: "null block",
+    10: "old cache slots",
+    11: "padding writes a slot",
+    12: "host buffer overwritten before its copy",
+    13: "memory used again too early",
+    14: "grammar in a mixed batch",
+    15: "greedy requests skip rules",
+    16: "random numbers",
+    17: "compilation after warm-up",
+    18: "ranks diverge",
+    19: "encoder outputs freed early",
+    20: "identity in caches, and sleep",
+}
+"""Kinds of bug that runners of vendors have most often; 0 is a device that does not start as it should."""
+
+
+@dataclass(frozen=True)
+class DeviceFault:
+    name: str
+    kind: int
+    """Number in ``KINDS``."""
+    module: str
+    """Text of a vendor's module with ``PlainPlatform`` and ``PlainWorker``: the example device with a fault in it."""
+    selection: str
+    """Pytest's -k expression for the checks that should catch it; the first row that they fail must say ``words``."""
+    words: str
+    """Regular expression that is found in the row's message: what helps a vendor to find the fault."""
+    options: tuple[str, ...] = ()
+    """Further options of the kit's command."""
+    on_both_releases: bool = False
+    """Whether both lanes run it. The others run in the lane with torch_xla alone."""
+    is_later: bool = False
+    """Whether only a later release of vLLM has the feature: then the lane with the newest one runs it, alone."""
+
+
+def variant(ops: str = "", runner: str = "", top: str = "", policy: str = "") -> str:
+    """Text of a module with a variant of the example device.
+
+    ``ops``, ``runner`` and ``policy`` are bodies of subclasses of DeviceOps, of the example's runner and of
+    BucketPolicy; ``top`` comes before these. Without ``policy`` steps run eagerly.
+    """
+    chosen = "\n        self.graph_policy = Policy()" if policy else ""
+    return f"""
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainModelRunner, PlainWorker as Usual
+import numpy as np
+import torch
+from model_runner_base import BucketPolicy, DeviceOps
+{top}
+class Ops(DeviceOps):
+    pass
+{indent(ops, "    ")}
+class Policy(BucketPolicy):
+    pass
+{indent(policy, "    ")}
+class Runner(PlainModelRunner):
+    def _cache_device_properties(self):
+        self.device_ops = Ops(self.device){chosen}
+{indent(runner, "    ")}
+class PlainWorker(Usual):
+    model_runner_cls = Runner
+"""

@@ -1,0 +1,6 @@
+"""Deliberate faults of foreign devices, each of which the conformance kit must catch."""
+
+import device_level_faults
+
+FAULTS = [*device_level_faults.FAULTS]
+"""Deliberate faults in the order of the table in docs/conformance.md."""
