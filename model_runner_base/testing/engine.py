@@ -57,14 +57,17 @@ class Engines:
         self._defaults = DEFAULTS | {"worker_cls": worker, "enforce_eager": enforce_eager} | options
         self._key: tuple[str, str] | None = None
         self._llm: LLM | None = None
+        self._stays_new = False
 
-    def get(self, model: str | Path, is_new: bool = False, **options: Any) -> LLM:
+    def get(self, model: str | Path, is_new: bool = False, stays_new: bool = False, **options: Any) -> LLM:
         """The engine that runs already, with an empty prefix cache, if it has these options; otherwise a new one.
 
-        All of its sizes are compiled, unless ``is_new`` was asked for: then some may still be compiling.
+        All of its sizes are compiled, unless ``is_new`` was asked for: then some may still be compiling. If it
+        ``stays_new``, because the caller does not use it, it is the new one of the next call.
         """
         key = str(model), repr(sorted(options.items()))
-        if is_new or key != self._key or self._llm is None or self._llm.llm_engine.has_unfinished_requests():
+        is_used, self._stays_new = not self._stays_new, stays_new
+        if (is_new and is_used) or key != self._key or self._llm is None or _is_busy(self._llm):
             self.close()
             try:
                 self._llm = LLM(str(model), **(self._defaults | options))
@@ -81,6 +84,10 @@ class Engines:
         """Shuts the engine down, if one runs."""
         self._key = self._llm = None
         shut_down()
+
+
+def _is_busy(llm: LLM) -> bool:
+    return llm.llm_engine.has_unfinished_requests()
 
 
 def shut_down() -> None:

@@ -15,7 +15,11 @@ from model_runner_base.vllm_compat.probes.prompts import HAS_MIXED_PROMPTS
 from model_runner_base.vllm_compat.probes.unequal_heads import CHOOSES_BACKENDS
 
 SHARING = [
+    "start",
     "compilation",
+    "device_operations",
+    "noise",
+    "repeated_numbers",
     "sampling",
     "combinations",
     "seeds",
@@ -27,7 +31,8 @@ SHARING = [
 ]
 """Groups whose checks share the engine of ``text_engine()``: they run one after the other, before all others.
 
-``compilation`` comes first, since late compilations show only in a process that has compiled nothing before.
+``start`` ends the run if no engine starts. ``compilation`` comes next, since late compilations show only in a process
+that has compiled nothing before.
 ``structured_outputs`` comes last, since it goes on with another backend's engine."""
 
 

@@ -139,6 +139,7 @@ PROMISES = {
         "test_arrivals_and_aborts and eagle or hostile": 3,
         "multimodal and (qwen3 or llava) and (test_tokens or preemption or cached_prefix)": 6,
         "test_pooling and (vectors_of_tokens or preemption or mixed_batches and qwen3)": 3,
+        "scheduled_writes or padding_of_nan or results_of_graphs or copies_are_finished or host_buffers": 10,
     },
     "PlanningPlatform": {
         "multimodal and qwen3 and (test_tokens or several_requests or aborted)": 3,

@@ -12,6 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from model_runner_base.testing.cases import FEATURES, random_prompts
+from model_runner_base.testing.compilations import count_compilations, last_compiled
 from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.table import refusal
@@ -44,10 +45,13 @@ def test_serving_while_sizes_are_made(text_engine: Callable[..., LLM], text_mode
 
 
 def test_no_compilation_after_warm_up(text_engine: Callable[..., LLM]) -> None:
-    """Nothing is compiled after warm-up, whatever single requests ask of sampling."""
+    """Nothing is compiled after warm-up, whatever single requests ask of sampling.
+
+    The device counts, and so do torch and vLLM.
+    """
     llm = text_engine()
     policy = runner_of(llm).graph_policy
-    warm = policy.num_compilations()
+    warm, of_torch = policy.num_compilations(), count_compilations()
     assert warm or not policy.sizes, "sizes were captured, but num_compilations() counts none"
     rng = np.random.default_rng(0)
     refused = []
@@ -60,8 +64,10 @@ def test_no_compilation_after_warm_up(text_engine: Callable[..., LLM]) -> None:
             if refusal(error) is None:
                 raise
             refused.append(name)
-        count = policy.num_compilations() - warm
-        assert not count, f"{count} compilations for {name}, with prompts of {[len(p) for p in prompts]} tokens"
+        case = f"for {name}, with prompts of {[len(p) for p in prompts]} tokens"
+        count, by_others = policy.num_compilations() - warm, dict(count_compilations() - of_torch)
+        assert not count, f"{count} compilations {case}"
+        assert not by_others, f"not counted by num_compilations(), {case}: {by_others}; the last: {last_compiled()}"
     assert "greedy" not in refused
 
 

@@ -1,0 +1,167 @@
+"""``DeviceOps`` keeps its contract: zeros, arrays that are overwritten, results that are read late, memory figures."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from vllm import LLM
+from vllm.platforms import current_platform
+
+from model_runner_base.device_ops import MemoryInfo
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
+from model_runner_base.testing.models import TinyModel
+
+Start = Callable[..., LLM]
+TAKEN = 64 << 20
+"""Bytes that are taken to see whether memory figures show it."""
+TRIES = 4
+SHAPES = [(1,), (7,), (3, 1000), (1 << 20,)]
+DTYPES = [np.int32, np.float32]
+OLD, NEW = 3, 7
+"""Contents of an array when it is copied, and what is written over it."""
+
+
+@pytest.fixture
+def ops(text_engine: Start) -> Any:
+    return runner_of(text_engine()).device_ops
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_zeros(ops: Any, shape: tuple[int, ...]) -> None:
+    """Memory from zeros is zero, also where it was used before."""
+    for dtype in (torch.int32, torch.float32, torch.uint8):
+        for _ in range(3):
+            tensor = ops.zeros(shape, dtype)
+            got = ops.to_host(tensor)
+            wrong = np.count_nonzero(got != 0)
+            assert got.shape == shape and not wrong, f"zeros({shape}, {dtype}): {wrong} numbers are not 0"
+            tensor.fill_(77)
+            ops.synchronize()
+            del tensor, got
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_arrays_are_overwritten(ops: Any, shape: tuple[int, ...], dtype: type) -> None:
+    """An array may be overwritten as soon as to_device returns."""
+    array: np.ndarray = np.full(shape, OLD, dtype)
+    tensors = []
+    for number in range(6):
+        array[...] = number
+        tensors.append(ops.to_device(array))
+    array[...] = NEW
+    for number, tensor in enumerate(tensors):
+        got = ops.to_host(tensor)
+        assert (got == number).all(), (
+            f"to_device: an array {shape} of {number} was overwritten after the call, and the device has "
+            f"{np.unique(got)[:3]}: it reads the array later, or shares its memory"
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensors_are_written_again(ops: Any, shape: tuple[int, ...]) -> None:
+    """A tensor that to_device writes again has the new array, and what was computed before has the old one."""
+    array = np.full(shape, OLD, np.int32)
+    tensor = ops.to_device(array)
+    computed = tensor * 2
+    array[...] = NEW
+    again = ops.to_device(array, tensor)
+    array[...] = 0
+    _check(ops.to_host(again), NEW, f"to_device with out, {shape}: the tensor")
+    _check(ops.to_host(computed), 2 * OLD, f"to_device with out, {shape}: what was computed of the tensor before")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_copies_are_finished_late(ops: Any, shape: tuple[int, ...]) -> None:
+    """Copies to the host that were begun one after the other have their own contents, in whichever order they end."""
+    finish = [ops.begin_to_host(ops.to_device(np.full(shape, number, np.int32)) + 1) for number in range(4)]
+    results = {number: finish[number]() for number in (2, 0, 3, 1)}
+    for number, got in results.items():
+        _check(got, number + 1, f"begin_to_host {shape}, copy {number} of 4 that are under way: the result")
+
+
+def test_results_of_graphs(text_engine: Start) -> None:
+    """A result of a graph is read after the graph has run again."""
+    runner = runner_of(text_engine())
+    ops = runner.device_ops
+    function = runner.graph_policy.wrap(_double, [])
+    finish = []
+    for number in (1, 2, 3):
+        finish.append(ops.begin_to_host_from_graph(function(ops.to_device(np.full(64, number, np.int32)))))
+    for number, read in enumerate(finish, start=1):
+        _check(read(), 2 * number, f"begin_to_host_from_graph, run {number} of 3 of a graph: the result")
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def test_figures(text_engine: Start) -> None:
+    """No more memory is free than there is; if it is the device's own, zeros takes what it should."""
+    llm = text_engine()
+    ops = runner_of(llm).device_ops
+    memory: MemoryInfo = ops.memory_info()
+    if not memory.total:
+        raise NotImplementedError("memory figures are not supported: memory_info reports no memory")
+    assert 0 < memory.free <= memory.total, f"memory_info: {memory.free} bytes are free of {memory.total}"
+    if _shares_host_memory(llm):
+        host = psutil.virtual_memory().total
+        assert memory.total <= host, f"memory_info: {memory.total} bytes in all, of the host's {host}"
+        return
+    falls, kept = [], []
+    for _ in range(TRIES):  # An allocator may have had some left.
+        before = ops.memory_info().free
+        kept.append(ops.zeros((TAKEN,), torch.uint8))
+        ops.synchronize()
+        falls.append(before - ops.memory_info().free)
+    assert any(TAKEN // 2 < fall < TAKEN * 2 for fall in falls), (
+        f"zeros takes {TAKEN} bytes each time, and free memory of memory_info falls by {falls}"
+    )
+
+
+def _shares_host_memory(llm: LLM) -> bool:
+    shares = getattr(current_platform, "shares_host_memory", None)
+    return shares is not None and bool(shares(llm.llm_engine.vllm_config))
+
+
+def test_other_copies(ops: Any) -> None:
+    """Tensors are uploaded, and overwritten where they are, and waits return."""
+    first, second = torch.full((5, 3), 1.5), torch.full((5, 3), 2.5)
+    tensor = ops.upload(first)
+    _check(ops.to_host(tensor), 1.5, "upload: the tensor")
+    wait = ops.mark()
+    ops.overwrite(tensor, ops.upload(second))
+    wait()
+    ops.synchronize()
+    _check(ops.to_host(tensor), 2.5, "overwrite: the tensor")
+
+
+def test_host_buffers_are_overwritten(
+    text_engine: Start, text_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are right if each array is overwritten as soon as it was sent, whole buffers and changes to them."""
+    llm = text_engine()
+    ops = runner_of(llm).device_ops
+    to_device = ops.to_device
+
+    def scribble(array: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+        sent = array.copy()
+        result: torch.Tensor = to_device(sent, out)
+        sent[...] = 1
+        return result
+
+    prompts = random_prompts(61, [3, 40, 17, 65, 5])
+    expected = [text_model.greedy(prompt, 20) for prompt in prompts]
+    monkeypatch.setattr(ops, "to_device", scribble)
+    for prompt, got, wanted in zip(prompts, tokens_of(generate(llm, prompts, greedy(20))), expected, strict=True):
+        assert got == wanted, (
+            f"arrays were overwritten after to_device: prompt of {len(prompt)} tokens: {got} is not {wanted}"
+        )
+
+
+def _check(got: np.ndarray, wanted: float, what: str) -> None:
+    assert (got == wanted).all(), f"{what} has {np.unique(got)[:3]}, not {wanted}"
