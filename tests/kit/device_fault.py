@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from textwrap import indent
 
 KINDS = {
-    0: "start",
+    0: "another kind",
     1: "interface of another vLLM",
     2: "recurrent states beside drafts",
     3: "recurrent states and prefix hits",
@@ -26,7 +26,7 @@ KINDS = {
     19: "encoder outputs freed early",
     20: "identity in caches, and sleep",
 }
-"""Kinds of bug that runners of vendors have most often; 0 is a device that does not start as it should."""
+"""Kinds of bug that runners of vendors have most often; 0 is none of these."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,32 @@ class DeviceFault:
     """Whether only a later release of vLLM has the feature: then the lane with the newest one runs it, alone."""
 
 
-def variant(ops: str = "", runner: str = "", top: str = "", policy: str = "") -> str:
+def variant(
+    ops: str = "", runner: str = "", policy: str = "", attention: str = "", platform: str = "", top: str = ""
+) -> str:
     """Text of a module with a variant of the example device.
 
-    ``ops``, ``runner`` and ``policy`` are bodies of subclasses of DeviceOps, of the example's runner and of
-    BucketPolicy; ``top`` comes before these. Without ``policy`` steps run eagerly.
+    All but ``top``, which comes before these, are bodies of classes: of DeviceOps, of the example's runner, of
+    BucketPolicy (without it steps run eagerly), of the implementation of attention, and of the example's platform.
     """
-    chosen = "\n        self.graph_policy = Policy()" if policy else ""
+    policies = "\n        self.graph_policy = Policy()" if policy else ""
+    chosen = """
+@classmethod
+def get_attn_backend_cls(cls, *args, **kwargs):
+    super().get_attn_backend_cls(*args, **kwargs)
+    return "faulty_device.Backend"
+"""
     return f"""
-from examples.plain_device import PlainPlatform
-from examples.plain_device import PlainModelRunner, PlainWorker as Usual
+from examples.plain_device import PlainPlatform as UsualPlatform
+class PlainPlatform(UsualPlatform):
+    worker_cls = "faulty_device.PlainWorker"
+{indent(platform + chosen * bool(attention), "    ")}
+from examples.plain_device import PlainModelRunner, PlainWorker as UsualWorker
 import numpy as np
 import torch
 from model_runner_base import BucketPolicy, DeviceOps
+from model_runner_base.attention.cache_format import CacheFormat
+from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
 {top}
 class Ops(DeviceOps):
     pass
@@ -68,10 +81,18 @@ class Ops(DeviceOps):
 class Policy(BucketPolicy):
     pass
 {indent(policy, "    ")}
+class Impl(PagedAttentionImpl):
+    pass
+{indent(attention, "    ")}
+class Backend(PagedAttentionBackend):
+    reads_lines = False
+    @staticmethod
+    def get_impl_cls():
+        return Impl
 class Runner(PlainModelRunner):
     def _cache_device_properties(self):
-        self.device_ops = Ops(self.device){chosen}
+        self.device_ops = Ops(self.device){policies}
 {indent(runner, "    ")}
-class PlainWorker(Usual):
+class PlainWorker(UsualWorker):
     model_runner_cls = Runner
 """

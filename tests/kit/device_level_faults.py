@@ -2,17 +2,301 @@
 
 from device_fault import DeviceFault, variant
 
+OWN_MEMORY = """
+@classmethod
+def shares_host_memory(cls, vllm_config):
+    return False
+"""
+"""Body of a platform whose device has memory of its own."""
+
+# The host's array is read again at the next wait, as by a copy that is late.
+LATE = """
+reads = []
+def to_device(self, array, out=None):
+    tensor = torch.from_numpy(array.copy())
+    self.reads.append((tensor, array))
+    return tensor
+def to_host(self, tensor):
+    self.synchronize()
+    return super().to_host(tensor)
+def synchronize(self):
+    while self.reads:
+        tensor, array = self.reads.pop()
+        tensor.copy_(torch.from_numpy(array))
+"""
+
+# The sample of docs/new_device.md, without the line that leaves out what no token sees.
+UNMASKED = """
+def attend_decode(self, query, kv_cache, plan):
+    keys, values = self.cache_format.read(kv_cache, plan)
+    group = self.num_heads // self.num_kv_heads
+    keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
+    queries = query.view(-1, plan.last.shape[1], self.num_heads, self.head_size)
+    out, place = torch.zeros_like(queries), torch.arange(plan.kv_tile)
+    for row in range(len(queries)):
+        pairs = (plan.pair_tile == row).nonzero().flatten()
+        seen = place <= plan.last[pairs].unsqueeze(2)
+        scores = self.scale * torch.einsum("qhd,pshd->hqps", queries[row], keys[pairs])
+        scores = scores.masked_fill(~seen.transpose(0, 1), -1e30).flatten(2)
+        out[row] = torch.einsum("hqn,nhd->qhd", scores.softmax(dim=-1), values[pairs].flatten(0, 1))
+    return out.flatten(0, 1).flatten(1)
+"""
+
+OWN_FORMAT = """
+def make_format(self):
+    return Format(self.num_kv_heads, self.head_size, self.numbers)
+"""
+
+OLD_SLOTS = """
+HELD = {}
+class Format(CacheFormat):
+    def write(self, kv_cache, blocks, offsets, key, value):
+        super().write(kv_cache, blocks, offsets, key, value)
+        count, held = len(blocks), HELD.setdefault(kv_cache.data_ptr(), torch.zeros(2, 4096, dtype=torch.long))
+        kv_cache[held[0, count:], held[1, count:]] = self.rows(key, value)[-1]
+        held[0, :count], held[1, :count] = blocks, offsets
+"""
+
+LAST_SLOT = """
+class Format(CacheFormat):
+    def write(self, kv_cache, blocks, offsets, key, value):
+        slots = torch.where(blocks > 0, blocks * kv_cache.shape[1] + offsets, -1)
+        kv_cache.flatten(0, 1)[slots] = self.rows(key, value)
+"""
+
+LARGEST_SIZES = """
+def configure(self, limits):
+    super().configure(limits)
+    self.set_sizes(limits.largest_sizes)
+def wrap(self, function, state):
+    return function
+def num_compilations(self):
+    return len(self.sizes)
+"""
+
+SMALLER_SIZES = "[*limits.largest_sizes, limits.decode_size(1, 2), limits.decode_size(2, 4)]"
+"""Sizes of a policy; the example device warms up the largest alone."""
+
+# A graph's results lie where the graph has them; its first run is of the largest step.
+RESULTS_IN_PLACE = """
+def wrap(self, function, state):
+    places = {}
+    def call(*args):
+        result = function(*args)
+        if not isinstance(result, torch.Tensor):
+            return result
+        place = places.setdefault(tuple(result.shape), result)
+        return place.copy_(result)
+    return call
+"""
+
+USED_AGAIN = """
+unread = None
+def begin_to_host(self, tensor):
+    self.unread = tensor
+    return lambda: self.to_host(tensor)
+def to_device(self, array, out=None):
+    if self.unread is not None and not self.unread.is_floating_point():
+        self.unread.fill_(1 << 20)
+    self.unread = None
+    return super().to_device(array, out)
+"""
+
+COARSE_NOISE = """
+from model_runner_base.heads.sampling import sampler
+def noise(seed_low, seed_high, position, count, start=0):
+    exact = -torch.exp(-sampler_noise(seed_low, seed_high, position, count, start))
+    return -torch.log(-torch.log((torch.exp(exact) * 1023).round() / 1023))
+sampler_noise, sampler.gumbel_noise = sampler.gumbel_noise, noise
+"""
+
+SCALED_BY_ALL = """
+from vllm.model_executor.layers.activation import SiluAndMul
+@SiluAndMul.register_oot
+class Activation(SiluAndMul):
+    def forward_oot(self, x):
+        scale = x.abs().amax()
+        gate, up = (x / scale * scale).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+"""
+
+COMPILED_KERNEL = """
+from vllm.model_executor.layers.activation import SiluAndMul
+@torch.compile(backend="eager", dynamic=False)
+def fused_activation(x):
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+@SiluAndMul.register_oot
+class Activation(SiluAndMul):
+    def forward_oot(self, x):
+        return fused_activation(x)
+"""
+
 FAULTS = [
+    DeviceFault(
+        "a library is not found, so that no engine starts",
+        0,
+        variant(runner="def load_model(self):\n    raise RuntimeError('kernel library not found')"),
+        "test_start or test_equality",
+        "RuntimeError: kernel library not found",
+        ("--maxfail=0",),  # Here the check itself ends the run.
+    ),
+    DeviceFault(
+        "more memory is reported free than there is",
+        0,
+        variant(
+            ops="""
+def memory_info(self):
+    memory = super().memory_info()
+    return type(memory)(free=16 << 40, total=memory.total)
+"""
+        ),
+        "test_figures",
+        "memory_info: 17592186044416 bytes are free of",
+    ),
+    DeviceFault(
+        "memory that is taken stays free",
+        0,
+        variant(
+            platform=OWN_MEMORY,
+            ops="""
+def memory_info(self):
+    memory = super().memory_info()
+    return type(memory)(free=memory.total * 9 // 10, total=memory.total)
+""",
+        ),
+        "test_figures",
+        r"zeros takes 67108864 bytes each time, and free memory of memory_info falls by \[0, 0, 0, 0\]",
+    ),
+    DeviceFault(
+        "a step is said to need more memory than there is",
+        0,
+        variant(platform=OWN_MEMORY, runner="def profile_run(self):\n    return 1 << 60"),
+        "test_start_by_figures",
+        "memory",
+    ),
+    DeviceFault(
+        "attention is not deterministic",
+        0,
+        variant(
+            attention="""
+def attend(self, *args):
+    out = super().attend(*args)
+    return out * (1 + 3e-4 * torch.randn_like(out))
+"""
+        ),
+        "test_repeated_numbers",
+        "not the same bit for bit .* log probabilities differ",
+    ),
+    DeviceFault(
+        "a kernel multiplies what no token sees by zero",
+        8,
+        variant(attention=UNMASKED),
+        "test_scheduled_writes",
+        "NaN, which reached a result",
+    ),
+    DeviceFault(
+        "an activation is scaled by the largest number of all tokens, padding included",
+        8,
+        variant(top=SCALED_BY_ALL, policy=LARGEST_SIZES),
+        "test_padding_of_nan",
+        "padding has NaN, which reached a prompt",
+    ),
+    DeviceFault(
+        "captures leave NaN in the null block",
+        9,
+        variant(
+            runner="""
+def capture_model(self):
+    super().capture_model()
+    for cache in self.parts.kv_caches:
+        cache[0] = float("nan")
+"""
+        ),
+        "test_scheduled_writes",
+        "the null block, block 0, has NaN after warm-up",
+    ),
+    DeviceFault(
+        "memory is not cleared",
+        9,
+        variant(
+            ops="""
+def zeros(self, shape, dtype):
+    return torch.full(shape, 7, dtype=dtype)
+"""
+        ),
+        "test_device_operations and test_zeros",
+        r"zeros\(\(1,\), torch.int32\): 1 numbers are not 0",
+    ),
+    DeviceFault(
+        "slots of a larger step stay in a kernel's buffer",
+        10,
+        variant(attention=OWN_FORMAT, top=OLD_SLOTS),
+        "test_scheduled_writes",
+        "it writes slot .* of block .*, which is of none of its tokens",
+    ),
+    DeviceFault(
+        "padding writes slot -1",
+        11,
+        variant(attention=OWN_FORMAT, top=LAST_SLOT, policy=LARGEST_SIZES),
+        "test_scheduled_writes",
+        "the last slot of the last block: does padding write slot -1",
+    ),
     DeviceFault(
         "a copy to the device shares the host's memory",
         12,
+        variant(ops="def to_device(self, array, out=None):\n    return torch.from_numpy(array)"),
+        "test_device_operations",
+        "overwritten after the call",
+    ),
+    DeviceFault(
+        "a copy to the device reads the host late",
+        12,
+        variant(ops=LATE),
+        "test_device_operations",
+        "overwritten after the call, .* reads the array later",
+    ),
+    DeviceFault(
+        "copies to the host share a buffer",
+        13,
         variant(
             ops="""
-def to_device(self, array, out=None):
-    return torch.from_numpy(array)
+buffer = torch.zeros(1 << 24, dtype=torch.uint8)
+def begin_to_host(self, tensor):
+    host = self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    host.copy_(tensor)
+    return lambda: host.numpy()
 """
         ),
         "test_device_operations",
-        "array .* overwritten",
+        "begin_to_host .* of 4 that are under way",
+    ),
+    DeviceFault(
+        "memory of sampled ids is used again before they are read",
+        13,
+        variant(ops=USED_AGAIN),
+        "test_ids_under_load",
+        "ids .* are not in the vocabulary",
+    ),
+    DeviceFault(
+        "a graph's result is read after the graph has run again",
+        13,
+        variant(policy=LARGEST_SIZES + RESULTS_IN_PLACE),
+        "test_device_operations",
+        "begin_to_host_from_graph, run 1 of 3",
+    ),
+    DeviceFault(
+        "noise has so few bits that it is infinite",
+        16,
+        variant(top=COARSE_NOISE),
+        "test_noise",
+        "random numbers of 0 or 1",
+    ),
+    DeviceFault(
+        "sizes that are not warmed up are compiled by requests, and not counted",
+        17,
+        variant(top=COMPILED_KERNEL, policy=LARGEST_SIZES.replace("limits.largest_sizes", SMALLER_SIZES)),
+        "test_no_compilation",
+        "not counted by num_compilations.*torch.compile.*fused_activation",
     ),
 ]

@@ -6,8 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from device_fault import KINDS, DeviceFault
+from device_fault import KINDS, DeviceFault, variant
 from device_faults import FAULTS
+from device_level_faults import OWN_MEMORY
 from forks import Run, run_kit
 from lane import HAS_OPENXLA
 
@@ -33,8 +34,8 @@ def verdicts(
 def run_with(fault: DeviceFault, directory: Path) -> Run:
     """Runs the kit on the device with the fault, up to the first failure."""
     (directory / "faulty_device.py").write_text(fault.module)
-    device = ["faulty_device.PlainWorker", "--platform", "faulty_device.PlainPlatform", *fault.options]
-    options = ["-x", "--no-shrinking", "--assert=plain", "-k", fault.selection]
+    device = ["faulty_device.PlainWorker", "--platform", "faulty_device.PlainPlatform"]
+    options = ["-x", "--no-shrinking", "--assert=plain", "-k", fault.selection, *fault.options]
     return run_kit([*device, *options], directory, timeout_s=600, VLLM_PLUGINS="", COLUMNS="1000")
 
 
@@ -45,6 +46,41 @@ def test_the_kit_catches(fault: DeviceFault, verdicts: dict[str, Future[Run]]) -
     assert run.status == 1, f"{run.status}: {run.printed[-3000:]}"
     messages = re.findall(r" FAILS\b.*", run.printed)
     assert len(messages) == 1 and re.search(fault.words, messages[0]), run.printed[-3000:]
+
+
+COUNTED = variant(
+    platform=OWN_MEMORY,
+    ops="""
+taken = 0
+def memory_info(self):
+    return MemoryInfo(free=(1 << 30) - self.taken, total=1 << 30)
+def zeros(self, shape, dtype):
+    tensor = super().zeros(shape, dtype)
+    Ops.taken += tensor.nbytes
+    weakref.finalize(tensor.untyped_storage(), Ops.free, tensor.nbytes)
+    return tensor
+@staticmethod
+def free(count):
+    Ops.taken -= count
+""",
+    top="import weakref\nfrom model_runner_base.device_ops import MemoryInfo",
+)
+
+
+@pytest.mark.once
+def test_a_device_that_counts_its_own_memory(tmp_path: Path) -> None:
+    """An engine starts by the figures of a device with memory of its own, and these pass."""
+    run = run_with(DeviceFault("none", 0, COUNTED, "figures", ""), tmp_path)
+    assert run.status == 0 and len(re.findall(r" passes ", run.printed)) == 2, run.printed[-3000:]
+
+
+@pytest.mark.once
+def test_a_device_on_which_no_engine_starts(tmp_path: Path) -> None:
+    """The run of a device that refuses every engine ends after one row, with the device's words, and fails."""
+    module = variant(runner="def load_model(self):\n    raise NotImplementedError('models are not supported today')")
+    run = run_with(DeviceFault("none", 0, module, "test_start or test_equality", ""), tmp_path)
+    rows = re.findall(r"  (?:passes|FAILS|not supported)  .*", run.printed)
+    assert run.status == 1 and len(rows) == 1 and "models are not supported today" in rows[0], run.printed[-3000:]
 
 
 @pytest.mark.once
