@@ -23,6 +23,11 @@ class StandIn(Platform):
     def import_kernels(cls) -> None:
         """Imports no kernels, since vLLM is built without any."""
 
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        """Returns False, as the example device does: some of vLLM's modules keep the answer."""
+        return False
+
 
 PLATFORM = StandIn()
 vllm.platforms._current_platform = PLATFORM
