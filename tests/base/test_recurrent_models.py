@@ -11,7 +11,6 @@ from conftest import compilations, engine
 from safetensors.torch import load_file
 from test_engine_contracts import VARIABLE
 from test_reload import other_weights, reload_weights
-from test_streaming_input import OUTPUTS, Driver, Session
 from vllm import LLM, envs
 
 from model_runner_base.loader import CheckpointError
@@ -24,6 +23,7 @@ from model_runner_base.testing.models import TinyModel, make_checkpoint
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 from model_runner_base.testing.reference import logits_after
 from model_runner_base.testing.rules import log_softmax
+from model_runner_base.testing.sessions import OUTPUTS, Driver, Session
 
 Tiny = Callable[[str], TinyModel]
 PROMPTS = random_prompts(90, [1, 2, 3, 5, 16, 33, 64, 90, 130, 200])

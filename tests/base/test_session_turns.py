@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from conftest import engine
-from test_streaming_input import WITHOUT_EOS
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -16,6 +15,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.sessions import WITHOUT_EOS
 from model_runner_base.testing.tokenizer import EOS, add_tokenizer
 
 LONGEST = 128
