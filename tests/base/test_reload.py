@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from model_runner_base.loader import CheckpointError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.weights import other_weights
 
 PROMPTS = random_prompts(20, [5, 30, 70])
 FEW_BUCKETS = {
@@ -22,19 +23,6 @@ FEW_BUCKETS = {
     "num_seqs_buckets": [4],
     "context_length_buckets": [128],
 }
-
-
-def other_weights(model: TinyModel, directory: Path) -> TinyModel:
-    """A checkpoint of the same shapes with every weight drawn anew."""
-    weights = load_file(model.path / "model.safetensors")
-    torch.manual_seed(99)
-    for tensor in weights.values():
-        torch.nn.init.normal_(tensor, std=0.25 if tensor.ndim > 1 else 0.1)
-    directory.mkdir()
-    for file in model.path.iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return TinyModel(directory)
 
 
 def small_engine(model: TinyModel, **options: Any) -> Any:

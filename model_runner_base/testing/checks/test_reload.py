@@ -1,0 +1,53 @@
+"""Weight reload: after ``reload_weights`` the tokens are those of the new weights, in graphs too."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from vllm import LLM
+
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.checks.test_equality import check_equal
+from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
+from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.weights import other_weights
+
+PROMPTS = random_prompts(160, [5, 30, 70])
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def other(text_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The same model with other weights."""
+    return other_weights(text_model, tmp_path_factory.mktemp("weights") / "other")
+
+
+def check(llm: LLM, model: TinyModel) -> None:
+    check_equal(model, PROMPTS, tokens_of(generate(llm, PROMPTS, greedy(COUNT))), [COUNT] * len(PROMPTS))
+
+
+def test_reloaded_weights(text_engine: Callable[..., LLM], text_model: TinyModel, other: TinyModel) -> None:
+    """Weights of a path, then the first ones tensor by tensor: tokens follow, and nothing is compiled."""
+    llm = text_engine()
+    check(llm, text_model)
+    policy = runner_of(llm).graph_policy
+    warm = policy.num_compilations()
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other.path)})
+        llm.reset_prefix_cache()
+        check(llm, other)
+    finally:
+        weights = [*load_file(text_model.path / "model.safetensors").items()]
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    llm.reset_prefix_cache()
+    check(llm, text_model)
+    assert policy.num_compilations() == warm, "graphs were compiled again"
+
+
+def test_a_checkpoint_that_is_not_there(text_engine: Callable[..., LLM], text_model: TinyModel, tmp_path: Path) -> None:
+    """A reload that fails leaves the weights as they were, and the engine serves on."""
+    llm = text_engine()
+    with pytest.raises(Exception, match="nowhere"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path / "nowhere")})
+    check(llm, text_model)
