@@ -36,6 +36,11 @@ that has compiled nothing before.
 ``structured_outputs`` comes last, since it goes on with another backend's engine."""
 
 
+FIRST = ["interfaces", "server"]
+"""Groups that come before all others: what drifted is named before an engine starts, and a server has the device for
+itself while this process has not opened it."""
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out checks of what this release of vLLM does not have."""
     is_there = {
@@ -48,7 +53,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the checks so that those that share an engine are adjacent: an engine may take half a minute to start."""
-    groups = [f"test_{name}" for name in SHARING]
+    groups = [f"test_{name}" for name in (*FIRST, *SHARING)]
     items.sort(key=lambda item: groups.index(item.path.stem) if item.path.stem in groups else len(groups))
 
 

@@ -1,0 +1,128 @@
+"""vLLM's OpenAI server in processes of its own, with the device under test."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT = 600
+"""Seconds that a server may take until it answers."""
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Command-line options for those of ``vllm.LLM``."""
+    out = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            out.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            out += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return out
+
+
+@contextmanager
+def served(model: Path, platform: str | None, log: Path, *arguments: str) -> Iterator[str]:
+    """Starts the server, yields its base URL when it answers, and ends it; what it prints goes to ``log``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "model_runner_base.testing.server_process", "serve", str(model)]
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if platform is not None:
+        environment["MODEL_RUNNER_BASE_PLATFORM"] = platform
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port), *arguments],
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for(process, url, log)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def _wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Returns when the server answers; raises AssertionError with its last error if it ends before."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while True:
+        assert process.poll() is None, f"the server ended before it was ready: {_reason(log)}"
+        assert time.monotonic() < deadline, f"the server was not ready in {START_TIMEOUT} s: {_reason(log)}"
+        try:
+            with urllib.request.urlopen(f"{url}/health"):
+                return
+        except OSError:  # No answer yet, or one that says so.
+            time.sleep(0.2)
+
+
+def _reason(log: Path) -> str:
+    """The first line of the log that reads as an exception's last, or else the last line."""
+    lines = [line.partition("] ")[2] if "] " in line else line for line in log.read_text(errors="replace").splitlines()]
+    errors = [line.strip() for line in lines if ("Error: " in line or "Exception: " in line) and "File " not in line]
+    return next(iter(errors), lines[-1] if lines else "it printed nothing")
+
+
+def gauge(url: str, name: str) -> float:
+    """The sum of one of the server's figures, such as ``vllm:kv_cache_usage_perc``."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def wait_until_idle(url: str, timeout_s: float = 30) -> None:
+    """Returns when no request runs or waits, and no block of the cache is in use."""
+    deadline = time.monotonic() + timeout_s
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    while any(gauge(url, name) > 0 for name in names):
+        assert time.monotonic() < deadline, f"not idle: { {name: gauge(url, name) for name in names} }"
+        time.sleep(0.1)
+
+
+@contextmanager
+def posted(url: str, body: dict[str, Any], timeout_s: float = 120) -> Iterator[Any]:
+    """The answer to a request, which may be read line by line; raises urllib's HTTPError for another status than 200.
+
+    The connection is closed at the end, whether the answer was read or not.
+    """
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        yield answer
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer."""
+    with posted(url, body) as answer:
+        return json.load(answer)
+
+
+def pieces_of(url: str, body: dict[str, Any]) -> list[str]:
+    """Pieces of text of a streamed answer."""
+    pieces = []
+    with posted(url, {**body, "stream": True}) as answer:
+        for line in answer:
+            data = line.decode().strip().removeprefix("data: ")
+            if data and data != "[DONE]":
+                pieces += [
+                    choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                    for choice in json.loads(data)["choices"]
+                ]
+    return pieces
