@@ -17,6 +17,7 @@ from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
 from gpu_runner import vllm_compat
 from gpu_runner.model_runner import GPUModelRunner
+from model_runner_base.draft.loading import draft_of
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
 
@@ -84,10 +85,12 @@ class GPUWorker(ModelRunnerWorker):
         """Frees device memory. Level 1 keeps the weights on the host; level 2 drops them, and keeps only the model's
         buffers.
 
-        Raises ValueError for level 2 of a model whose weights cannot be loaded again.
+        Raises ValueError for level 2 of a model whose weights, or whose draft's, cannot be loaded again.
         """
         if level == 2 and self.model_config.is_multimodal_model:
             raise ValueError("weights of a multimodal model cannot be loaded again yet: sleep at level 1")
+        if level == 2 and draft_of(self.get_model()) is not None:
+            raise ValueError("level 2 is not supported beside a draft, which no reload brings back: sleep at level 1")
         from vllm.device_allocator.cumem import CuMemAllocator
 
         model = self.get_model()

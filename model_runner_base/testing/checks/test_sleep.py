@@ -1,0 +1,44 @@
+"""Sleep: after it the tokens are the same, and as many drafts are right as before."""
+
+from collections.abc import Callable
+
+import pytest
+from vllm import LLM
+
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.checks.test_equality import check_equal
+from model_runner_base.testing.drafts import speculation
+from model_runner_base.testing.engine import cache_bytes, generate, greedy, metric, tokens_of
+from model_runner_base.testing.models import TinyModel
+
+PROMPTS = random_prompts(210, [5, 40, 70])
+COUNT = 20
+
+
+@pytest.mark.parametrize("drafts", [None, "same"], ids=["alone", "with drafts"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep(level: int, drafts: str | None, engine: Callable[..., LLM], text_model: TinyModel) -> None:
+    """Engines have the same tokens after sleep, at level 2 with a reload, and accept as many drafts."""
+    config = None if drafts is None else speculation(drafts, text_model)
+    num_bytes = cache_bytes(text_model.path, 1024)
+    options = {"speculative_config": config, "kv_cache_memory_bytes": num_bytes}
+    llm = engine(text_model.path, enable_sleep_mode=True, **options)
+    before = run(llm, text_model)
+    for _ in range(2):
+        llm.sleep(level=level)
+        if level == 2:  # In the order of vLLM's documentation.
+            llm.wake_up(tags=["weights"])
+            llm.collective_rpc("reload_weights")
+            llm.wake_up(tags=["kv_cache"])
+        else:
+            llm.wake_up()
+        after = run(llm, text_model)
+        assert after == before, f"{after} drafts were accepted after sleep at level {level}, {before} before"
+
+
+def run(llm: LLM, model: TinyModel) -> int:
+    """Checks tokens; returns how many drafts were accepted."""
+    before = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+    llm.reset_prefix_cache()
+    check_equal(model, PROMPTS, tokens_of(generate(llm, PROMPTS, greedy(COUNT))), [COUNT] * len(PROMPTS))
+    return int(metric(llm, "vllm:spec_decode_num_accepted_tokens") - before)
