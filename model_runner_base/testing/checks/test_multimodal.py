@@ -118,6 +118,29 @@ def test_preemption(llm: LLM, model: SeeingModel) -> None:
             assert place is not None and abs(place[token].logprob - float(row[token])) < 2e-3
 
 
+def test_preemption_within_images(llm: LLM, model: SeeingModel) -> None:
+    """Requests preempted after any step, also between two pieces of an image; a prompt has one image twice."""
+    see, twice = model.placeholder, picture(30, 40, 40)
+    asked = [(f"{see} and {see} again", [twice, twice]), (f"a {see}", [picture(31, 64, 64)])]
+    want = expected(model, asked, 4)
+    core = llm.llm_engine
+    for step in range(1, 9):
+        llm.reset_prefix_cache()
+        names = [f"preempted after step {step}, request {index}" for index in range(len(asked))]
+        for name, prompt in zip(names, asked, strict=True):
+            core.add_request(name, as_input(prompt), greedy(4))
+        got: dict[str, Any] = {}
+        for number in range(1, 100):
+            got |= {output.request_id: output for output in core.step() if output.finished}
+            if number == step:
+                core.reset_prefix_cache(reset_running_requests=True)
+            if not core.has_unfinished_requests():
+                break
+        for name, answer in zip(names, want, strict=True):
+            assert name in got, f"{name} does not end"
+            assert read([got[name]]) == [answer], f"{name}: {read([got[name]])} is not {[answer]}"
+
+
 def test_an_image_of_several_requests_is_encoded_once(llm: LLM, model: SeeingModel, encoded: list[str]) -> None:
     shared = picture(4, 48, 32)
     asked = [(f"{text} {model.placeholder}", [shared]) for text in ("this", "that", "which?")]

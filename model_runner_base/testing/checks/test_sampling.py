@@ -1,6 +1,7 @@
 """Sampling parameters, each against its documented rule, as a user sees it, among requests that do not set it."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
@@ -190,6 +191,31 @@ def test_rules_before_drawing(check: Callable[..., int]) -> None:
         seed=5,
     )
     assert check(params), "the parameters changed nothing"
+
+
+AT_TEMPERATURE_0: list[dict[str, Any]] = [
+    {"top_k": 2},
+    {"top_p": 0.1},
+    {"min_p": 0.9},
+    {"seed": 3},
+    {"logprobs": 2},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
+    {"repetition_penalty": 2.0},
+    {"logit_bias": {7: 6.0}},
+    {"allowed_token_ids": list(range(50, 90))},
+    {"bad_words": list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")},
+    {"min_tokens": 15, "stop_token_ids": list(range(3, 100)), "ignore_eos": False},
+]
+
+
+@pytest.mark.parametrize("options", AT_TEMPERATURE_0, ids=lambda options: next(iter(options)))
+def test_each_parameter_at_temperature_0(options: dict[str, Any], text_engine: Start, text_model: TinyModel) -> None:
+    """Batches of greedy requests, with a parameter each: rules apply, and cut-offs and seeds change nothing."""
+    requests = [Request(prompt, greedy(16, **options)) for prompt in random_prompts(12, [5, 40, 9])]
+    changed = check_completions(text_engine(), text_model, requests, bystanders=0)
+    is_rule = not options.keys() & {"top_k", "top_p", "min_p", "seed", "logprobs"}
+    assert bool(changed) == is_rule, f"{options}: {changed} tokens are not those without it"
 
 
 def test_n_completions(text_engine: Start, text_model: TinyModel) -> None:

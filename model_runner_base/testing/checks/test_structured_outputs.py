@@ -109,6 +109,16 @@ def test_different_grammars_in_a_batch(backend: str, structured_engine: Start, t
     check_completions(structured_engine(), text_model, [*requests, *requests[::-1]])
 
 
+def test_beside_plain_and_finished_rows(backend: str, structured_engine: Start, text_model: TinyModel) -> None:
+    """Grammars beside rows without one, while requests finish and others take their rows."""
+    counts = [1, 4, 9, 2]
+    free = [Request(p, greedy(count)) for p, count in zip(random_prompts(42, [7] * 4), counts, strict=True)]
+    kinds = ["regex", "long", "grammar", "choice"]
+    bound = [structured(backend, kind, 6 + 3 * index) for index, kind in enumerate(kinds)]
+    mixed = [request for pair in zip(free, bound, strict=True) for request in pair]
+    check_completions(structured_engine(), text_model, [*mixed, *mixed[::-1]])
+
+
 def test_grammar_after_preemption(backend: str, structured_engine: Start, text_model: TinyModel) -> None:
     """A grammar goes on where it was after preemption and resume."""
     llm = structured_engine()
