@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from typing import Any
 
 START_TIMEOUT = 600
 """Seconds that a server may take until it answers."""
+PREFIX = re.compile(r"^(\(.*?pid=\d+\) )?([A-Z]+ [\d-]+ [\d:]+ \[.*?\] )?")
+"""Process, level, time and place of a line that vLLM logs."""
+LAST_OF_TRACEBACK = re.compile(r"([\w.]*\.)?\w*(Error|Exception)\b")
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -74,10 +78,9 @@ def _wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def _reason(log: Path) -> str:
-    """The first line of the log that reads as an exception's last, or else the last line."""
-    lines = [line.partition("] ")[2] if "] " in line else line for line in log.read_text(errors="replace").splitlines()]
-    errors = [line.strip() for line in lines if ("Error: " in line or "Exception: " in line) and "File " not in line]
-    return next(iter(errors), lines[-1] if lines else "it printed nothing")
+    """The log's first line that ends a traceback, or else its last line."""
+    lines = [PREFIX.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
+    return next(filter(LAST_OF_TRACEBACK.match, lines), lines[-1] if lines else "it printed nothing")
 
 
 def gauge(url: str, name: str) -> float:

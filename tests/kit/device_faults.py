@@ -1,6 +1,7 @@
 """Deliberate faults of foreign devices, each of which the conformance kit must catch."""
 
 import device_level_faults
+import engine_level_faults
 
-FAULTS = [*device_level_faults.FAULTS]
+FAULTS = [*device_level_faults.FAULTS, *engine_level_faults.FAULTS]
 """Deliberate faults in the order of the table in docs/conformance.md."""

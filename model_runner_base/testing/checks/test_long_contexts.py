@@ -23,7 +23,7 @@ COUNT = 16
 
 @pytest.fixture
 def llm(engine: Callable[..., LLM], text_model: TinyModel) -> LLM:
-    """An engine whose cache holds two of the longest requests, so that the four preempt each other."""
+    """An engine whose cache holds two of the longest requests, and not quite all four of the first check."""
     return engine(text_model.path, kv_cache_memory_bytes=cache_bytes(text_model.path, 5632), **OPTIONS)
 
 
