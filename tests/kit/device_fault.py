@@ -25,7 +25,6 @@ KINDS = {
     18: "ranks diverge",
     19: "encoder outputs freed early",
     20: "identity in caches, and sleep",
-    21: "other",
 }
 """Kinds of bug that runners of vendors have most often; 0 is none of these."""
 

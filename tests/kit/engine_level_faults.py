@@ -234,7 +234,7 @@ FAULTS = [
     ),
     DeviceFault(
         "a kernel's workspace holds 1,024 keys",
-        21,
+        0,
         with_platform(
             "@classmethod\ndef get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):\n"
             '    return f"{__name__}.Backend"\n',
@@ -257,7 +257,7 @@ FAULTS = [
     ),
     DeviceFault(
         "a turn of a session keeps the last output of the turn before",
-        21,
+        0,
         variant(
             runner="def _update_states(self, schedule):\n"
             "    for arrival in schedule.arrivals:\n"
@@ -272,7 +272,7 @@ FAULTS = [
     ),
     DeviceFault(
         "the device is opened in the process of the front end",
-        21,
+        0,
         with_platform(
             "@classmethod\n"
             "def check_and_update_config(cls, vllm_config):\n"
