@@ -9,6 +9,7 @@ from model_runner_base.testing.engine import generate, greedy
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens
 from model_runner_base.testing.tokenizer import EOS
+from model_runner_base.testing.words import show
 
 
 def check_completions(llm: LLM, model: TinyModel, requests: Sequence[Request], bystanders: int = 2) -> int:
@@ -39,7 +40,7 @@ def check_ending(request: Request, completion: CompletionOutput) -> None:
     stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
     tokens = list(completion.token_ids)
     ends = [i for i, token in enumerate(tokens) if token in stops and i + 1 >= params.min_tokens]
-    where = f"{request}: ended with {completion.finish_reason} after {len(tokens)} tokens {tokens}"
+    where = f"{request}: ended with {completion.finish_reason} after {len(tokens)} tokens {show(tokens)}"
     if ends:
         reason = tokens[-1] if tokens[-1] in (params.stop_token_ids or ()) else None
         assert (ends[0], completion.finish_reason) == (len(tokens) - 1, "stop"), where

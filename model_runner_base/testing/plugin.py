@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--all-architectures", action="store_true", help="every architecture, not only the main ones")
     group.addoption("--results", type=Path, metavar="FILE", help="write the table to this file, as JSON")
-    group.addoption("--no-shrinking", action="store_true", help="report failing schedules as found, not the smallest")
+    group.addoption("--no-shrinking", action="store_true", help="report failing cases as found, not the smallest")
     group.addoption(
         "--schedules", type=int, default=15, metavar="N", help="random schedules of each architecture: fewer find less"
     )
@@ -76,7 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--platform goes with --worker: name the worker under test too")
         return
     from model_runner_base.testing import fixtures
+    from model_runner_base.testing.explanation import Explanations
     from model_runner_base.testing.table import PromiseTable
 
     config.pluginmanager.register(fixtures, "model_runner_base.testing.fixtures")
+    config.pluginmanager.register(Explanations(config), "model_runner_base.testing.explanation")
     config.pluginmanager.register(PromiseTable(config), "model_runner_base.testing.table")

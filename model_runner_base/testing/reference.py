@@ -14,6 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from model_runner_base.testing import rules
 from model_runner_base.testing.models import TinyModel, reference_model
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
+from model_runner_base.testing.words import show
 
 TOLERANCE = 1e-3
 """Largest difference of logits from the reference's in float32; the tiny models' are of the order of 10."""
@@ -65,7 +66,7 @@ class Request:
     """Custom logits processors that leave the maximum alone: they act on drawn tokens only, after the temperature."""
 
     def __str__(self) -> str:
-        return f"prompt_token_ids={list(self.prompt)}, {describe(self.params)}"
+        return f"prompt_token_ids={show(self.prompt)}, {describe(self.params)}"
 
     def processed(self, logits: np.ndarray, output: Sequence[int]) -> np.ndarray:
         """Logits [V] for the token after ``output``, by the rules."""
@@ -124,9 +125,9 @@ def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> i
     for i, token in enumerate(tokens):
         values = request.processed(logits[i], tokens[:i])
         changed += int(values.argmax() != logits[i].argmax())
-        place = f"{request}: token {i} is {token}"
-        what = f"the reference's is {values.argmax()}" if rules.is_greedy(request.params) else "which the rules exclude"
-        assert request.accepts(values, token, tokens[:i]), f"{place}, {what}; output {tokens}"
+        place = f"{request}: output {i} is {token}"
+        what = f"not {values.argmax()}" if rules.is_greedy(request.params) else "which the rules exclude"
+        assert request.accepts(values, token, tokens[:i]), f"{place}, {what}"
     return changed
 
 

@@ -86,7 +86,9 @@ class PromiseTable:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         row = self.rows.setdefault(report.promise, Row())
-        case = f"[{report.case}] " if report.case else ""
+        # A sentence about tokens begins with the model's name, which is the case as a rule.
+        is_named = not report.case or str(report.reason).startswith(f"{report.case},")
+        case = "" if is_named else f"[{report.case}] "
         if report.refusal is not None:
             row.refusals.append(case + report.refusal)
         elif report.failed:
@@ -117,10 +119,15 @@ class PromiseTable:
         for name in ("group", "promise", "result", "smallest case, or the device's words"):
             table.add_column(name, overflow="fold")
         styles = {"FAILS": "bold red", "not": "yellow", "passes": "green"}
+        shown: dict[str, str] = {}
         for (group, promise), row in self.rows.items():
-            result = row.result()
+            result, reason = row.result(), row.reason()
             style = styles[result.split()[0]]
-            table.add_row(group, promise, f"[{style}]{result}[/]", row.reason().replace("[", r"\["))
+            # A device that does not start fails everywhere, for one reason.
+            what = re.sub(r"^\[[^]]*\] ", "", reason)
+            if what and shown.setdefault(what, promise) != promise:
+                reason = f"as: {shown[what]}"
+            table.add_row(group, promise, f"[{style}]{result}[/]", reason.replace("[", r"\["))
         return table
 
 

@@ -6,8 +6,8 @@ import pytest
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.engine import generate, greedy, metric, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.rounding import SCALES, changed, check_rounded, enlarge_values
 
@@ -26,7 +26,7 @@ def latents(engine: Start, tiny_model: Tiny) -> tuple[LLM, TinyModel]:
 
 
 def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int = NEW_TOKENS) -> None:
-    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts))
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts), llm)
 
 
 def test_latents_of_one_request(latents: tuple[LLM, TinyModel]) -> None:

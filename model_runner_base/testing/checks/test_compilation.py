@@ -14,6 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from model_runner_base.testing.cases import FEATURES, random_prompts
 from model_runner_base.testing.compilations import count_compilations, last_compiled
 from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
+from model_runner_base.testing.mismatch import check_same
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.table import refusal
 
@@ -38,8 +39,9 @@ def test_serving_while_sizes_are_made(text_engine: Callable[..., LLM], text_mode
     is_last = False
     while not is_last:
         is_last = not compiler.is_making
-        assert tokens_of(generate(llm, prompts, greedy(12))) == reference, f"at {list(policy.offered)}"
-        assert tokens_of(generate(llm, prompts[2:3], greedy(12))) == reference[2:3], f"at {list(policy.offered)}"
+        names = [f"prompt of {len(prompt)} tokens at {[*map(str, policy.offered)]}" for prompt in prompts]
+        check_same(tokens_of(generate(llm, prompts, greedy(12))), reference, names)
+        check_same(tokens_of(generate(llm, prompts[2:3], greedy(12))), reference[2:3], names[2:3])
     compiler.wait()
     assert not policy.offered or set(policy.offered) == set(policy.sizes)
 

@@ -1,6 +1,7 @@
 """Greedy tokens equal HF transformers in float32, whatever the scheduler does with the requests."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from vllm import LLM
 from model_runner_base.testing.architectures import CONFIGS
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import cache_bytes, generate, greedy, metric, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
 Start = Callable[..., LLM]
@@ -40,13 +42,7 @@ def small_cache(architecture: str, engine: Start, tiny_model: Callable[[str], Ti
 
 def check(llm: LLM, model: TinyModel, prompts: Prompts, count: int = NEW_TOKENS) -> None:
     """Runs the prompts in one batch."""
-    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts))
-
-
-def check_equal(model: TinyModel, prompts: Prompts, got: list[list[int]], counts: list[int]) -> None:
-    for prompt, tokens, count in zip(prompts, got, counts, strict=True):
-        want = model.greedy(prompt, count)
-        assert tokens == want, f"{model.path.name}, prompt_token_ids={list(prompt)}: {tokens} is not {want}"
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts), llm)
 
 
 def test_one_request(small_cache: tuple[LLM, TinyModel]) -> None:
@@ -67,8 +63,13 @@ def test_prefix_hits(small_cache: tuple[LLM, TinyModel]) -> None:
     llm, model = small_cache
     prompts = PROMPTS[4:6]
     check(llm, model, prompts)
+
+    def run_twice(prompts: Prompts, counts: list[int]) -> list[list[int]]:
+        params = [greedy(count) for count in counts]
+        return [tokens_of(generate(llm, prompts, params)) for _ in range(2)][1]
+
     outputs = generate(llm, prompts, greedy(NEW_TOKENS))
-    check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * len(prompts))
+    check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * len(prompts), llm, run_twice)
     assert any(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
 
 
@@ -83,14 +84,16 @@ def test_preemption(small_cache: tuple[LLM, TinyModel]) -> None:
     prompts = random_prompts(1, [60, 70, 80, 90])
     check(llm, model, prompts, 100)
     if "window" in model.path.name:
-        check_equal(model, prompts, run_with_resets(llm, prompts, 100), [100] * len(prompts))
+        run = partial(run_with_resets, llm)
+        check_equal(model, prompts, run(prompts, 100), [100] * len(prompts), llm, run)
     assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
 
 
-def run_with_resets(llm: LLM, prompts: Prompts, count: int) -> list[list[int]]:
-    """The tokens of requests that are all preempted every 30 steps."""
+def run_with_resets(llm: LLM, prompts: Prompts, counts: int | list[int]) -> list[list[int]]:
+    """The tokens of requests that are all preempted every 30 steps; ``counts`` may be one count for all."""
     core = llm.llm_engine
-    for index, prompt in enumerate(prompts):
+    counts = [counts] * len(prompts) if isinstance(counts, int) else counts
+    for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         core.add_request(str(index), {"prompt_token_ids": list(prompt)}, greedy(count))
     tokens: dict[str, list[int]] = {}
     num_steps = 0
@@ -109,7 +112,11 @@ def test_arrivals(small_cache: tuple[LLM, TinyModel]) -> None:
     llm, model = small_cache
     rng = np.random.default_rng(2)
     counts = rng.integers(1, NEW_TOKENS + 1, 2 * len(PROMPTS)).tolist()
-    check_equal(model, PROMPTS * 2, run_with_arrivals(llm, PROMPTS * 2, counts, rng), counts)
+
+    def run(prompts: Prompts, counts: list[int]) -> list[list[int]]:
+        return run_with_arrivals(llm, prompts, counts, np.random.default_rng(3))
+
+    check_equal(model, PROMPTS * 2, run(PROMPTS * 2, counts), counts, llm, run)
 
 
 def run_with_arrivals(llm: LLM, prompts: Prompts, counts: list[int], rng: np.random.Generator) -> list[list[int]]:

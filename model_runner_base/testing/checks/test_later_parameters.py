@@ -12,6 +12,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.engine import generate, greedy, metric, sampled, tokens_of
 from model_runner_base.testing.logprobs import check_chosen
+from model_runner_base.testing.mismatch import check_same
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.processors import favour, keep_top, never_again
 from model_runner_base.testing.reference import Request
@@ -55,8 +56,7 @@ def test_thinking_budgets(llm: LLM, text_model: TinyModel) -> None:
     before = metric(llm, "vllm:num_preemptions")
     got = run(llm, prompts, [{"thinking_token_budget": budget} for budget in budgets])
     want = [thought(text_model, *each, COUNT) for each in zip(prompts, [markers] * 6, budgets, strict=True)]
-    for budget, tokens, expected in zip(budgets, got, want, strict=True):
-        assert tokens == expected, f"budget {budget}: {tokens}, not {expected}"
+    check_same(got, want, [f"prompt of {len(p)} tokens, budget {b}" for p, b in zip(prompts, budgets, strict=True)])
     assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
 
 

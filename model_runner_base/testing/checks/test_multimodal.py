@@ -18,6 +18,7 @@ from model_runner_base.multimodal.rows import EncoderRows
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import greedy, metric
 from model_runner_base.testing.images import TOKEN_BYTES, SeeingModel, make_seeing_model, picture
+from model_runner_base.testing.mismatch import check_same
 
 Prompt = tuple[str, list[Image.Image]]
 COUNT = 12
@@ -77,6 +78,14 @@ def read(outputs: list[RequestOutput]) -> list[tuple[list[int], list[int]]]:
     return [(list(out.prompt_token_ids or ()), list(out.outputs[0].token_ids)) for out in outputs]
 
 
+def check_read(outputs: list[RequestOutput], want: list[tuple[list[int], list[int]]]) -> None:
+    """Compares prompts' tokens, which have places for images, and outputs."""
+    got = read(outputs)
+    check_same([prompt for prompt, _ in got], [prompt for prompt, _ in want], ["the prompt's tokens"] * len(want))
+    names = [f"prompt of {len(prompt)} tokens with its images" for prompt, _ in want]
+    check_same([tokens for _, tokens in got], [tokens for _, tokens in want], names)
+
+
 def expected(model: SeeingModel, asked: list[Prompt], count: int = COUNT) -> list[tuple[list[int], list[int]]]:
     return [model.greedy(text, images, count) for text, images in asked]
 
@@ -86,8 +95,8 @@ def test_tokens(llm: LLM, model: SeeingModel) -> None:
     asked = prompts(model)
     want = expected(model, asked)
     assert len({tuple(tokens) for _, tokens in want}) == len(want)
-    assert read(ask(llm, asked)) == want
-    assert read(ask(llm, asked[::-1])) == want[::-1]
+    check_read(ask(llm, asked), want)
+    check_read(ask(llm, asked[::-1]), want[::-1])
 
 
 def test_log_probabilities(llm: LLM, model: SeeingModel) -> None:
@@ -107,7 +116,7 @@ def test_preemption(llm: LLM, model: SeeingModel) -> None:
     asked = [prompt for prompt in prompts(model) if len(prompt[1]) < 3]
     before = metric(llm, "vllm:num_preemptions")
     outputs = ask(llm, asked, 60, logprobs=0)
-    assert read(outputs) == expected(model, asked, 60)
+    check_read(outputs, expected(model, asked, 60))
     assert metric(llm, "vllm:num_preemptions") > before
     for (text, images), out in zip(asked, outputs, strict=True):
         (completion,) = out.outputs
@@ -144,16 +153,16 @@ def test_preemption_within_images(llm: LLM, model: SeeingModel) -> None:
 def test_an_image_of_several_requests_is_encoded_once(llm: LLM, model: SeeingModel, encoded: list[str]) -> None:
     shared = picture(4, 48, 32)
     asked = [(f"{text} {model.placeholder}", [shared]) for text in ("this", "that", "which?")]
-    assert read(ask(llm, asked)) == expected(model, asked)
+    check_read(ask(llm, asked), expected(model, asked))
     assert len(encoded) == 1
 
 
 def test_images_that_were_evicted(llm: LLM, model: SeeingModel, encoded: list[str]) -> None:
     asked = [(f"see {model.placeholder}!", [picture(seed, 48, 48)]) for seed in range(10, 18)]
     want = expected(model, asked)
-    assert read(ask(llm, asked)) == want
+    check_read(ask(llm, asked), want)
     llm.reset_prefix_cache()
-    assert read(ask(llm, asked)) == want
+    check_read(ask(llm, asked), want)
     assert len(encoded) > len(asked)
 
 
@@ -163,7 +172,7 @@ def test_a_cached_prefix_that_ends_inside_an_image(llm: LLM, model: SeeingModel)
     want = expected(model, asked)
     for prompt, answer in zip(asked, want, strict=True):
         (out,) = ask(llm, [prompt])
-        assert read([out]) == [answer]
+        check_read([out], [answer])
     block_size = llm.llm_engine.vllm_config.cache_config.block_size
     assert out.num_cached_tokens and out.num_cached_tokens % block_size == 0
 
@@ -173,9 +182,9 @@ def test_an_image_whose_last_token_comes_alone(llm: LLM, model: SeeingModel) -> 
     asked = [("x" * count + model.placeholder, [picture(20 + count, 32, 32)]) for count in range(7, 12)]
     want = expected(model, asked)
     for prompt, answer in zip(asked, want, strict=True):
-        assert read(ask(llm, [prompt])) == [answer]
+        check_read(ask(llm, [prompt]), [answer])
     llm.reset_prefix_cache()
-    assert read(ask(llm, asked)) == want
+    check_read(ask(llm, asked), want)
 
 
 def test_requests_that_are_aborted_leave_nothing(llm: LLM, model: SeeingModel) -> None:
@@ -191,4 +200,4 @@ def test_requests_that_are_aborted_leave_nothing(llm: LLM, model: SeeingModel) -
         llm.llm_engine.abort_request([f"{num_steps}-{name}" for name in range(len(asked))])
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
-    assert read(ask(llm, asked)) == want
+    check_read(ask(llm, asked), want)

@@ -8,8 +8,8 @@ import torch
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.engine import cache_bytes, greedy, metric, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel, reference_model
 
 PROMPTS = random_prompts(70, [1, 7, 33, 64, 90, 130])

@@ -7,9 +7,9 @@ import pytest
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.engine import generate, greedy, tokens_of
 from model_runner_base.testing.gguf_files import write_gguf
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.quantized import EXAMPLES, write_checkpoints
 
@@ -27,7 +27,7 @@ def test_quantised_checkpoints(
     # Loading is under test, and graphs of three models may take minutes to compile.
     llm = engine(quantised.path, enforce_eager=True)
     outputs = generate(llm, PROMPTS, greedy(NEW_TOKENS))
-    check_equal(plain, PROMPTS, tokens_of(outputs), [NEW_TOKENS] * len(PROMPTS))
+    check_equal(plain, PROMPTS, tokens_of(outputs), [NEW_TOKENS] * len(PROMPTS), llm)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
@@ -39,4 +39,4 @@ def test_gguf_files(
     path, plain = write_gguf(tiny_model(name), tmp_path)
     llm = engine(path, enforce_eager=True)
     outputs = generate(llm, PROMPTS, greedy(NEW_TOKENS))
-    check_equal(plain, PROMPTS, tokens_of(outputs), [NEW_TOKENS] * len(PROMPTS))
+    check_equal(plain, PROMPTS, tokens_of(outputs), [NEW_TOKENS] * len(PROMPTS), llm)

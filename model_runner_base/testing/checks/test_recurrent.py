@@ -7,9 +7,10 @@ import pytest
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals
+from model_runner_base.testing.checks.test_equality import run_with_arrivals
 from model_runner_base.testing.drafts import KnownDrafts, speculation
 from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
 Start = Callable[..., LLM]
@@ -44,7 +45,7 @@ def hybrid(name: str, engine: Start, tiny_model: Callable[[str], TinyModel]) -> 
 
 
 def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int = NEW_TOKENS) -> None:
-    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts))
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts), llm)
 
 
 def test_one_request(hybrid: tuple[LLM, TinyModel]) -> None:
@@ -107,5 +108,5 @@ def test_prefix_hits(hybrid: tuple[LLM, TinyModel]) -> None:
         check(llm, model, [prompt])
         prompts = [prompt, prompt[:-1] + prompt, prompt]
         outputs = generate(llm, prompts, greedy(NEW_TOKENS))
-        check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * 3)
+        check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * 3, llm)
         assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 16 * 16] * 3

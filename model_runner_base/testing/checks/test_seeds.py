@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from vllm import LLM
 
+from model_runner_base.testing import mismatch
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, greedy, metric, sampled, tokens_of
 from model_runner_base.testing.models import TinyModel
@@ -36,8 +37,7 @@ def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
 
 
 def check_same(got: list[list[int]], alone: list[list[int]], requests: list[Request]) -> None:
-    for request, new, old in zip(requests, got, alone, strict=True):
-        assert new == old, f"{request}: {new} is not {old}, as alone"
+    mismatch.check_same(got, alone, [f"{request}, compared with the request alone" for request in requests])
 
 
 @pytest.fixture

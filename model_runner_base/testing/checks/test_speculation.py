@@ -11,12 +11,13 @@ from vllm import LLM
 from vllm.sampling_params import StructuredOutputsParams
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals
+from model_runner_base.testing.checks.test_equality import run_with_arrivals
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.drafts import NUM_DRAFTS, speculation
 from model_runner_base.testing.engine import cache_bytes, core_of, generate, greedy, metric, sampled, tokens_of
 from model_runner_base.testing.grammars import matches_regex
 from model_runner_base.testing.logprobs import check_all
+from model_runner_base.testing.mismatch import check_equal, check_same
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request
 from model_runner_base.testing.tokenizer import make_tokenizer
@@ -101,8 +102,8 @@ def test_drawn_tokens(undrafted: dict[str, list[list[int]]], drafting: Start, te
     if not undrafted:
         undrafted["tokens"] = tokens(text_engine(), requests)
     llm = drafting()
-    for request, got, want in zip(requests, tokens(llm, requests), undrafted["tokens"], strict=True):
-        assert got == want, f"{kind}: {request}: {got} is not {want}, as without drafts"
+    names = [f"{kind}: {request}, compared with a run without drafts" for request in requests]
+    check_same(tokens(llm, requests), undrafted["tokens"], names)
 
 
 def test_greedy_tokens(drafting: Start, text_model: TinyModel) -> None:

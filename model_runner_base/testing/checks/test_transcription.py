@@ -11,6 +11,7 @@ import pytest
 from vllm import LLM, RequestOutput
 
 from model_runner_base.testing.engine import greedy, metric
+from model_runner_base.testing.mismatch import check_same
 from model_runner_base.testing.sounds import sound
 from model_runner_base.testing.transcription import BLOCK_SIZE, SCARCE_BYTES, START, Transcriber, make_transcriber
 
@@ -54,7 +55,8 @@ def compare(
         assert output.prompt_token_ids == model.tokens(text)
         (completion,) = output.outputs
         tokens, logprobs = model.greedy(heard, output.prompt_token_ids, count)
-        assert list(completion.token_ids) == tokens
+        name = f"prompt of {len(output.prompt_token_ids)} tokens, with its sound"
+        check_same([completion.token_ids], [tokens], [name])
         assert completion.logprobs is not None
         got = []
         for token, place in zip(tokens, completion.logprobs, strict=True):
