@@ -11,6 +11,15 @@ import model_runner_base.testing
 
 CHECKS = Path(__file__).parent / "checks"
 PLUGIN = "model_runner_base.testing.plugin"
+PROFILES = ("smoke", "default", "full")
+WITHOUT_NOISE = [
+    # The table has every failure; pytest's own list would repeat them.
+    "-rN",
+    # This module and the package above it are imported before pytest could rewrite their assertions: they have none.
+    "-Wignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning",
+    # Of libraries that vLLM imports, once for each use.
+    "-Wignore::DeprecationWarning",
+]
 
 
 def main(arguments: list[str]) -> int:
@@ -22,14 +31,21 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("worker", help="the worker's class, such as my_package.MyWorker")
+    parser.add_argument(
+        "--profile",
+        choices=PROFILES,
+        default="default",
+        help="smoke: the first case of each check; full: every architecture and more random cases",
+    )
     known, options = parser.parse_known_args(arguments)
     # Reads no settings of the project in the current directory, and leaves no files in it.
     surroundings = ["-c", os.devnull, "--rootdir", str(CHECKS), "-p", "no:cacheprovider"]
     # Files may be named among the options; otherwise all checks run.
     is_chosen = any(os.path.exists(option.split("::")[0]) for option in options)
     files = [] if is_chosen else [str(CHECKS)]
-    defaults = ["-p", PLUGIN, "-q", "--show-capture=no", "--tb=short"]
-    return pytest.main([*surroundings, *defaults, "--worker", known.worker, *options, *files])
+    defaults = ["-p", PLUGIN, "-q", "--show-capture=no", "--tb=short", *WITHOUT_NOISE]
+    chosen = ["--worker", known.worker, "--kit-profile", known.profile]
+    return pytest.main([*surroundings, *defaults, *chosen, *options, *files])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Fixtures of the checks."""
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,37 +9,13 @@ from vllm import LLM
 
 from model_runner_base.testing.engine import Engines, cache_bytes
 from model_runner_base.testing.models import TinyModel, make_checkpoint
+from model_runner_base.testing.order import sort_checks
+from model_runner_base.testing.profiles import leave_out, profile_of
 from model_runner_base.testing.table import FAILED
 from model_runner_base.testing.tokenizer import add_tokenizer
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
 from model_runner_base.vllm_compat.probes.prompts import HAS_MIXED_PROMPTS
 from model_runner_base.vllm_compat.probes.unequal_heads import CHOOSES_BACKENDS
-
-SHARING = [
-    "start",
-    "compilation",
-    "device_operations",
-    "noise",
-    "repeated_numbers",
-    "sampling",
-    "combinations",
-    "seeds",
-    "distributions",
-    "logprobs",
-    "soak",
-    "hostile_requests",
-    "structured_outputs",
-]
-"""Groups whose checks share the engine of ``text_engine()``: they run one after the other, before all others.
-
-``start`` ends the run if no engine starts. ``compilation`` comes next, since late compilations show only in a process
-that has compiled nothing before.
-``structured_outputs`` comes last, since it goes on with another backend's engine."""
-
-
-FIRST = ["interfaces", "server"]
-"""Groups that come before all others: what drifted is named before an engine starts, and a server has the device for
-itself while this process has not opened it."""
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -51,10 +28,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if is_there.get(collection_path.name, True) else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the checks so that those that share an engine are adjacent: an engine may take half a minute to start."""
-    groups = [f"test_{name}" for name in (*FIRST, *SHARING)]
-    items.sort(key=lambda item: groups.index(item.path.stem) if item.path.stem in groups else len(groups))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Brings the checks into the kit's order, and leaves out those that the profile does not have."""
+    sort_checks(items)
+    if left_out := leave_out(profile_of(config), items):
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +49,8 @@ def engines(pytestconfig: pytest.Config) -> Iterator[Engines]:
     engines = Engines(option("worker"), option("eager"), **option("engine_options"))
     yield engines
     engines.close()
+    # What is frozen would never be freed, and bindings of C++ libraries print all that lives until the process ends.
+    gc.unfreeze()
 
 
 @pytest.fixture

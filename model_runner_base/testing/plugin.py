@@ -25,15 +25,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="JSON",
         help="options of every engine, as of vllm.LLM; those that a check is about go before",
     )
+    group.addoption(
+        "--kit-profile",
+        choices=["smoke", "default", "full"],
+        default="default",
+        help="smoke: the first case of each check; full: every architecture and more random cases. The kit's command "
+        "also takes it as --profile",
+    )
     group.addoption("--all-architectures", action="store_true", help="every architecture, not only the main ones")
     group.addoption("--results", type=Path, metavar="FILE", help="write the table to this file, as JSON")
+    group.addoption("--record-durations", action="store_true", help="record the checks' times for the kit's estimate")
     group.addoption("--no-shrinking", action="store_true", help="report failing cases as found, not the smallest")
     group.addoption(
-        "--schedules", type=int, default=15, metavar="N", help="random schedules of each architecture: fewer find less"
+        "--schedules", type=int, metavar="N", help="random schedules of each architecture (15): fewer find less"
     )
-    group.addoption(
-        "--draws", type=int, default=2000, metavar="N", help="tokens drawn for each distribution: fewer show less"
-    )
+    group.addoption("--draws", type=int, metavar="N", help="tokens drawn for each distribution (2000): fewer show less")
     group.addoption(
         "--soak",
         type=int,
@@ -76,9 +82,13 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--platform goes with --worker: name the worker under test too")
         return
     from model_runner_base.testing import fixtures
+    from model_runner_base.testing.estimate import RunningTime
     from model_runner_base.testing.explanation import Explanations
+    from model_runner_base.testing.profiles import apply_profile
     from model_runner_base.testing.table import PromiseTable
 
+    apply_profile(config)
     config.pluginmanager.register(fixtures, "model_runner_base.testing.fixtures")
     config.pluginmanager.register(Explanations(config), "model_runner_base.testing.explanation")
     config.pluginmanager.register(PromiseTable(config), "model_runner_base.testing.table")
+    config.pluginmanager.register(RunningTime(config), "model_runner_base.testing.estimate")
