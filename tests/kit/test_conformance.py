@@ -54,6 +54,8 @@ class PlainWorker(Finished):
 def test_keeps_every_promise(pytestconfig: pytest.Config) -> None:
     status, results, printed = measure("example device (torch CPU)", [*PLAIN, *ALL], pytestconfig.getoption("record"))
     assert_all_pass(status, results, printed)
+    assert "Warning" not in printed and "leaked" not in printed, "lines that a vendor cannot do anything about"
+    assert re.search(r"^\d+ checks; on the example device about \d+ minutes$", printed, re.M)
 
 
 def test_a_promise_that_is_kept_no_more(tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+"""What a vendor reads when a device fails, and what the kit says of its own run: order, profiles, time."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from forks import run_kit
+
+from model_runner_base.testing.cache_trace import Held, WatchedStep, describe_cache
+from model_runner_base.testing.estimate import Estimate, in_words, load, record
+from model_runner_base.testing.mismatch import Case, Difference, first_difference
+from model_runner_base.testing.order import CHECKS, LAST, rank, sort_checks
+from model_runner_base.testing.profiles import PROFILES, leave_out
+from model_runner_base.testing.shrinking import shrink
+from model_runner_base.testing.words import show
+
+PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
+pytestmark = pytest.mark.once
+
+LOSES_KEYS = """
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainWorker
+from model_runner_base.attention.cache_format import CacheFormat
+write = CacheFormat.write
+caches = []
+def lose(self, kv_cache, blocks, offsets, key, value):
+    if all(kv_cache is not cache for cache in caches):
+        caches.append(kv_cache)
+    key, value = key.clone(), value.clone()
+    is_second = next(i for i, cache in enumerate(caches) if cache is kv_cache) % 2 == 1
+    if self.num_kv_heads == 2:
+        key[37:] = 0
+    elif len(key) == 1 and offsets[0] == 6 and is_second:
+        value[:] = 0
+    write(self, kv_cache, blocks, offsets, key, value)
+CacheFormat.write = lose
+"""
+"""Device that loses keys of long chunks in a model with two KV heads, which is Llama, whose step begins with a row of
+padding. Of GPT-2 it loses the values of one slot of the second layer in decode. Both have an even number of layers."""
+
+
+def test_sentence_of_a_device_that_loses_keys(tmp_path: Path) -> None:
+    """The table names the smallest case, the step, and the first wrong slot, and shows no whole prompt."""
+    (tmp_path / "vendor.py").write_text(LOSES_KEYS)
+    device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
+    run = run_kit([*device, "-k", "test_one_request and (llama or gpt2)"], tmp_path, COLUMNS="400")
+    assert run.status == 1, run.printed[-5000:]
+    chunk = re.search(
+        r"llama, prompt of (\d+) tokens: output 0 is \d+, not \d+; step 1, mixed, 1 row, (\d+) tokens padded to \d+; "
+        r"keys of layer 0 at position 36 \(block \d+, slot 4\) differ after step 1\b",
+        run.printed,
+    )
+    assert chunk and chunk[1] == chunk[2] and 37 <= int(chunk[1]) < 50, run.printed[-5000:]
+    decode = re.search(
+        r"gpt2, prompt of 1 token: output (\d+) is \d+, not \d+; step (\d+), decode, 1 row, 1 token; "
+        r"values of layer 1 at position 6 \(block \d+, slot 6\) differ after step 7\b",
+        run.printed,
+    )
+    assert decode and int(decode[2]) == int(decode[1]) + 1 > 7, run.printed[-5000:]
+    # Nothing but the count follows the table, and no list of tokens is in it.
+    after = run.printed.partition("Conformance of")[2]
+    assert not re.search(r"(\d+, ){12}", after) and len(after.strip().splitlines()) < 12, after
+    assert "Warning" not in run.printed
+
+
+def test_sentence_of_a_step_that_was_told_the_wrong_slot() -> None:
+    """If a step's own metadata name another slot than the scheduler's, the sentence has both."""
+    name, rng = "model.layers.0.attn", np.random.default_rng(0)
+    keys, values = rng.random((3, 1, 4)), rng.random((3, 1, 4))
+    wrong = keys.copy()
+    wrong[2] = np.nan
+    held = Held(np.arange(3), np.array([5, 5, 7]), np.array([0, 1, 0]), 2, wrong, values)
+    row = SimpleNamespace(positions=[0, 1, 2], slots={name: np.array([10, 11, 15])})
+    step: Any = WatchedStep(1, SimpleNamespace(requests={"a": row}), {}, {"a": {name: held}})  # type: ignore[arg-type]
+    found = describe_cache([step], "a", [(keys, values)])
+    assert str(found) == (
+        "keys of layer 0 at position 2 (block 7, slot 0) differ after step 1, and were to be written to block 7, slot 1"
+    )
+    step.held["a"][name] = held._replace(keys=keys)
+    assert describe_cache([step], "a", [(keys, values)]) == "all keys and values in its cache are right"
+    assert describe_cache([step], "a", [(keys + 1, values + 1)]) == ""
+
+
+def test_smoke_has_a_check_of_each_group() -> None:
+    """The profile smoke runs each check once, of every group but the soak, in the kit's order."""
+    run = run_kit([*PLAIN, "--profile", "smoke", "--collect-only"])
+    checks = re.findall(r"^test_(\w+)\.py::(\w+)", run.printed, re.M)
+    assert len(checks) == len(set(checks)) > 80, run.printed[-3000:]
+    later = {"later_parameters", "unequal_heads", "mixed_prompts"}
+    groups = {path.stem.removeprefix("test_") for path in CHECKS.glob("test_*.py")} - {*LAST, *later}
+    assert {group for group, _ in checks} - later == groups
+    ranks = [rank(group) for group, _ in checks]
+    assert ranks == sorted(ranks) and checks[0][0] in ("starts", "compilation")
+
+
+def items(*names: str, folder: Path = CHECKS) -> list[Any]:
+    """Stand-ins of pytest's items, by group and name."""
+    parts = [name.split("::") for name in names]
+    return [
+        SimpleNamespace(path=folder / f"test_{group}.py", name=name, originalname=name.partition("[")[0])
+        for group, name in parts
+    ]
+
+
+def names_of(checks: Sequence[Any]) -> list[str]:
+    return [f"{item.path.stem.removeprefix('test_')}::{item.name}" for item in checks]
+
+
+def test_order_and_profiles() -> None:
+    """Rows that others rest on come first and the soak last; a vendor's own tests stay, whatever their names."""
+    checks = items("soak::a", "lora::a[1]", "lora::a[2]", "seeds::b", "equality::c", "starts::d", "pooling::e")
+    own = items("soak::own[1]", "soak::own[2]", folder=Path("vendor"))
+    both = [*checks, *own]
+    sort_checks(both)
+    order = ["starts::d", "equality::c", "seeds::b", "lora::a[1]", "lora::a[2]", "pooling::e"]
+    assert names_of(both) == [*order, "soak::own[1]", "soak::own[2]", "soak::a"]
+    assert names_of(leave_out(PROFILES["smoke"], both)) == ["lora::a[2]", "soak::a"]
+    assert leave_out(PROFILES["default"], both) == leave_out(PROFILES["full"], both) == []
+
+
+def test_estimate(tmp_path: Path) -> None:
+    """The time left follows the device's speed; a check that was never recorded counts as its neighbours do."""
+    recorded = {"a::x[1]": 10.0, "a::x[2]": 20.0, "b::y": 100.0, "c::z": 30.0}
+    names = ["a::x[1]", "a::x[3]", "b::new", "d::w", "c::z"]
+    estimate = Estimate(names, recorded, {"c": 0.1})
+    assert estimate.total == 10 + 15 + 100 + 40 + 3
+    estimate.done("a::x[1]", 30.0)
+    assert estimate.ratio == (30 + 10) / (10 + 10) and estimate.left() == 158 * 2
+    assert [in_words(seconds) for seconds in (2, 42, 70, 290)] == [
+        "about 5 seconds",
+        "about 40 seconds",
+        "about a minute",
+        "about 5 minutes",
+    ]
+    record({"b::y": 1.234, "e::v": 2}, file := tmp_path / "durations.json")
+    record({"b::y": 3.456}, file)
+    assert load(file) == {"b::y": 3.46, "e::v": 2}
+
+
+def test_recorded_times_are_of_checks() -> None:
+    """The file that the kit ships names groups that exist, and has most of them."""
+    groups = {path.stem.removeprefix("test_") for path in CHECKS.glob("test_*.py")}
+    recorded = {name.partition("::")[0] for name in load()}
+    assert recorded <= groups and len(recorded) > 20
+
+
+def test_shrinking() -> None:
+    """The smallest case: the one request whose prompt has a 7 after 20 tokens, cut as short as it fails."""
+    long = tuple(range(100, 180))
+    prompts = [long[:30], (*long[:20], 7, *long[:40]), long]
+
+    def fails(case: Case) -> Difference | None:
+        for index, prompt in enumerate(case.prompts):
+            if 7 in prompt[20:] and case.counts[index] > 5:
+                return Difference(index, 5, 1, 2)
+        return None
+
+    start = Case(prompts, [9, 12, 9])
+    found, difference = shrink(start, Difference(1, 5, 1, 2), fails, seconds=30)
+    assert found == Case([prompts[1][:21]], [6]) and difference.request == 0
+    assert shrink(start, Difference(1, 5, 1, 2), fails, seconds=-1)[0] == start
+
+
+def test_words() -> None:
+    """A difference is one short clause; a long prompt shows its ends."""
+    assert str(first_difference([[1, 2], [3, 4]], [[1, 2], [5, 4]])) == "output 0 is 3, not 5"
+    assert str(first_difference([[1]], [[1, 2]])) == "output 1 is missing, 2 is right"
+    assert str(first_difference([[1, 2]], [[1]])) == "output 1 is 2, after the right end"
+    assert first_difference([[1]], [[1]]) is None
+    assert show(range(150)) == "[0, 1, 2, ... 148, 149] (150 tokens)"
