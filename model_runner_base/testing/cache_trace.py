@@ -25,7 +25,7 @@ TOLERANCE = 1e-3
 
 
 class Held(NamedTuple):
-    """What the cache of one layer holds of a request after a step: N positions, K heads of size D."""
+    """Contents of the cache of one layer, for one request, after a step: N positions, K heads of size D."""
 
     positions: np.ndarray
     """[N] positions whose blocks the request still has."""

@@ -9,8 +9,8 @@ FIRST = ["interfaces", "server", "start", "compilation", "device_operations", "e
 """Groups that run before all others.
 
 ``interfaces`` names what drifted before an engine starts. ``server`` has the device for itself while this process has
-not opened it. ``start`` ends the run if no engine starts. ``compilation`` comes before groups with other engines, since late compilations show only in a process that has compiled
-nothing before."""
+not opened it. ``start`` ends the run if no engine starts. ``compilation`` comes before groups with other engines, since
+late compilations show only in a process that has compiled nothing before."""
 SHARING = [
     "noise",
     "repeated_numbers",

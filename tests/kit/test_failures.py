@@ -1,4 +1,4 @@
-"""What a vendor reads when a device fails, and what the kit says of its own run: order, profiles, time."""
+"""Messages of failures that a vendor reads, and of the kit's own run: order, profiles, time."""
 
 import re
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def test_sentence_of_a_device_that_loses_keys(tmp_path: Path) -> None:
 
 
 def test_sentence_of_a_step_that_was_told_the_wrong_slot() -> None:
-    """If a step's own metadata name another slot than the scheduler's, the sentence has both."""
+    """Metadata that name another slot than the scheduler's are told: the sentence has both slots."""
     name, rng = "model.layers.0.attn", np.random.default_rng(0)
     keys, values = rng.random((3, 1, 4)), rng.random((3, 1, 4))
     wrong = keys.copy()
@@ -94,7 +94,7 @@ def test_smoke_has_a_check_of_each_group() -> None:
     groups = {path.stem.removeprefix("test_") for path in CHECKS.glob("test_*.py")} - {*LAST, *later}
     assert {group for group, _ in checks} - later == groups
     ranks = [rank(group) for group, _ in checks]
-    assert ranks == sorted(ranks) and checks[0][0] in ("starts", "compilation")
+    assert ranks == sorted(ranks) and checks[0][0] == "interfaces"
 
 
 def items(*names: str, folder: Path = CHECKS) -> list[Any]:
@@ -112,11 +112,11 @@ def names_of(checks: Sequence[Any]) -> list[str]:
 
 def test_order_and_profiles() -> None:
     """Rows that others rest on come first and the soak last; a vendor's own tests stay, whatever their names."""
-    checks = items("soak::a", "lora::a[1]", "lora::a[2]", "seeds::b", "equality::c", "starts::d", "pooling::e")
+    checks = items("soak::a", "lora::a[1]", "lora::a[2]", "seeds::b", "equality::c", "start::d", "pooling::e")
     own = items("soak::own[1]", "soak::own[2]", folder=Path("vendor"))
     both = [*checks, *own]
     sort_checks(both)
-    order = ["starts::d", "equality::c", "seeds::b", "lora::a[1]", "lora::a[2]", "pooling::e"]
+    order = ["start::d", "equality::c", "seeds::b", "lora::a[1]", "lora::a[2]", "pooling::e"]
     assert names_of(both) == [*order, "soak::own[1]", "soak::own[2]", "soak::a"]
     assert names_of(leave_out(PROFILES["smoke"], both)) == ["lora::a[2]", "soak::a"]
     assert leave_out(PROFILES["default"], both) == leave_out(PROFILES["full"], both) == []
