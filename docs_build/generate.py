@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from docs_build import kit_results, public_names
+from docs_build import kit_results, public_names, upstream_results
 from docs_build.refusals import refusals
 from docs_build.support import DEVICES, FEATURES
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in ("architectures", "configuration", "conformance"))]
-PAGES += ["docs/public_api.md", "docs/refusals.md", "docs/support.md"]
+PAGES += [f"docs/{name}.md" for name in ("public_api", "refusals", "support", "upstream")]
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -109,6 +109,16 @@ def signatures() -> str:
     return table(("name", "parameters"), rows)
 
 
+def upstream() -> str:
+    """Results of vLLM's own tests, by file."""
+    results = upstream_results.load()
+    files = sorted({file for of_device in results.values() for file in of_device})
+    rows = [
+        (f"`{file}`", *(upstream_results.cell(of_device.get(file)) for of_device in results.values())) for file in files
+    ]
+    return table(("file", *results), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "faults": faults,
@@ -118,6 +128,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "support": support,
     "kit": kit,
     "signatures": signatures,
+    "upstream": upstream,
 }
 
 

@@ -17,6 +17,7 @@ PORTS = (
     BASE / "heads" / "sampling" / "slot_processors.py",
     BASE / "testing" / "scheduler_outputs.py",
     BASE / "testing" / "slot_processors.py",
+    BASE / "testing" / "upstream" / "source.py",
     ROOT / "gpu_runner" / "vllm_compat.py",
 )
 PACKAGES = ("model_runner_base", "gpu_runner", "neuron_runner", "examples", "benchmarks")

@@ -1,0 +1,82 @@
+"""Changes of the settings that vLLM's tests start engines with."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+from model_runner_base.testing.upstream.allow_list import TestFile
+
+
+class Overrides:
+    """Options of engines; those of the file whose test runs, too."""
+
+    def __init__(self, dtype: str, defaults: dict[str, Any], options: dict[str, Any]) -> None:
+        self._dtype = dtype
+        self._defaults = defaults
+        self._options = options
+        self._of_file: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Puts the options in place in this process, in which tests make the settings of their engines."""
+        import vllm.model_executor.models.registry
+        from vllm.config import ModelConfig
+        from vllm.engine.arg_utils import EngineArgs
+
+        init: Any = ModelConfig.__init__
+
+        @wraps(init)
+        def with_dtype(config: ModelConfig, *args: Any, **named: Any) -> None:
+            init(config, *args, **named | {"dtype": self._dtype})
+
+        create: Any = EngineArgs.create_engine_config
+
+        @wraps(create)
+        def with_options(engine_args: EngineArgs, *args: Any, **named: Any) -> Any:
+            initial = {field.name: field.default for field in fields(engine_args)}
+            for name, value in self._defaults.items():
+                if name in initial and getattr(engine_args, name) == initial[name]:
+                    setattr(engine_args, name, value)
+            for name, value in (self._options | self._of_file).items():
+                setattr(engine_args, name, value)
+            return create(engine_args, *args, **named)
+
+        # vLLM looks at a model's class in a process of its own, which takes ten seconds for each architecture.
+        registry: Any = vllm.model_executor.models.registry
+        registry._run_in_subprocess = lambda function: function()
+        ModelConfig.__init__ = with_dtype  # type: ignore[method-assign]
+        EngineArgs.create_engine_config = with_options  # type: ignore[method-assign]
+
+    def change_reference(self, runner: Any) -> None:
+        """Makes vLLM's ``HfRunner`` compute on the host, in the dtype of the engines."""
+        init: Callable[..., None] = runner.__init__
+
+        @wraps(init)
+        def with_dtype(reference: Any, model_name: str, dtype: str = "auto", **named: Any) -> None:
+            init(reference, model_name, dtype=self._dtype, **named)
+
+        runner.__init__ = with_dtype
+        runner.get_default_device = lambda reference: "cpu"
+
+    @contextmanager
+    def of(self, file: TestFile) -> Iterator[None]:
+        """Options of one file's tests."""
+        self._of_file = file.engine
+        with mock.patch.dict("os.environ", file.environment):
+            yield
+        self._of_file = {}
+
+
+@contextmanager
+def tolerance_of(file: TestFile) -> Iterator[None]:
+    """The tolerance of one file's tests."""
+    import torch
+
+    if file.tolerance is None:
+        yield
+        return
+    close, limits = torch.testing.assert_close, file.tolerance.model_dump()
+    with mock.patch.object(torch.testing, "assert_close", lambda *args, **named: close(*args, **named | limits)):
+        yield

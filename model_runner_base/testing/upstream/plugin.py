@@ -1,0 +1,126 @@
+"""The plugin of pytest that runs the tests of an allow-list."""
+
+import gc
+import multiprocessing
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from model_runner_base.testing.upstream.allow_list import AllowList, TestFile, matching
+from model_runner_base.testing.upstream.overrides import Overrides, tolerance_of
+
+
+class AllowedTests:
+    """Chooses tests, and changes what they run with."""
+
+    def __init__(self, allowed: AllowList, root: Path, overrides: Overrides, time_limit: int) -> None:
+        self._files = {root / "tests" / path: (path, file) for path, file in allowed.files.items()}
+        self._overrides = overrides
+        self._time_limit = time_limit
+        self.not_run: dict[str, dict[str, str]] = {}
+        """Reasons by file and test."""
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.addinivalue_line("filterwarnings", "ignore")
+        self._overrides.install()
+
+    def path_of(self, node: pytest.Item | pytest.Collector) -> str:
+        """The path of a test's file, as the list has it."""
+        return self._files[node.path][0]
+
+    def _file(self, node: pytest.Item | pytest.Collector) -> TestFile:
+        return self._files[node.path][1]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[None]:
+        """Imports a file as the list says."""
+        if not isinstance(collector, pytest.Module) or collector.path not in self._files:
+            return (yield)
+        from vllm.platforms import current_platform
+
+        file = self._file(collector)
+        with ExitStack() as stack:
+            for question in file.import_as:
+                stack.enter_context(mock.patch.object(type(current_platform), question, lambda *args: True))
+            with suppress(BaseException):  # Raised again where pytest collects the file's tests, and reports it.
+                for name, value in file.attributes.items():
+                    setattr(collector.obj, name, value)
+            return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Puts the list's parameters in place of a test's own."""
+        parameters = self._file(metafunc.definition).parameters
+        parametrize: Any = metafunc.parametrize
+
+        def changed(names: Any, values: Any, *args: Any, **named: Any) -> None:
+            name = names if isinstance(names, str) else ",".join(names)
+            parametrize(names, parameters.get(name, values), *args, **named)
+
+        metafunc.parametrize = changed  # type: ignore[method-assign]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leaves out tests that the list does not run, and marks those that may fail."""
+        if (conftest := sys.modules.get("tests.conftest")) is not None:
+            self._overrides.change_reference(conftest.HfRunner)
+        found: set[tuple[str, str]] = set()
+        left: list[pytest.Item] = []
+        for item in items:
+            file, path = self._file(item), self.path_of(item)
+            test = item.nodeid.partition("::")[2]
+            if (pattern := matching(file.not_run, test)) is not None:
+                self.not_run.setdefault(path, {})[test] = file.not_run[pattern]
+                left.append(item)
+            elif (pattern := matching(file.expected, test)) is not None:
+                item.add_marker(pytest.mark.xfail(reason=file.expected[pattern]))
+            if pattern is not None:
+                found.add((path, pattern))
+        self._check_patterns({self.path_of(item) for item in items}, found)
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+    def _check_patterns(self, collected: set[str], found: set[tuple[str, str]]) -> None:
+        for path, file in self._files.values():
+            for pattern in [*file.not_run, *file.expected]:
+                if path in collected and (path, pattern) not in found:
+                    raise pytest.UsageError(f"the list's entry {pattern!r} of {path} names no test of this vLLM")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        with self._overrides.of(self._file(item)), tolerance_of(self._file(item)), ends_after(self._time_limit):
+            result = yield
+        if nextitem is None or nextitem.path != item.path:
+            end_engines()
+        return result
+
+
+def end_engines() -> None:
+    """Ends processes of engines that errors still refer to: they would keep the device, and this process."""
+    gc.collect()
+    left = multiprocessing.active_children()
+    for process in left:
+        process.terminate()
+    for process in left:
+        process.join(10)
+        process.kill()
+
+
+@contextmanager
+def ends_after(seconds: int) -> Iterator[None]:
+    """Raises an error in a test that takes longer."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
