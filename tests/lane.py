@@ -21,6 +21,7 @@ NEWEST = [
     "kit/test_conformance.py",
     "kit/test_mutations.py",
     "kit/test_plain_device.py",
+    "kit/test_upstream.py",
     "base/test_audio.py",
     "base/test_engine_contracts.py",
     "base/test_slot_processors.py",

@@ -11,7 +11,7 @@ from typing import Any
 import model_runner_base.testing.upstream
 from model_runner_base.testing.upstream.allow_list import AllowList, ListError, read_list, shipped_list
 from model_runner_base.testing.upstream.device import add_to_path, check_worker, install
-from model_runner_base.testing.upstream.source import SourceError, installed_release, tests_of
+from model_runner_base.testing.upstream.source import SourceError, installed_release, source_of
 
 
 def main(arguments: list[str]) -> int:
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
             allowed = read_list(shipped_list(release))
             if known.list is not None:
                 allowed = allowed.joined(read_list(known.list))
-            root = tests_of(release, _cache(), known.source)
+            root = source_of(release, _cache(), known.source)
             missing = [path for path in allowed.files if not (root / "tests" / path).is_file()]
             if missing:
                 raise ListError(f"vLLM {release} has no tests/{missing[0]}, which the list names")

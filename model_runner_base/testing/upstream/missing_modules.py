@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import sys
+from functools import wraps
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -24,11 +25,17 @@ def provide() -> None:
         sys.modules["pytest_asyncio"] = module
 
 
-def _fixture(function: Any = None, **options: Any) -> Any:
-    """A fixture of one test, since each test has an event loop of its own."""
-    for name in ("scope", "loop_scope"):
-        options.pop(name, None)
-    return pytest.fixture(function, **options)
+def _fixture(function: Any = None, **_: Any) -> Any:
+    """A fixture of one test, since each test has an event loop of its own. The test awaits its value."""
+    if function is None:
+        return _fixture
+
+    @pytest.fixture
+    @wraps(function)
+    def not_awaited(*args: Any, **named: Any) -> Any:
+        return function(*args, **named)
+
+    return not_awaited
 
 
 class AsyncTests:

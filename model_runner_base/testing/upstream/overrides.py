@@ -23,7 +23,7 @@ class Overrides:
         """Puts the options in place in this process, in which tests make the settings of their engines."""
         import vllm.model_executor.models.registry
         from vllm.config import ModelConfig
-        from vllm.engine.arg_utils import EngineArgs
+        from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
         init: Any = ModelConfig.__init__
 
@@ -31,23 +31,25 @@ class Overrides:
         def with_dtype(config: ModelConfig, *args: Any, **named: Any) -> None:
             init(config, *args, **named | {"dtype": self._dtype})
 
-        create: Any = EngineArgs.create_engine_config
-
-        @wraps(create)
-        def with_options(engine_args: EngineArgs, *args: Any, **named: Any) -> Any:
-            initial = {field.name: field.default for field in fields(engine_args)}
-            for name, value in self._defaults.items():
-                if name in initial and getattr(engine_args, name) == initial[name]:
-                    setattr(engine_args, name, value)
-            for name, value in (self._options | self._of_file).items():
-                setattr(engine_args, name, value)
-            return create(engine_args, *args, **named)
-
+        for engine_args in (EngineArgs, AsyncEngineArgs):
+            self._change_options(engine_args)
         # vLLM looks at a model's class in a process of its own, which takes ten seconds for each architecture.
         registry: Any = vllm.model_executor.models.registry
         registry._run_in_subprocess = lambda function: function()
         ModelConfig.__init__ = with_dtype  # type: ignore[method-assign]
-        EngineArgs.create_engine_config = with_options  # type: ignore[method-assign]
+
+    def _change_options(self, engine_args: Any) -> None:
+        init = engine_args.__init__
+        initial = {field.name: field.default for field in fields(engine_args)}
+
+        @wraps(init)
+        def with_options(args: Any, *positional: Any, **named: Any) -> None:
+            for name, value in self._defaults.items():
+                if named.get(name, initial[name]) == initial[name]:
+                    named[name] = value
+            init(args, *positional, **named | self._options | self._of_file)
+
+        engine_args.__init__ = with_options
 
     def change_reference(self, runner: Any) -> None:
         """Makes vLLM's ``HfRunner`` compute on the host, in the dtype of the engines."""

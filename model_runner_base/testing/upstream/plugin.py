@@ -45,7 +45,7 @@ class AllowedTests:
         from vllm.platforms import current_platform
 
         file = self._file(collector)
-        with ExitStack() as stack:
+        with self._overrides.of(file), ExitStack() as stack:
             for question in file.import_as:
                 stack.enter_context(mock.patch.object(type(current_platform), question, lambda *args: True))
             with suppress(BaseException):  # Raised again where pytest collects the file's tests, and reports it.

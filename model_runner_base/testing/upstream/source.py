@@ -20,7 +20,7 @@ def installed_release() -> str:
     return version("vllm").partition("+")[0]
 
 
-def tests_of(release: str, cache: Path, given: Path | None = None) -> Path:
+def source_of(release: str, cache: Path, given: Path | None = None) -> Path:
     """A folder with vLLM's ``tests`` in it.
 
     Args:

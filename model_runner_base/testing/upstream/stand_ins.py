@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from model_runner_base.testing.images import make_seeing_model, picture
@@ -14,7 +15,7 @@ from model_runner_base.testing.models import make_checkpoint
 from model_runner_base.testing.tokenizer import make_tokenizer, token_texts
 
 MAX_LENGTH = 4096
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 PICTURES = ["stop_sign.jpg", "cherry_blossom.jpg"]
 """Files that vLLM's tests read as they are imported."""
 REVISION = "0" * 40
@@ -59,11 +60,16 @@ def _is_common(text: str) -> bool:
 def _seeing(family: str) -> Callable[[Path], Path]:
     def make(directory: Path) -> Path:
         """A model whose images have as many tokens as LLaVA's: 24 x 24 patches."""
+        torch.manual_seed(0)
         path = make_seeing_model(family, directory).path
         for file in path.glob("*config.json"):
             text = re.sub(r'"(image_size|height|width|shortest_edge)": 32\b', r'"\1": 192', file.read_text())
             text = re.sub(r'"image_seq_length": 16\b', '"image_seq_length": 576', text)
             file.write_text(re.sub(r'("max_position_embeddings": )\d+', rf"\g<1>{MAX_LENGTH}", text))
+        tensors = load_file(path / "model.safetensors")
+        for name in filter(re.compile(r"position_embedding\.weight$").search, tensors):
+            tensors[name] = torch.randn(576 + 1, tensors[name].shape[1]) / 4
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         return path
 
     return make
