@@ -25,7 +25,8 @@ class Overrides:
         from vllm.config import ModelConfig
         from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
-        init: Any = ModelConfig.__init__
+        config_class: Any = ModelConfig
+        init = config_class.__init__
 
         @wraps(init)
         def with_dtype(config: ModelConfig, *args: Any, **named: Any) -> None:
@@ -36,7 +37,7 @@ class Overrides:
         # vLLM looks at a model's class in a process of its own, which takes ten seconds for each architecture.
         registry: Any = vllm.model_executor.models.registry
         registry._run_in_subprocess = lambda function: function()
-        ModelConfig.__init__ = with_dtype  # type: ignore[method-assign]
+        config_class.__init__ = with_dtype
 
     def _change_options(self, engine_args: Any) -> None:
         init = engine_args.__init__

@@ -57,13 +57,14 @@ class AllowedTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Puts the list's parameters in place of a test's own."""
         parameters = self._file(metafunc.definition).parameters
-        parametrize: Any = metafunc.parametrize
+        function: Any = metafunc
+        parametrize = function.parametrize
 
         def changed(names: Any, values: Any, *args: Any, **named: Any) -> None:
             name = names if isinstance(names, str) else ",".join(names)
             parametrize(names, parameters.get(name, values), *args, **named)
 
-        metafunc.parametrize = changed  # type: ignore[method-assign]
+        function.parametrize = changed
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
