@@ -1,0 +1,69 @@
+"""Attention by a kernel that reads cache blocks by the base's plan."""
+
+import torch
+
+from model_runner_base.attention.metadata import PairPlan
+from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
+
+
+@torch.library.custom_op("acme::attend", mutates_args=())
+def attend(
+    query: torch.Tensor,  # [tiles, Q, H, D]
+    cache: torch.Tensor,  # [blocks, block size, 2 * KV heads, D]: keys, then values
+    pair_tile: torch.Tensor,
+    pair_blocks: torch.Tensor,
+    first: torch.Tensor | None,
+    last: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Outputs of all query tiles; any finite numbers where a query sees no key."""
+    out = torch.zeros_like(query)
+    place = torch.arange(pair_blocks.shape[1] * cache.shape[1])  # in the KV tile
+    seen = place <= last.unsqueeze(2)  # [pairs, Q, KV tile]
+    if first is not None:
+        seen &= place >= first.unsqueeze(2)
+    for tile in range(len(query)):  # in parallel, in a real kernel
+        own = pair_tile == tile
+        read = seen[own].any(dim=1)  # Other entries are old, or of other requests, and may be NaN.
+        keys, values = cache[pair_blocks[own]].flatten(1, 2)[read].chunk(2, dim=1)  # [n, KV heads, D]
+        group = query.shape[2] // keys.shape[1]
+        scores = torch.einsum("qhd,nhd->hqn", query[tile], keys.repeat_interleave(group, dim=1)) * scale
+        mask = seen[own].transpose(1, 2)[read].T
+        weights = scores.masked_fill(~mask, -1e30).softmax(dim=2)
+        out[tile] = torch.einsum("hqn,nhd->qhd", weights, values.repeat_interleave(group, dim=1))
+    return out
+
+
+@attend.register_fake
+def _(query: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+class AcmeAttentionImpl(PagedAttentionImpl):
+    def is_plain(self, cache: torch.Tensor) -> bool:
+        """Whether the kernel can run; the base's plain torch runs the rest."""
+        extras = self.logits_soft_cap, self.alibi_slopes, self.sinks
+        return not any(extra is not None for extra in extras) and cache.dtype == torch.float32
+
+    def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        if not self.is_plain(kv_cache):
+            return super().attend_decode(query, kv_cache, plan)
+        tiles = query.view(-1, plan.last.shape[1], self.num_heads, self.head_size)
+        return self.run(tiles, kv_cache, plan).view(query.shape)
+
+    def attend_chunks(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        if not self.is_plain(kv_cache):
+            return super().attend_chunks(query, kv_cache, plan)
+        tiles = query.view(-1, self.num_heads, self.head_size)[plan.tile_tokens]  # [tiles, Q, H, D]
+        return self.run(tiles, kv_cache, plan).flatten(0, 1)[plan.token_slots].view(query.shape)
+
+    def run(self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        return attend(tiles, kv_cache, plan.pair_tile, plan.pair_blocks, plan.first, plan.last, self.scale)
+
+
+class AcmeAttentionBackend(PagedAttentionBackend):
+    reads_lines = False  # The kernel reads blocks, and no whole lines of a contiguous cache.
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedAttentionImpl]:
+        return AcmeAttentionImpl
