@@ -1,9 +1,9 @@
-"""A whole device in one file: torch's own CPU, eager, under vLLM's V1 engine. docs/new_device.md walks through it.
+"""A whole device in one file: torch's own CPU, eager, under vLLM's V1 engine.
 
     python examples/plain_device.py [MODEL]     some text from a local checkpoint, the bundled one if left out
 
-To install such a device, name the platform in an entry point of the group ``vllm.platform_plugins``: a function that
-returns "my_package.plain_device.PlainPlatform" where the device is present, and None where it is not.
+Tests and benchmarks run on it. For a device of your own, copy the package ``examples/acme_device`` instead, which
+docs/new_device/tutorial.md makes step by step.
 """
 
 import os
