@@ -13,6 +13,7 @@ from model_runner_base.testing.engine import generate
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens, logits_after
 from model_runner_base.testing.tokenizer import make_tokenizer
+from model_runner_base.vllm_compat.probes.prompts import TAKE_LOGPROBS_MODE
 
 TOLERANCE = 2e-4
 """Largest error of a log-probability or a logit in float32."""
@@ -54,7 +55,7 @@ def check_all(llm: LLM, model: TinyModel, requests: list[Request], mode: str = "
         if request.params.prompt_logprobs is None:
             assert output.prompt_logprobs is None, f"{request}: prompt logprobs that were not asked for"
         else:
-            check_prompt_logprobs(model, request, output)
+            check_prompt_logprobs(model, request, output, mode if TAKE_LOGPROBS_MODE else "raw_logprobs")
 
 
 def check_logprobs(model: TinyModel, request: Request, completion: CompletionOutput, mode: str) -> None:
@@ -74,13 +75,17 @@ def check_logprobs(model: TinyModel, request: Request, completion: CompletionOut
     )
 
 
-def check_prompt_logprobs(model: TinyModel, request: Request, output: RequestOutput) -> None:
+def check_prompt_logprobs(
+    model: TinyModel, request: Request, output: RequestOutput, mode: str = "raw_logprobs"
+) -> None:
     """Checks that there is one entry for each prompt token, but none for the first."""
     entries = output.prompt_logprobs
     prompt = list(request.prompt)
     assert entries is not None and len(entries) == len(prompt), f"{request}: {entries and len(entries)} prompt logprobs"
     assert not entries[0], f"{request}: the first prompt token has logprobs: {entries[0]}"
-    want = rules.log_softmax(logits_after(model, prompt))
+    want = logits_after(model, prompt).astype(np.float64)
+    if mode.endswith("logprobs"):
+        want = rules.log_softmax(want)
     count = request.params.prompt_logprobs
     assert count is not None
     for i in range(1, len(prompt)):

@@ -14,7 +14,7 @@ from model_runner_base.testing.reference import Request
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
 def test_logprobs_mode(mode: str, text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
-    """logprobs_mode: raw or processed, logits or (of prompts always) logprobs, with what rules exclude at -inf."""
+    """logprobs_mode: raw or processed, logits or logprobs, with what rules exclude at -inf."""
     llm = text_engine(logprobs_mode=mode)
     (prompt,) = random_prompts(10, [20])
     counts: dict[str, Any] = {"max_tokens": 6, "logprobs": 3, "prompt_logprobs": 2}
