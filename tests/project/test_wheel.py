@@ -20,57 +20,6 @@ INSTALLED = (
     "import importlib.metadata as m; print(*sorted(f'{d.name}=={d.version}' for d in m.distributions()), sep='\\n')"
 )
 
-VENDOR = {
-    "my_device/__init__.py": 'def register():\n    return "my_device.platform.MyPlatform"\n',
-    "my_device/platform.py": """
-import torch
-from model_runner_base.platform import PagedPlatform
-
-class MyPlatform(PagedPlatform):
-    device_name = device_type = "cpu"
-    worker_cls = "my_device.worker.MyWorker"
-    dtypes = (torch.float32,)
-""",
-    "my_device/worker.py": """
-import torch
-from model_runner_base import ModelRunnerBase, ModelRunnerWorker, estimate_step_memory, load_checkpoint
-
-class MyModelRunner(ModelRunnerBase):
-    def _cache_device_properties(self) -> None:
-        pass
-
-    def load_model(self) -> None:
-        self.model = load_checkpoint(self.vllm_config).to(self.device)
-
-    def profile_run(self) -> int:
-        limits = self.step_limits()
-        return estimate_step_memory(limits.largest_sizes, limits, self.get_kv_cache_spec(), self.model_config)
-
-    def capture_model(self) -> None:
-        self.warm_up(self.step_limits().largest_sizes)
-
-class MyWorker(ModelRunnerWorker):
-    model_runner_cls = MyModelRunner
-
-    def make_device(self) -> torch.device:
-        return torch.device("cpu")
-""",
-    "pyproject.toml": """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "my-device"
-version = "0.1"
-dependencies = ["model-runner-base"]
-
-[project.entry-points."vllm.platform_plugins"]
-my_device = "my_device:register"
-""",
-}
-"""Files of a vendor's package, as docs/new_device has them."""
-
 
 @dataclass(frozen=True)
 class Environment:
@@ -155,12 +104,10 @@ def test_a_vendors_environment_is_left_as_it_is(wheel: Path, vendors: Environmen
     after = vendors.run("-c", INSTALLED).split()
     assert set(after) - set(before) == {"model-runner-base==0.1.0"} and set(before) <= set(after)
 
-    for name, text in VENDOR.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    vendors.install(build(tmp_path, tmp_path / "dist"))
+    shutil.copytree(ROOT / "examples" / "acme_device", tmp_path / "source", ignore=shutil.ignore_patterns("*.egg-info"))
+    vendors.install(build(tmp_path / "source", tmp_path / "wheel"))
     ask = "from vllm.platforms import current_platform; print(type(current_platform).__name__)"
-    assert vendors.run("-c", ask).split()[-1] == "MyPlatform"
-    kit = ["-m", "model_runner_base.testing", "my_device.worker.MyWorker", "-p", "no:cacheprovider"]
+    assert vendors.run("-c", ask).split()[-1] == "AcmePlatform"
+    kit = ["-m", "model_runner_base.testing", "acme_device.worker.AcmeWorker", "-p", "no:cacheprovider"]
     table = vendors.run(*kit, "-k", "test_one_request and llama")
     assert " passes " in table and "FAILS" not in table, table
