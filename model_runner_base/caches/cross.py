@@ -45,7 +45,7 @@ class CrossCaches(CacheKind):
         num_rows, _, _, num_tiles, _ = size.plan_dims()
         sections: list[Section] = []
         for index, group in enumerate(self._groups):
-            width = group.block_table.table.shape[1]
+            width = group.block_table.max_blocks  # A number: graphs are traced through this, and guard arrays.
             sections.append(Section(f"{ROW_BLOCKS}.{index}", (num_rows, width)))
             if size.kind == StepKind.MIXED:
                 sections.append(Section(f"{TILE_BLOCKS}.{index}", (num_tiles, width)))

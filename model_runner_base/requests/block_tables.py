@@ -25,8 +25,8 @@ class BlockTable:
         max_blocks = -(-max_model_len // block_size)
         # A row holds whole KV tiles, so that a tile's block ids are one slice, and whole blocks of the scheduler's.
         whole = math.lcm(blocks_per_tile, parts)
-        max_blocks = -(-max_blocks // whole) * whole
-        self.table = np.zeros((max_num_reqs, max_blocks), np.int32)
+        self.max_blocks = -(-max_blocks // whole) * whole
+        self.table = np.zeros((max_num_reqs, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_reqs, np.int32)
         self.has_changed = np.zeros(max_num_reqs, np.bool_)
         """[rows] whether each row has changed; code that keeps a copy of the table clears it."""
