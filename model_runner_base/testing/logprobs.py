@@ -7,13 +7,13 @@ import numpy as np
 from vllm import LLM, CompletionOutput, RequestOutput
 from vllm.logprobs import Logprob
 
+from model_runner_base.heads.sampling.logprobs import PROMPTS_TAKE_MODE
 from model_runner_base.testing import rules
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import generate
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens, logits_after
 from model_runner_base.testing.tokenizer import make_tokenizer
-from model_runner_base.vllm_compat.probes.prompts import TAKE_LOGPROBS_MODE
 
 TOLERANCE = 2e-4
 """Largest error of a log-probability or a logit in float32."""
@@ -55,7 +55,7 @@ def check_all(llm: LLM, model: TinyModel, requests: list[Request], mode: str = "
         if request.params.prompt_logprobs is None:
             assert output.prompt_logprobs is None, f"{request}: prompt logprobs that were not asked for"
         else:
-            check_prompt_logprobs(model, request, output, mode if TAKE_LOGPROBS_MODE else "raw_logprobs")
+            check_prompt_logprobs(model, request, output, mode if PROMPTS_TAKE_MODE else "raw_logprobs")
 
 
 def check_logprobs(model: TinyModel, request: Request, completion: CompletionOutput, mode: str) -> None:

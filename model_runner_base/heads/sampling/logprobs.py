@@ -9,6 +9,7 @@ likeliest in order; the rank counts the tokens that are at least as likely as th
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from types import MappingProxyType
 
 import numpy as np
@@ -29,6 +30,10 @@ NUM_CHOSEN = 128
 
 CAN_CHOOSE = "logprob_token_ids" in SamplingParams.__struct_fields__
 """Whether requests of this vLLM may choose tokens."""
+
+_OF_PROMPTS = files("vllm") / "v1/worker/gpu/sample/prompt_logprob.py"
+PROMPTS_TAKE_MODE = not _OF_PROMPTS.is_file() or "logprobs_mode" in _OF_PROMPTS.read_text()
+"""Whether ``logprobs_mode`` of this vLLM also applies to prompts. Otherwise they have log probabilities in each."""
 
 NO_LOGPROBS = -2
 """Count of a request that wants no log probabilities. (In vLLM -1 means the whole vocabulary.)"""

@@ -26,6 +26,7 @@ from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.logprobs import (
     NO_LOGPROBS,
     NONE_CHOSEN,
+    PROMPTS_TAKE_MODE,
     LogprobsGatherer,
     chosen_tokens,
     count_asked,
@@ -45,7 +46,6 @@ from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.schedule import Grammar
-from model_runner_base.vllm_compat.probes.prompts import TAKE_LOGPROBS_MODE
 
 
 @compiled
@@ -132,7 +132,7 @@ class SamplingPipeline:
         self._logprobs = LogprobsGatherer(reads_logits(mode), sort_limits.max_width, wrap, device_ops)
         # Prompts have no processed logits.
         prompt_gatherer = self._logprobs
-        if reads_logits(mode) and not TAKE_LOGPROBS_MODE:
+        if reads_logits(mode) and not PROMPTS_TAKE_MODE:
             prompt_gatherer = LogprobsGatherer(False, sort_limits.max_width, wrap, device_ops)
         self.prompt_logprobs = PromptLogprobs(compute_logits, prompt_gatherer, max_num_reqs, vocab_size, device_ops)
         self._count_nans = wrap(_count_nans, []) if vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS else _count_nothing
