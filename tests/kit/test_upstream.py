@@ -1,15 +1,30 @@
 """vLLM's own tests on the example device: a user sees which pass, and what is wrong with a list, in a line."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from model_runner_base.testing.upstream.allow_list import LISTS, ListError, matching, read_list, shipped_list
-from model_runner_base.testing.upstream.source import SourceError, source_of
+from docs_build import upstream_results
+from model_runner_base.testing.upstream import source
+from model_runner_base.testing.upstream.allow_list import (
+    LISTS,
+    AllowList,
+    ListError,
+    matching,
+    read_list,
+    shipped_list,
+)
+from model_runner_base.testing.upstream.plugin import AllowedTests
+from model_runner_base.testing.upstream.source import SourceError, installed_release, source_of
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
@@ -55,6 +70,47 @@ def test_a_faulty_device_fails_a_test(tmp_path: Path) -> None:
     assert f"FAILS {FILE}::test_bad_words: " in printed
 
 
+def test_relative_paths(tmp_path: Path) -> None:
+    """Paths of the command are those of the folder that it is started in."""
+    (tmp_path / "list.toml").write_text('[models]\n[files."mine/test_mine.py"]')
+    for name in ["mine/test_mine.py", "v1/test_v1.py", *read_list(shipped_list(installed_release())).files]:
+        file = tmp_path / "source" / "tests" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("def test_a(): pass\ndef test_b(): pass\n")
+    options = ["--source", "source", "--list", "list.toml", "--results", "results.json", "--files", "mine/"]
+    status, printed = run([*PLAIN, *options, "-k", "test_a"], tmp_path)
+    assert status == 0, printed[-4000:]
+    assert "Warning" not in printed
+    results = json.loads((tmp_path / "results.json").read_text())["mine/test_mine.py"]
+    assert (results["passed"], results["left_out"]) == (1, 1)
+
+
+def test_a_path_that_the_list_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """pytest takes paths, too. One that is not listed is an error in a line."""
+    (tmp_path / "tests").mkdir()
+    for name in ("listed.py", "other.py"):
+        (tmp_path / "tests" / name).write_text("def test_x(): pass\n")
+    tests = AllowedTests(AllowList(models={}, files={"listed.py": {}}), tmp_path, mock.Mock(), 60)
+    files = [str(tmp_path / "tests" / name) for name in ("listed.py", "other.py::test_x")]
+    surroundings = ["-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    assert pytest.main([*surroundings, *files], plugins=[tests]) == pytest.ExitCode.USAGE_ERROR
+    printed = "".join(capsys.readouterr()).strip()
+    assert printed == f"ERROR: {files[1]} is no file of the list: choose among those with --files and -k"
+
+
+def test_recorded_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a list does not have any more are dropped; a run of some of a file's tests is refused."""
+    monkeypatch.setattr(upstream_results, "FILE", tmp_path / "recorded.json")
+    found = dict.fromkeys(upstream_results.COUNTS, 3)
+    (tmp_path / "recorded.json").write_text(json.dumps({"device, vLLM 0.16": {"gone.py": found}}))
+    (tmp_path / "results.json").write_text(json.dumps({FILE: found}))
+    upstream_results.record("device, vLLM 0.16", [tmp_path / "results.json"])
+    assert upstream_results.load() == {"device, vLLM 0.16": {FILE: found}}
+    (tmp_path / "results.json").write_text(json.dumps({FILE: found | {"left_out": 2}}))
+    with pytest.raises(ValueError, match=r"2 tests of .* did not run"):
+        upstream_results.record("device, vLLM 0.16", [tmp_path / "results.json"])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -93,10 +149,68 @@ def test_an_own_list_goes_before(tmp_path: Path) -> None:
 def test_no_network_and_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(SourceError, match=r"0\.16\.0 .*does not have it yet: give that file, .*, as --source$"):
-        source_of("0.16.0", tmp_path)
+    cache, own = tmp_path / "cache", tmp_path / "own"
+    with pytest.raises(SourceError, match=r"0\.16\.0 .*cache does not have it yet: give that file, .*, as --source$"):
+        source_of("0.16.0", cache, own)
     with pytest.raises(SourceError, match=r"has no tests/v1: --source needs the source of vLLM 0\.16\.0$"):
-        source_of("0.16.0", tmp_path, tmp_path)
-    (tmp_path / "vllm.tar.gz").write_text("no archive")
-    with pytest.raises(SourceError, match=r"vllm\.tar\.gz is no source distribution of vLLM that can be read"):
-        source_of("0.16.0", tmp_path, tmp_path / "vllm.tar.gz")
+        source_of("0.16.0", cache, own, tmp_path)
+
+
+def archive_in(folder: Path) -> Path:
+    """Makes a source distribution of vLLM 0.16.0 with one test."""
+    test = folder / "made" / "tests" / "v1" / "test_x.py"
+    test.parent.mkdir(parents=True)
+    test.write_bytes(os.urandom(4096))
+    with tarfile.open(folder / "vllm.tar.gz", "w:gz") as tar:
+        tar.add(folder / "made", "vllm-0.16.0")
+    return folder / "vllm.tar.gz"
+
+
+@pytest.mark.parametrize("fault", ["no archive", "ends early"])
+def test_a_broken_archive(fault: str, tmp_path: Path) -> None:
+    """A file that is not whole, or something else, is named in a line."""
+    archive = archive_in(tmp_path)
+    whole = archive.read_bytes()
+    archive.write_bytes(whole[: len(whole) // 2] if fault == "ends early" else b"no archive")
+    with pytest.raises(SourceError, match=r"^.*vllm\.tar\.gz is no source distribution of vLLM that can be read: .*$"):
+        source_of("0.16.0", tmp_path / "cache", tmp_path / "own", archive)
+
+
+def test_a_hash_of_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download that is not what the index names is not run."""
+    archive, page = archive_in(tmp_path), tmp_path / "index.html"
+    archive.rename(tmp_path / "vllm-0.16.0.tar.gz")
+    right = hashlib.sha256((tmp_path / "vllm-0.16.0.tar.gz").read_bytes()).hexdigest()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(page))
+    page.write_text(f'<!DOCTYPE html><a href="vllm-0.16.0.tar.gz#sha256={"0" * 64}">vllm</a>')
+    with pytest.raises(SourceError, match=r"vllm-0\.16\.0\.tar\.gz does not have the sha256 that the index names"):
+        source_of("0.16.0", tmp_path / "cache", tmp_path / "a")
+    page.write_text(f'<!DOCTYPE html><a href="vllm-0.16.0.tar.gz#sha256={right}">vllm</a>')
+    assert source_of("0.16.0", tmp_path / "cache", tmp_path / "b") == tmp_path / "cache" / "0.16.0"
+
+
+def test_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that start together download once, and no later run changes the tests that they run from."""
+    archive, downloads = archive_in(tmp_path), []
+
+    def download(release: str, cache: Path, own: Path) -> Path:
+        downloads.append(own)
+        time.sleep(0.2)
+        return archive
+
+    monkeypatch.setattr(source, "_download", download)
+    cache = tmp_path / "cache"
+    (cache / "0.16.0.partial").mkdir(parents=True)  # Left by a run that was killed.
+    with ThreadPoolExecutor() as pool:
+        roots = list(pool.map(lambda own: source_of("0.16.0", cache, own), [tmp_path / "a", tmp_path / "b"]))
+    assert roots == [cache / "0.16.0"] * 2
+    assert len(downloads) == 1
+    assert (roots[0] / "tests" / "v1" / "test_x.py").is_file()
+    assert not (cache / "0.16.0.partial").exists()
+    (roots[0] / "mark").touch()
+    given = source_of("0.16.0", cache, tmp_path / "c", archive)
+    assert given.is_relative_to(tmp_path / "c")
+    assert (given / "tests" / "v1" / "test_x.py").is_file()
+    assert (roots[0] / "mark").exists()

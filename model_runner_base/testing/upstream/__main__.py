@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
             allowed = read_list(shipped_list(release))
             if known.list is not None:
                 allowed = allowed.joined(read_list(known.list))
-            root = source_of(release, _cache(), known.source)
+            root = source_of(release, _cache(), Path(folder) / "source", known.source).resolve()
             missing = [path for path in allowed.files if not (root / "tests" / path).is_file()]
             if missing:
                 raise ListError(f"vLLM {release} has no tests/{missing[0]}, which the list names")
@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--files", default="", metavar="TEXT", help="only files whose path contains TEXT")
     parser.add_argument("--dtype", default="float32", help="dtype of every engine")
     parser.add_argument("--engine-options", type=json.loads, default={}, metavar="JSON", help="options of every engine")
-    parser.add_argument("--time-limit", type=int, default=300, metavar="S", help="seconds that a test may take (300)")
+    parser.add_argument(
+        "--time-limit", type=int, default=300, metavar="S", help="seconds that a test takes at most (300)"
+    )
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the table to this file, as JSON")
     return parser
 
@@ -100,8 +102,10 @@ def _run(known: Any, options: list[str], allowed: AllowList, root: Path, folder:
     )
     surroundings = ["-c", os.devnull, "--rootdir", str(root), "-p", "no:cacheprovider"]
     surroundings += ["--continue-on-collection-errors", "-q", "--show-capture=no", "--tb=short"]
+    surroundings += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # Shown before our plugin filters.
     plugins = [tests, AsyncTests(), ResultTable(tests, root, results)]
-    return pytest.main([*surroundings, *options, *files], plugins=plugins)
+    status = pytest.main([*surroundings, *options, *files], plugins=plugins)
+    return 2 if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED) else status
 
 
 if __name__ == "__main__":

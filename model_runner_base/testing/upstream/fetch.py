@@ -6,6 +6,7 @@
 of its own, since pip changes which modules are imported.
 """
 
+import hashlib
 import logging
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ def fetch(release: str, folder: Path) -> None:
 
     Raises:
         LookupError: pip finds none.
+        ValueError: its hash is not the one that the index names.
     """
     from pip._internal.commands import create_command
 
@@ -29,15 +31,17 @@ def fetch(release: str, folder: Path) -> None:
         link = next((candidate.link for candidate in candidates if str(candidate.version) == release), None)
         if link is None:
             raise LookupError("none found")
-        with open(folder / link.filename, "wb") as file:
-            if link.is_file:
-                file.write(Path(link.file_path).read_bytes())
-                return
+        path = folder / Path(link.filename).name  # The index's name may have slashes in it.
+        if link.is_file:
+            path.write_bytes(Path(link.file_path).read_bytes())
+        else:
             headers = {"Accept-Encoding": "identity"}
             with session.get(link.url_without_fragment, headers=headers, stream=True) as response:
                 response.raise_for_status()
-                for chunk in response.iter_content(1 << 20):
-                    file.write(chunk)
+                with path.open("wb") as file:
+                    file.writelines(response.iter_content(1 << 20))
+        if link.hash_name is not None and hashlib.new(link.hash_name, path.read_bytes()).hexdigest() != link.hash:
+            raise ValueError(f"{path.name} does not have the {link.hash_name} that the index names")
 
 
 if __name__ == "__main__":

@@ -66,10 +66,8 @@ class Overrides:
     @contextmanager
     def of(self, file: TestFile) -> Iterator[None]:
         """Options of one file's tests."""
-        self._of_file = file.engine
-        with mock.patch.dict("os.environ", file.environment):
+        with mock.patch.object(self, "_of_file", file.engine), mock.patch.dict("os.environ", file.environment):
             yield
-        self._of_file = {}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -25,8 +26,13 @@ class AllowedTests:
         self._time_limit = time_limit
         self.not_run: dict[str, dict[str, str]] = {}
         """Reasons by file and test."""
+        self.collected: Counter[str] = Counter()
+        """Numbers of tests by file, before any are left out."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
+        for argument in config.option.file_or_dir:
+            if Path(argument.partition("::")[0]).absolute() not in self._files:
+                raise pytest.UsageError(f"{argument} is no file of the list: choose among those with --files and -k")
         config.addinivalue_line("filterwarnings", "ignore")
         self._overrides.install()
 
@@ -48,7 +54,8 @@ class AllowedTests:
         with self._overrides.of(file), ExitStack() as stack:
             for question in file.import_as:
                 stack.enter_context(mock.patch.object(type(current_platform), question, lambda *args: True))
-            with suppress(BaseException):  # Raised again where pytest collects the file's tests, and reports it.
+            # Raised again where pytest collects the file's tests, and reports it.
+            with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
                 for name, value in file.attributes.items():
                     setattr(collector.obj, name, value)
             return (yield)
@@ -75,6 +82,7 @@ class AllowedTests:
         left: list[pytest.Item] = []
         for item in items:
             file, path = self._file(item), self.path_of(item)
+            self.collected[path] += 1
             test = item.nodeid.partition("::")[2]
             if (pattern := matching(file.not_run, test)) is not None:
                 self.not_run.setdefault(path, {})[test] = file.not_run[pattern]
@@ -83,23 +91,31 @@ class AllowedTests:
                 item.add_marker(pytest.mark.xfail(reason=file.expected[pattern]))
             if pattern is not None:
                 found.add((path, pattern))
-        self._check_patterns({self.path_of(item) for item in items}, found)
+        self._check_patterns(found)
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
 
-    def _check_patterns(self, collected: set[str], found: set[tuple[str, str]]) -> None:
+    def _check_patterns(self, found: set[tuple[str, str]]) -> None:
         for path, file in self._files.values():
             for pattern in [*file.not_run, *file.expected]:
-                if path in collected and (path, pattern) not in found:
+                if path in self.collected and (path, pattern) not in found:
                     raise pytest.UsageError(f"the list's entry {pattern!r} of {path} names no test of this vLLM")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-        with self._overrides.of(self._file(item)), tolerance_of(self._file(item)), ends_after(self._time_limit):
+        with self._overrides.of(self._file(item)), tolerance_of(self._file(item)):
             result = yield
         if nextitem is None or nextitem.path != item.path:
             end_engines()
         return result
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        """Limits the time of the innermost call: an error in pytest's own code would end the run."""
+        with ends_after(self._time_limit):
+            return (yield)
+
+    pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
 
 def end_engines() -> None:
@@ -115,13 +131,15 @@ def end_engines() -> None:
 
 @contextmanager
 def ends_after(seconds: int) -> Iterator[None]:
-    """Raises an error in a test that takes longer."""
+    """Raises an error in a block that takes longer."""
 
     def end(*_: Any) -> None:
         raise TimeoutError(f"not done after {seconds} seconds")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.alarm(seconds)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

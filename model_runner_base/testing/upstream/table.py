@@ -28,6 +28,12 @@ class FileResults:
     """Reasons by test: those that skip themselves."""
     not_run: dict[str, str] = field(default_factory=dict)
     """Reasons by test: those that the list leaves out."""
+    left_out: int = 0
+    """Number of tests without a result: options such as ``-k`` leave them out, or the run ended before them."""
+
+    def count(self) -> int:
+        """Number of tests with a result."""
+        return self.passed + sum(len(tests) for tests in (self.failed, self.expected, self.skipped, self.not_run))
 
 
 class ResultTable:
@@ -66,7 +72,8 @@ class ResultTable:
         for path, tests in self._allowed.not_run.items():
             if path in self.files:
                 self.files[path].not_run = tests
-        for results in self.files.values():
+        for path, results in self.files.items():
+            results.left_out = max(0, self._allowed.collected[path] - results.count())
             if not results.passed and not results.failed:
                 reason = next(iter((results.skipped | results.expected).values()), "")
                 results.failed["(all)"] = f"no test passed: {reason}"
