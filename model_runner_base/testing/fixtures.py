@@ -2,15 +2,18 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import LLM
 
-from model_runner_base.testing.engine import Engines, cache_bytes
+from model_runner_base.testing.engine import DEFAULTS, Engines, cache_bytes
 from model_runner_base.testing.models import TinyModel, make_checkpoint
 from model_runner_base.testing.order import sort_checks
 from model_runner_base.testing.profiles import leave_out, profile_of
+from model_runner_base.testing.server import flags, served
 from model_runner_base.testing.table import FAILED
 from model_runner_base.testing.tokenizer import add_tokenizer
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
@@ -28,8 +31,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if is_there.get(collection_path.name, True) else True
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Brings the checks into the kit's order, and leaves out those that the profile does not have."""
+    """Brings the checks into the kit's order, and leaves out those that the profile does not have.
+
+    It comes after pytest's own choice: the first case of a check is the first of those that ``-k`` leaves.
+    """
     sort_checks(items)
     if left_out := leave_out(profile_of(config), items):
         config.hook.pytest_deselected(items=left_out)
@@ -57,11 +64,34 @@ def engines(pytestconfig: pytest.Config) -> Iterator[Engines]:
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Callable[..., LLM]]:
     """``engine(model.path, **options)``: an LLM on the worker under test, its prefix cache empty.
 
-    It is the last check's engine if that had the same options. The engine of a check that fails is closed.
+    It is the last check's engine if that had the same options. The engine of a check that fails, or in
+    whose middle the device refuses, is closed.
     """
     yield engines.get
     if request.node.stash.get(FAILED, False):
         engines.close()
+
+
+Serve = Callable[..., AbstractContextManager[str]]
+"""``serve(**options)``: context with the base URL of vLLM's OpenAI server, whose model is named "kit"."""
+
+
+@pytest.fixture(scope="session")
+def serve(
+    engines: Engines, text_model: TinyModel, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Serve:
+    """Starts servers of the text model with the device, in processes of their own. This process then has no engine."""
+    option = pytestconfig.getoption
+
+    def start(**own: Any) -> AbstractContextManager[str]:
+        engines.close()  # The device may serve one process at a time.
+        options = DEFAULTS | {"worker_cls": option("worker"), "enforce_eager": option("eager")}
+        options |= option("engine_options") | {"skip_tokenizer_init": False, "served_model_name": "kit"} | own
+        del options["disable_log_stats"]  # A server's default; its flag only sets it.
+        log = tmp_path_factory.mktemp("server") / "log"
+        return served(text_model.path, option("platform"), log, *flags(options))
+
+    return start
 
 
 @pytest.fixture(scope="session")

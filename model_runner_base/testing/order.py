@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 CHECKS = Path(__file__).parent / "checks"
-FIRST = ["interfaces", "server", "start", "compilation", "device_operations", "equality"]
+FIRST = ["interfaces", "server", "ranks", "start", "compilation", "device_operations", "equality"]
 """Groups that run before all others.
 
-``interfaces`` names what drifted before an engine starts. ``server`` has the device for itself while this process has
-not opened it. ``start`` ends the run if no engine starts. ``compilation`` comes before groups with other engines, since
-late compilations show only in a process that has compiled nothing before."""
+``interfaces`` names what drifted before an engine starts. ``server`` and ``ranks`` have the device for themselves while
+this process has not opened it. ``start`` ends the run if no engine starts. ``compilation`` comes before groups with
+other engines, since late compilations show only in a process that has compiled nothing before."""
 SHARING = [
     "noise",
     "repeated_numbers",

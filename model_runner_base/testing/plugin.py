@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=_options,
         default={},
         metavar="JSON",
-        help="options of every engine, as of vllm.LLM; those that a check is about go before",
+        help="options of every engine, as of vllm.LLM; those of a check come first",
     )
     group.addoption(
         "--kit-profile",
@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--schedules", type=int, metavar="N", help="random schedules of each architecture (15): fewer find less"
     )
     group.addoption("--draws", type=int, metavar="N", help="tokens drawn for each distribution (2000): fewer show less")
+    group.addoption("--ranks", type=int, default=1, metavar="N", help="devices of this machine: 2 to check two ranks")
     group.addoption(
         "--soak",
         type=int,

@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ START_TIMEOUT = 600
 """Seconds that a server may take until it answers."""
 PREFIX = re.compile(r"^(\(.*?pid=\d+\) )?([A-Z]+ [\d-]+ [\d:]+ \[.*?\] )?")
 """Process, level, time and place of a line that vLLM logs."""
+REFUSAL = re.compile(r"UnsupportedConfigError|NotImplementedError: .|ValueError: .*not supported", re.IGNORECASE)
+"""Last line of a traceback of an error that ``table.refusal`` takes for a refusal."""
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Connections to this machine, which no proxy of the environment serves."""
 LAST_OF_TRACEBACK = re.compile(r"([\w.]*\.)?\w*(Error|Exception)\b")
 
 
@@ -35,43 +40,66 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 @contextmanager
 def served(model: Path, platform: str | None, log: Path, *arguments: str) -> Iterator[str]:
     """Starts the server, yields its base URL when it answers, and ends it; what it prints goes to ``log``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "model_runner_base.testing.server_process", "serve", str(model)]
+    command = [sys.executable, "-m", "model_runner_base.testing.server_process", "serve", str(model), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if platform is not None:
         environment["MODEL_RUNNER_BASE_PLATFORM"] = platform
+    with started(command, environment, log) as url:
+        yield url
+
+
+@contextmanager
+def started(command: list[str], environment: Mapping[str, str], log: Path) -> Iterator[str]:
+    """Runs a server's command on a free port of this machine, as ``served`` does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with log.open("w") as out:
+        place = ["--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port), *arguments],
-            env=environment,
-            stdout=out,
-            stderr=subprocess.STDOUT,
+            [*command, *place], env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_for(process, url, log)
         yield url
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
+        ends = _end(process)
+    assert ends, "the server did not end when it was asked to"
+
+
+def _end(process: subprocess.Popen[bytes], timeout_s: float = 60) -> bool:
+    """Ends a server, and the processes that it has started; returns whether it ended by itself when it was asked to."""
+    process.terminate()
+    try:
+        process.wait(timeout_s)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Returns when the server answers; raises AssertionError with its last error if it ends before."""
+    """Returns when the server answers.
+
+    Raises:
+        AssertionError: it ends before, or does not answer.
+        NotImplementedError: it ends before, since the device refuses something.
+    """
     deadline = time.monotonic() + START_TIMEOUT
     while True:
-        assert process.poll() is None, f"the server ended before it was ready: {_reason(log)}"
+        if process.poll() is not None:
+            reason = _reason(log)
+            if REFUSAL.search(reason):
+                raise NotImplementedError(reason)
+            raise AssertionError(f"the server ended before it was ready: {reason}")
         assert time.monotonic() < deadline, f"the server was not ready in {START_TIMEOUT} s: {_reason(log)}"
         try:
-            with urllib.request.urlopen(f"{url}/health"):
+            with DIRECT.open(f"{url}/health", timeout=10):
                 return
         except OSError:  # No answer yet, or one that says so.
             time.sleep(0.2)
@@ -85,9 +113,11 @@ def _reason(log: Path) -> str:
 
 def gauge(url: str, name: str) -> float:
     """The sum of one of the server's figures, such as ``vllm:kv_cache_usage_perc``."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
+    with DIRECT.open(f"{url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+    values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{")]
+    assert values, f"the server has no figure {name}"
+    return sum(values)
 
 
 def wait_until_idle(url: str, timeout_s: float = 30) -> None:
@@ -107,7 +137,7 @@ def posted(url: str, body: dict[str, Any], timeout_s: float = 120) -> Iterator[A
     """
     data = json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+    with DIRECT.open(request, timeout=timeout_s) as answer:
         yield answer
 
 

@@ -8,9 +8,10 @@ from urllib.error import HTTPError
 import pytest
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.engine import DEFAULTS, Engines
+from model_runner_base.testing.engine import DEFAULTS
+from model_runner_base.testing.fixtures import Serve
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.testing.server import flags, gauge, pieces_of, post, posted, served, wait_until_idle
+from model_runner_base.testing.server import gauge, pieces_of, post, posted, wait_until_idle
 from model_runner_base.testing.tokenizer import make_tokenizer
 
 PROMPTS = random_prompts(220, [9, 40, 3, 70])
@@ -20,19 +21,13 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 BODY: dict[str, Any] = {"model": "kit", "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
 STOPPED = 200
 """Tokens that a client asks for who leaves after the first ones."""
+TRIES = 8
+"""Clients that may leave too late: a fast device has made all tokens by then."""
 
 
 @pytest.fixture(scope="module")
-def server(
-    engines: Engines, text_model: TinyModel, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    engines.close()  # The device may serve one process at a time.
-    option = pytestconfig.getoption
-    options = DEFAULTS | {"worker_cls": option("worker"), "enforce_eager": option("eager")} | option("engine_options")
-    options |= {"skip_tokenizer_init": False, "served_model_name": "kit", "chat_template": TEMPLATE}
-    del options["disable_log_stats"]  # A server's default; its flag only sets it.
-    log = tmp_path_factory.mktemp("server") / "log"
-    with served(text_model.path, option("platform"), log, *flags(options)) as url:
+def server(serve: Serve) -> Iterator[str]:
+    with serve(chat_template=TEMPLATE) as url:
         yield url
 
 
@@ -66,16 +61,21 @@ def test_chat(server: str, text_model: TinyModel) -> None:
     assert "".join(pieces_of(f"{server}/v1/chat/completions", body)) == want
 
 
+def tokens_until_left(url: str) -> float:
+    """Tokens that were made for a client that leaves after the first ones."""
+    wait_until_idle(url)
+    before = gauge(url, "vllm:generation_tokens_total")
+    body = {**BODY, "prompt": list(PROMPTS[0]), "max_tokens": STOPPED, "stream": True}
+    with posted(f"{url}/v1/completions", body) as answer:
+        answer.readline()
+    wait_until_idle(url)
+    return gauge(url, "vllm:generation_tokens_total") - before
+
+
 def test_a_client_that_leaves(server: str, text_model: TinyModel) -> None:
     """A client that disconnects in the middle of its answer frees its blocks, and others are served as before."""
-    wait_until_idle(server)
-    before = gauge(server, "vllm:generation_tokens_total")
-    body = {**BODY, "prompt": list(PROMPTS[0]), "max_tokens": STOPPED, "stream": True}
-    with posted(f"{server}/v1/completions", body) as answer:
-        answer.readline()
-    wait_until_idle(server)
-    num_tokens = gauge(server, "vllm:generation_tokens_total") - before
-    assert num_tokens < STOPPED, "the request ran to its end"
+    is_cut = any(0 < tokens_until_left(server) < STOPPED for _ in range(TRIES))
+    assert is_cut, f"each of {TRIES} requests ran to its end"
     assert complete(server, PROMPTS[1])["choices"][0]["text"] == text_after(text_model, PROMPTS[1])
 
 
