@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from model_runner_base.testing.order import group_of
+from model_runner_base.testing.profiles import PROFILES
 from model_runner_base.testing.words import counted
 
 FILE = Path(__file__).with_name("durations.json")
-DEFAULTS = {"schedules": 15, "draws": 2000}
-"""Values of the options at which times are recorded."""
 SCALED_BY = {"schedules": "schedules", "state_schedules": "schedules", "distributions": "draws"}
 """Option that a group's times grow with."""
 TRUST_S = 10.0
@@ -95,9 +94,12 @@ class RunningTime:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._factors = {group: config.getoption(by) / DEFAULTS[by] for group, by in SCALED_BY.items()}
+        self._factors = {
+            group: config.getoption(by) / getattr(PROFILES["default"], by) for group, by in SCALED_BY.items()
+        }
         self._estimate = Estimate([], {}, {})
         self._times: dict[str, float] = {}
+        self._ended_well: dict[str, bool] = {}
         self._bar: Progress | None = None
         self._start = monotonic()
         self._next_line = FIRST_LINE_S
@@ -108,7 +110,7 @@ class RunningTime:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         names = [name_of(item) for item in session.items]
-        if not names or self._config.option.collectonly:
+        if not names or self._config.option.collectonly or self._terminal is None:
             return
         self._estimate = Estimate(names, load(), self._factors)
         about = in_words(self._estimate.total)
@@ -141,8 +143,9 @@ class RunningTime:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: Any) -> None:
-        name = report.check
+        name = getattr(report, "check", report.nodeid)  # Reports of a crash come from no check.
         self._times[name] = self._times.get(name, 0.0) + report.duration
+        self._ended_well[name] = self._ended_well.get(name, True) and report.passed
         if self._bar and report.failed:
             self._bar.console.print(f"FAILS {name}: {report.reason}", style="red", markup=False, highlight=False)
         if report.when == "teardown":
@@ -153,7 +156,7 @@ class RunningTime:
         left = f"{in_words(self._estimate.left())} left"
         if self._bar:
             self._bar.update(self._task, advance=1, left=left, refresh=True)
-        elif monotonic() - self._start > self._next_line and self._estimate.left() > FIRST_LINE_S:
+        elif self._terminal and monotonic() - self._start > self._next_line and self._estimate.left() > FIRST_LINE_S:
             self._next_line *= 2
             self._terminal.ensure_newline()
             self._terminal.write_line(f"{left}; so far {self._estimate.ratio:.1f} times the example device's time")
@@ -162,8 +165,8 @@ class RunningTime:
         if self._bar:
             self._bar.stop()
         if self._config.getoption("record_durations"):
-            usual = {name: each / self._factors.get(name.partition("::")[0], 1.0) for name, each in self._times.items()}
-            record(usual)
+            times = {name: seconds for name, seconds in self._times.items() if self._ended_well[name]}
+            record({name: each / self._factors.get(name.partition("::")[0], 1.0) for name, each in times.items()})
 
 
 def _bar(console: Console) -> Progress:

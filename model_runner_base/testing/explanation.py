@@ -1,6 +1,7 @@
 """Explains wrong tokens: looks for a smaller case, and runs it again with a trace of its steps and caches."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -36,8 +37,9 @@ def explain(mismatch: TokenMismatch, llm: LLM, seconds: float) -> str:
     """Sentence about the smallest case; about the case as found if its rerun is right or raises."""
     found = str(mismatch)
     try:
-        return Explainer(mismatch, llm).explain(seconds) or f"{found}; right when it runs again"
-    except Exception as error:  # A faulty device may do anything; what was found stays the failure.
+        return Explainer(mismatch, llm).explain(seconds)
+    # A faulty device may do anything; what was found stays the failure.
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
         return f"{found}; its rerun raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -48,8 +50,7 @@ class Explainer:
         self._model, self._llm, self._found = mismatch.model, llm, mismatch
         self._rerun = mismatch.rerun
 
-    def explain(self, seconds: float) -> str | None:
-        """The sentence, or None if the case is right when it runs again."""
+    def explain(self, seconds: float) -> str:
         case, difference = self._found.case, self._found.difference
         if self._rerun is not None and self._alone(case, difference):
             self._rerun = None  # Its way of arriving does not matter.
@@ -57,7 +58,12 @@ class Explainer:
             case, difference = shrink(case, difference, self._fails, seconds)
         with watch_case(self._llm) as steps:
             again = self._fails(case)
-        return None if again is None else self._describe(case, again, steps)
+        sentence = f"{self._model.path.name}, {describe(case, again or difference, '')}"
+        if again is None:
+            return f"{sentence}; right when it runs again"
+        with suppress(LookupError):  # A step's trace may lack what the sentence says of it.
+            sentence = self._describe(case, again, steps)
+        return sentence
 
     def _alone(self, case: Case, difference: Difference) -> bool:
         """Whether the request is wrong, too, when it runs on its own."""
@@ -79,7 +85,10 @@ class Explainer:
         # Of requests with one prompt, the one that came as late as this one.
         request = list(dict.fromkeys(named))[case.prompts[: difference.request].count(prompt)]
         own = [step for step in steps if request in step.trace.requests]
-        last = [step for step in own if step.trace.requests[request].sampled.position == sampled_at][-1]
+        places = [(step.trace.requests[request].sampled.position, step) for step in own]
+        # Where drafts were accepted, the step begins with an earlier token.
+        place = max(position for position, _ in places if position <= sampled_at)
+        last = [step for position, step in places if position == place][-1]
         own = [step for step in own if step.number <= last.number]
         sentence = f"{self._model.path.name}, {describe(case, difference, _how(own, request, len(prompt)))}; {last}"
         right = self._model.greedy(prompt, difference.output) if difference.output else []

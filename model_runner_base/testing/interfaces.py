@@ -3,7 +3,7 @@
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +16,20 @@ _MISSING = {"ImportError", "ModuleNotFoundError", "Exception"}
 
 
 def modules_with(cls: type) -> list[ModuleType]:
-    """The loaded modules of a class's package, or its own module where that is in none."""
+    """The loaded modules of a class's package, or its own module where that is in none; none if the class is ours."""
+    if cls.__module__.split(".")[0] in OURS:
+        return []
     package = cls.__module__.rpartition(".")[0]
     names = [name for name in sys.modules if name == cls.__module__ or (package and name.startswith(f"{package}."))]
     return [sys.modules[name] for name in sorted(names)]
 
 
-def drifted_methods(modules: list[ModuleType]) -> list[str]:
-    """Describes each method that cannot be called as the one of vLLM's or of the base that it overrides."""
+def drifted_methods(modules: list[ModuleType], made: Sequence[type]) -> list[str]:
+    """Describes each method that cannot be called as the one of vLLM's or of the base that it overrides.
+
+    Classes in ``made`` are those that vLLM makes objects of; the device makes those of others, as they want it.
+    """
+    constructors = [cls.__init__ for cls in made]  # type: ignore[misc]
     classes = {cls: None for module in modules for cls in vars(module).values() if isinstance(cls, type)}
     names = {module.__name__ for module in modules}
     return [
@@ -31,7 +37,7 @@ def drifted_methods(modules: list[ModuleType]) -> list[str]:
         for cls in classes
         if cls.__module__ in names
         for name, override in vars(cls).items()
-        if (words := _drift(cls, name, override))
+        if (not name.startswith("__") or override in constructors) and (words := _drift(cls, name, override))
     ]
 
 
@@ -39,26 +45,34 @@ def _drift(cls: type, name: str, override: Any) -> str | None:
     """Why the override does not fit the nearest method of vLLM's or the base's; None if it does, or is none."""
     bases = (base for base in cls.__mro__[1:] if base.__module__.split(".")[0] in OURS)
     base = next((base for base in bases if name in vars(base)), None)
-    if base is None or (name.startswith("__") and name != "__init__"):
+    if base is None:
         return None
-    own, theirs = _function(override), _function(vars(base)[name])
+    overridden = vars(base)[name]
+    own, theirs = _signature(override), _signature(overridden)
     if own is None or theirs is None:
         return None
     where = f"{base.__module__}.{base.__qualname__}.{name}"
-    if type(override) is not type(vars(base)[name]):
-        return f"{where} is a {type(vars(base)[name]).__name__}, and this a {type(override).__name__}"
-    signature = inspect.signature(own)
-    for args, kwargs in _calls(inspect.signature(theirs)):
+    # The other way round all calls go on: a class's method can be called on its objects too.
+    if isinstance(override, FunctionType) and not isinstance(overridden, FunctionType):
+        return f"{where} is a {type(overridden).__name__}, and this a {type(override).__name__}"
+    for args, kwargs in _calls(theirs):
         try:
-            signature.bind(*args, **kwargs)
+            own.bind(*args, **kwargs)
         except TypeError as error:
-            return f"{error}, with which {where}{inspect.signature(theirs)} is called"
+            return f"{error}, with which {where}{theirs} is called"
     return None
 
 
-def _function(value: Any) -> FunctionType | None:
-    inner = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-    return inner if isinstance(inner, FunctionType) else None
+def _signature(value: Any) -> inspect.Signature | None:
+    """Signature of a method's calls, without ``self`` or ``cls``; None if the value is no method."""
+    function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+    if not isinstance(function, FunctionType):
+        return None
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters.values()), None)
+    if isinstance(value, staticmethod) or first is None or first.kind is first.VAR_POSITIONAL:
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _calls(signature: inspect.Signature) -> Iterator[tuple[list[str], dict[str, str]]]:
@@ -76,7 +90,7 @@ def _calls(signature: inspect.Signature) -> Iterator[tuple[list[str], dict[str, 
 def missing_imports(modules: list[ModuleType]) -> list[str]:
     """Describes each import from vLLM or the base, also those inside functions, that the installed release lacks.
 
-    Imports for type checkers and those that expect an ImportError are left out.
+    Imports for type checkers, those that expect an ImportError, and those between which an ``if`` chooses are left out.
     """
     found = []
     for module in modules:
@@ -94,10 +108,16 @@ def _imports(node: ast.AST) -> Iterator[ast.ImportFrom | ast.Import]:
         return
     if isinstance(node, ast.With) and any(_expects_absence(item.context_expr) for item in node.items):
         return
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+    if isinstance(node, ast.If) and ("TYPE_CHECKING" in ast.unparse(node.test) or _chooses_import(node)):
         return
     for child in ast.iter_child_nodes(node):
         yield from _imports(child)
+
+
+def _chooses_import(node: ast.If) -> bool:
+    """Whether both branches import something, as for two releases."""
+    branches = ([found for part in branch for found in ast.walk(part)] for branch in (node.body, node.orelse))
+    return all(any(isinstance(n, ast.ImportFrom | ast.Import) for n in branch) for branch in branches)
 
 
 def _expects_absence(node: ast.AST | None) -> bool:
@@ -122,8 +142,10 @@ def _absent(node: ast.ImportFrom | ast.Import) -> list[str]:
 
 
 def _exists(module: str, name: str | None) -> bool:
+    """Whether a module can be imported, and has the name; one that fails is not there for the device either."""
     try:
         loaded = import_module(module)
-    except ImportError:
+        # The last raises ModuleNotFoundError if the module is no package.
+        return name in (None, "*") or hasattr(loaded, str(name)) or find_spec(f"{module}.{name}") is not None
+    except Exception:
         return False
-    return name in (None, "*") or hasattr(loaded, str(name)) or find_spec(f"{module}.{name}") is not None

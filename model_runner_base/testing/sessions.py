@@ -122,4 +122,4 @@ class Driver:
             session.check(model, self.stops)
         for prompt, tokens in self.plain.values():
             want = until(self.stops, model.greedy(prompt, OUTPUTS))
-            assert tokens == want, f"beside sessions, prompt {prompt}: {tokens} is not {want}"
+            assert tokens == want, f"next to sessions, prompt {prompt}: {tokens} is not {want}"

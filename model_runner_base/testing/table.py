@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 FAILED: pytest.StashKey[bool] = pytest.StashKey()
-"""Whether a check failed, for the fixtures that clean up after it."""
+"""Whether a check failed, or ended with a refusal in its middle, for the fixtures that clean up after it."""
 
 
 _TORCHS_OWN = re.compile(
@@ -76,7 +76,8 @@ class PromiseTable:
             if report.refusal is not None:
                 report.outcome = "skipped"
                 report.longrepr = (str(item.path), item.location[1] or 0, report.refusal)
-        item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+        has_ended_early = report.failed or (report.refusal is not None and call.when == "call")
+        item.stash[FAILED] = item.stash.get(FAILED, False) or has_ended_early
         return report
 
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:

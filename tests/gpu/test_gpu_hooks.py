@@ -207,7 +207,7 @@ def test_weights_that_cannot_be_loaded_again_are_not_dropped() -> None:
         GPUWorker.sleep(worker, level=2)  # type: ignore[arg-type]
     model = SimpleNamespace(draft_model=object())
     worker = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=False), get_model=lambda: model)
-    with pytest.raises(ValueError, match=r"beside a draft.* sleep at level 1"):
+    with pytest.raises(ValueError, match=r"with a draft.* sleep at level 1"):
         GPUWorker.sleep(worker, level=2)  # type: ignore[arg-type]
 
 

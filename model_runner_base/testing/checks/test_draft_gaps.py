@@ -10,16 +10,15 @@ from vllm import LLM
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.drafts import KnownDrafts, speculation
-from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.engine import DEFAULTS, generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel
 
-SIZE = 16
-"""Tokens of a block."""
 PROMPTS = random_prompts(200, [1, 3, 16, 33, 64])
-AROUND_BLOCKS = random_prompts(201, [blocks * SIZE + offset for blocks in (1, 3) for offset in (-1, 0, 1)])
 NEW_TOKENS = 18
+LONGEST = DEFAULTS["max_model_len"] - NEW_TOKENS
 KEEPS_STATES = "qwen3-next"
-OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "block_size": SIZE, "num_gpu_blocks_override": 40}
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "block_size": 16, "num_gpu_blocks_override": 40}
+DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{kind}_tokens" for kind in ("draft", "accepted"))
 
 
 # The scope sorts the checks by model: those of one share an engine.
@@ -35,7 +34,8 @@ def drafted(
     """An engine with drafts that are often wrong, and none at all in some steps; prefixes are kept."""
     model = tiny_model(name)
     llm = engine(model.path, **OPTIONS, speculative_config=speculation("ngram", model), enable_prefix_caching=True)
-    texts = dict.fromkeys([*PROMPTS, *AROUND_BLOCKS], NEW_TOKENS)
+    texts = dict.fromkeys([*PROMPTS, *around_blocks(block_size_of(llm))], NEW_TOKENS)
+    before = [metric(llm, name) for name in (DRAFTED, ACCEPTED)]
     known, steps = KnownDrafts(llm, model, texts, is_wrong=False), count()
 
     def look_up(req_ids: list[str], *args: Any) -> list[list[int]]:
@@ -44,8 +44,19 @@ def drafted(
 
     monkeypatch.setattr(runner_of(llm).parts.drafter, "look_up", look_up)
     yield llm, model
-    drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
+    drafted, accepted = (metric(llm, name) - old for name, old in zip((DRAFTED, ACCEPTED), before, strict=True))
     assert drafted > accepted > 0, "drafts were all right, or all wrong"
+
+
+def block_size_of(llm: LLM) -> int:
+    """Tokens of a block, which a platform may choose otherwise than it was asked for."""
+    return llm.llm_engine.vllm_config.cache_config.block_size
+
+
+def around_blocks(size: int) -> list[tuple[int, ...]]:
+    """Prompts that end at a block's end, one token before or after: after one block, and after three if they fit."""
+    ends = [blocks * size for blocks in (1, 3) if blocks * size < LONGEST]
+    return random_prompts(201, [end + offset for end in ends for offset in (-1, 0, 1)])
 
 
 def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]]) -> list[int]:
@@ -65,10 +76,12 @@ def test_steps_without_drafts(drafted: tuple[LLM, TinyModel]) -> None:
 
 def test_prefix_hits_around_blocks(drafted: tuple[LLM, TinyModel]) -> None:
     """Prompts that end at a block's end, one token before or after: computed, hit, and continued."""
-    for prompt in AROUND_BLOCKS:
-        hit = (len(prompt) - 1) // SIZE * SIZE
+    size = block_size_of(drafted[0])
+    prompts = around_blocks(size)
+    for prompt in prompts:
+        hit = (len(prompt) - 1) // size * size
         assert check(*drafted, [prompt]) == [0]
         assert check(*drafted, [prompt]) == [hit], f"a prompt of {len(prompt)} tokens"
-        longer = prompt[:hit] + prompt
+        longer = (prompt[:hit] + prompt)[:LONGEST]
         assert check(*drafted, [longer])[0] >= hit, f"a prompt of {len(longer)} tokens"
-    check(*drafted, AROUND_BLOCKS[-4:])
+    check(*drafted, prompts[-4:])

@@ -34,7 +34,7 @@ def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int
 
 
 def test_long_prompts(llm: LLM, text_model: TinyModel) -> None:
-    """Prompts in chunks of hundreds of tokens, beside requests that decode with contexts of other lengths."""
+    """Prompts in chunks of hundreds of tokens, with requests that decode with contexts of other lengths."""
     check(llm, text_model, PROMPTS)
 
 

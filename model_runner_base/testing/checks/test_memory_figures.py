@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from vllm import LLM
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, generate, greedy, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel
@@ -14,25 +14,32 @@ from model_runner_base.testing.models import TinyModel
 Start = Callable[..., LLM]
 
 
-def test_start_by_figures(
-    text_engine: Start, text_model: TinyModel, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def runner_and_memory(llm: LLM) -> tuple[type, MemoryInfo]:
+    """The runner's class, and the device's memory while this engine has its part."""
+    runner = runner_of(llm)
+    return type(runner), runner.device_ops.memory_info()
+
+
+def test_start_by_figures(text_engine: Start, text_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine starts by the device's figures, without kv_cache_memory_bytes, and serves a long request."""
-    cls = resolve_obj_by_qualname(pytestconfig.getoption("worker")).model_runner_cls
-    profile_run, found = cls.profile_run, []
+    cls, memory = runner_and_memory(text_engine())
+    profile_run, found = cls.profile_run, []  # type: ignore[attr-defined]
 
     def profile(self: Any) -> int:
         found.append(profile_run(self))
         return found[-1]  # type: ignore[no-any-return]
 
     monkeypatch.setattr(cls, "profile_run", profile)
+    # Other processes may use the device too.
+    share = memory.free / memory.total / 2 if memory.total else 0.5
     try:
-        llm = text_engine(kv_cache_memory_bytes=None, gpu_memory_utilization=0.5)
+        llm = text_engine(kv_cache_memory_bytes=None, gpu_memory_utilization=share)
     except ValueError as error:
         if "does not report its memory" not in str(error):
             raise
         raise NotImplementedError(f"a start by memory figures is not supported: {error}") from error
-    (needed,), total = found, runner_of(llm).device_ops.memory_info().total
+    assert found, "the engine started without profile_run"
+    needed, total = found[-1], memory.total
     is_right = isinstance(needed, int) and needed > 0 and (not total or needed < total)
     assert is_right, f"profile_run: a step needs {needed} bytes of {total}"
     config = llm.llm_engine.vllm_config

@@ -132,7 +132,7 @@ def test_preemption_within_images(llm: LLM, model: SeeingModel) -> None:
     see, twice = model.placeholder, picture(30, 40, 40)
     asked = [(f"{see} and {see} again", [twice, twice]), (f"a {see}", [picture(31, 64, 64)])]
     want = expected(model, asked, 4)
-    core = llm.llm_engine
+    core, before = llm.llm_engine, metric(llm, "vllm:num_preemptions")
     for step in range(1, 9):
         llm.reset_prefix_cache()
         names = [f"preempted after step {step}, request {index}" for index in range(len(asked))]
@@ -148,6 +148,7 @@ def test_preemption_within_images(llm: LLM, model: SeeingModel) -> None:
         for name, answer in zip(names, want, strict=True):
             assert name in got, f"{name} does not end"
             assert read([got[name]]) == [answer], f"{name}: {read([got[name]])} is not {[answer]}"
+    assert metric(llm, "vllm:num_preemptions") > before, "no request was preempted"
 
 
 def test_an_image_of_several_requests_is_encoded_once(llm: LLM, model: SeeingModel, encoded: list[str]) -> None:

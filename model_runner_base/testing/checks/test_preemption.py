@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.drafts import speculation
-from model_runner_base.testing.engine import cache_bytes, core_of, greedy, metric
+from model_runner_base.testing.engine import Engines, cache_bytes, core_of, greedy, metric
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request
 
@@ -29,15 +29,19 @@ CASES = {
     "synchronous, second contract": ("1", False, None),
 }
 """Contract of each case, whether scheduling is asynchronous, and the kind of drafts."""
+DRAFTED = "vllm:spec_decode_num_draft_tokens"
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest) -> Iterator[str]:
+def case(request: pytest.FixtureRequest, engines: Engines) -> Iterator[str]:
+    """A case; no engine of another contract is left before it or after it."""
     variable = "VLLM_USE_V2_MODEL_RUNNER"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(variable, CASES[request.param][0])
         envs.disable_envs_cache()
+        engines.close()
         yield request.param
+        engines.close()
     envs.disable_envs_cache()
 
 
@@ -48,21 +52,21 @@ def llm(case: str, text_engine: Callable[..., LLM], text_model: TinyModel) -> LL
     if drafts is not None:
         options["speculative_config"] = speculation(drafts, text_model)
         options["kv_cache_memory_bytes"] = 2 * cache_bytes(text_model.path, 448)
-    # The contract is among the options, so that the next case gets an engine of its own.
-    llm = text_engine(**options, additional_config={"contract": contract})
+    llm = text_engine(**options)
     assert core_of(llm).scheduler.use_v2_model_runner is (contract == "1")
     return llm
 
 
-def test_preemption_at_every_step(llm: LLM, text_model: TinyModel) -> None:
+def test_preemption_at_every_step(llm: LLM, case: str, text_model: TinyModel) -> None:
     """Requests that are all preempted after any step, also twice: no token comes twice or is lost, none is preempted
     more often."""
-    want = [text_model.greedy(prompt, COUNT) for prompt in PROMPTS]
+    want, drafted = [text_model.greedy(prompt, COUNT) for prompt in PROMPTS], metric(llm, DRAFTED)
     num_steps = run(llm, "undisturbed", [], want)
     for step in range(1, num_steps):
         run(llm, f"preempted after step {step}", [step], want)
     for first, second in pairwise(range(3, num_steps, 4)):
         run(llm, f"preempted after steps {first} and {second}", [first, second], want)
+    assert CASES[case][2] is None or metric(llm, DRAFTED) > drafted, "nothing was drafted"
 
 
 def run(llm: LLM, name: str, stops: list[int], want: list[list[int]]) -> int:

@@ -11,6 +11,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.table import refusal
 from model_runner_base.testing.weights import other_weights
 
 PROMPTS = random_prompts(160, [5, 30, 70])
@@ -33,13 +34,12 @@ def test_reloaded_weights(text_engine: Callable[..., LLM], text_model: TinyModel
     check(llm, text_model)
     policy = runner_of(llm).graph_policy
     warm = policy.num_compilations()
-    try:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other.path)})
-        llm.reset_prefix_cache()
-        check(llm, other)
-    finally:
-        weights = [*load_file(text_model.path / "model.safetensors").items()]
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    # An engine that fails in between is closed, with the other weights.
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other.path)})
+    llm.reset_prefix_cache()
+    check(llm, other)
+    weights = [*load_file(text_model.path / "model.safetensors").items()]
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.reset_prefix_cache()
     check(llm, text_model)
     assert policy.num_compilations() == warm, "graphs were compiled again"
@@ -48,6 +48,8 @@ def test_reloaded_weights(text_engine: Callable[..., LLM], text_model: TinyModel
 def test_a_checkpoint_that_is_not_there(text_engine: Callable[..., LLM], text_model: TinyModel, tmp_path: Path) -> None:
     """A reload that fails leaves the weights as they were, and the engine serves on."""
     llm = text_engine()
-    with pytest.raises(Exception, match="nowhere"):
+    with pytest.raises(Exception) as raised:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path / "nowhere")})
+    if refusal(raised.value) or "nowhere" not in str(raised.value):
+        raise raised.value
     check(llm, text_model)

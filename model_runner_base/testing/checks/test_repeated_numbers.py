@@ -30,6 +30,9 @@ def test_same_steps_twice(text_engine: Callable[..., LLM]) -> None:
         runs.append([numbers_of(output) for output in generate(llm, random_prompts(63, LENGTHS), params)])
     for number, run in enumerate(runs[1:], start=2):
         for prompt, first, again in zip(LENGTHS, runs[0], run, strict=True):
+            assert len(first) == len(again), (
+                f"prompt of {prompt} tokens: run {number} has {len(again)} log probabilities, the first {len(first)}"
+            )
             different = [(one, two) for one, two in zip(first, again, strict=True) if one != two]
             if different:
                 (where, token, value), (_, other, second) = different[0]

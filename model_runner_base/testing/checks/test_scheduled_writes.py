@@ -23,7 +23,10 @@ class Caches:
     """The KV caches of an engine, read and overwritten whole between steps."""
 
     def __init__(self, llm: LLM) -> None:
+        """Raises NotImplementedError where the device keeps its caches elsewhere than the runner."""
         self._runner: Any = runner_of(llm)
+        if not self._runner.parts.kv_caches:
+            raise NotImplementedError("caches outside of the runner are not supported here: its kv_caches is empty")
         self._ops = self._runner.device_ops
         self.num_blocks: int = core_of(llm).scheduler.kv_cache_config.num_blocks
         self.block_size: int = llm.llm_engine.vllm_config.cache_config.block_size
@@ -117,7 +120,7 @@ class Watched(Run):
 
 
 def run_requests(run: Run) -> None:
-    """Steps that become smaller: four requests, in chunks and in decode, then one; then a new one beside it."""
+    """Steps that become smaller: four requests, in chunks and in decode, then one; then a new one with it."""
     for name, length in {"a": 40, "b": 17, "c": 30, "d": 5}.items():
         prompt = np.random.default_rng(length).integers(3, 200, length).tolist()
         run.scheduler.add(name, prompt, run.bench.params(0, 30 if name == "d" else 6))

@@ -24,6 +24,7 @@ def test_sleep(level: int, drafts: str | None, engine: Callable[..., LLM], text_
     options = {"speculative_config": config, "kv_cache_memory_bytes": num_bytes}
     llm = engine(text_model.path, enable_sleep_mode=True, **options)
     before = run(llm, text_model)
+    assert drafts is None or before > 0, "no drafts were accepted before sleep"
     for _ in range(2):
         llm.sleep(level=level)
         if level == 2:  # In the order of vLLM's documentation.
