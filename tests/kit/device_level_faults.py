@@ -166,7 +166,7 @@ def memory_info(self):
 """,
         ),
         "test_figures",
-        r"zeros takes 67108864 bytes each time, and free memory of memory_info falls by \[0, 0, 0, 0\]",
+        r"zeros takes 67108864 bytes each time, and free memory of memory_info falls by \[0, 0, 0, 0",
     ),
     DeviceFault(
         "a step is said to need more memory than there is",

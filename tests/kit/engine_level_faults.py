@@ -11,16 +11,6 @@ def with_worker(body: str, **parts: str) -> str:
     return variant(**parts) + indent(body, "    ")
 
 
-def with_platform(body: str, text: str) -> str:
-    """A module's text with a platform of its own, which comes before the imports that ask for it."""
-    head = """
-from examples.plain_device import PlainPlatform as UsualPlatform
-class PlainPlatform(UsualPlatform):
-    worker_cls = f"{__name__}.PlainWorker"
-"""
-    return head + indent(body, "    ") + text.replace("from examples.plain_device import PlainPlatform\n", "", 1)
-
-
 def with_masks(body: str) -> str:
     """A device whose bitmasks of grammars are its own class."""
     masks = "from model_runner_base.heads.sampling import pipeline\nclass Masks(pipeline.TokenMasks):\n"
@@ -37,7 +27,7 @@ def make(*args, **kwargs):
     return scheduler
 vars(make).update(vars(make_scheduler))
 """
-    return with_platform('scheduler_cls = f"{__name__}.make"\n', variant() + make)
+    return variant(platform='scheduler_cls = "faulty_device.make"\n') + make
 
 
 ANSWERS_TWICE = """
@@ -128,14 +118,14 @@ FAULTS = [
         2,
         variant(top=READS_STATES_BESIDE_NO_DRAFTS),
         "test_steps_without_drafts and qwen3",
-        r"qwen3-next, prompt_token_ids=",
+        r"qwen3-next, prompt of \d+ tokens?",
     ),
     DeviceFault(
         "a prefix that ends with a block is continued from the next block's state",
         3,
         variant(top=READS_THE_NEXT_BLOCKS_STATE),
         "test_prefix_hits_around_blocks and qwen3",
-        r"qwen3-next, prompt_token_ids=",
+        r"qwen3-next, prompt of \d+ tokens?",
     ),
     DeviceFault(
         "tokens after the end of reasoning count, though no grammar masked them",
@@ -146,7 +136,7 @@ FAULTS = [
             "    return logits, forward.sample_slots\n"
         ),
         "test_grammar_after_reasoning and known",
-        r"StructuredOutputsParams\(.*token \d+ is \d+, the reference's is",
+        r"StructuredOutputsParams\(.*output \d+ is \d+, ",
     ),
     DeviceFault(
         "a request that resumes is answered as a prompt and once more as a decode",
@@ -174,7 +164,7 @@ FAULTS = [
             "    super().initialize_kv_cache(config)\n",
         ),
         "test_strong_penalties",
-        r"presence_penalty=2.0, frequency_penalty=2.0.*token \d+ is \d+, the reference's is",
+        r"presence_penalty=2.0, frequency_penalty=2.0.*output \d+ is \d+, ",
     ),
     DeviceFault(
         "the bitmask's rows go to the first rows of the batch",
@@ -185,7 +175,7 @@ FAULTS = [
             "    return self.apply(logits, masks), forward.sample_slots\n"
         ),
         "test_beside_plain_and_finished_rows and xgrammar",
-        r"token \d+ is \d+, the reference's is",
+        r"output \d+ is \d+, not \d+",
     ),
     DeviceFault(
         "a batch of greedy requests skips the rules",
@@ -214,6 +204,26 @@ FAULTS = [
         r"KeyError|preempted after step \d",
     ),
     DeviceFault(
+        "an adapter is known by its name",
+        20,
+        with_worker(
+            "names = frozenset()\n"
+            "def add_lora(self, lora_request):\n"
+            "    if lora_request.lora_name in self.names:\n"
+            "        return False\n"
+            "    self.names = self.names | {lora_request.lora_name}\n"
+            "    return super().add_lora(lora_request)\n",
+            runner="named = {}\n"
+            "def _update_states(self, schedule):\n"
+            "    for arrival in schedule.arrivals:\n"
+            "        if arrival.adapter is not None:\n"
+            "            arrival.adapter = self.named.setdefault(arrival.adapter.lora_name, arrival.adapter)\n"
+            "    return super()._update_states(schedule)\n",
+        ),
+        "test_new_files_under_an_old_name",
+        r"output \d+ is \d+, not \d+",
+    ),
+    DeviceFault(
         "a draft model does not come back from sleep",
         20,
         SLEEPING.replace('name.startswith("draft_model.")', "False"),
@@ -230,30 +240,20 @@ FAULTS = [
             "    self.model.compute_logits = lambda hidden: hidden @ weight.T\n"
         ),
         "test_reloaded_weights",
-        r"other, prompt_token_ids=",
+        r"other, prompt of \d+ tokens",
     ),
     DeviceFault(
         "a kernel's workspace holds 1,024 keys",
         0,
-        with_platform(
-            "@classmethod\ndef get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):\n"
-            '    return f"{__name__}.Backend"\n',
-            variant(
-                top="from dataclasses import replace\n"
-                "from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl\n"
-                "class Impl(PagedAttentionImpl):\n"
-                "    def attend_decode(self, query, kv_cache, plan):\n"
-                "        is_left_out = (plan.pair_start >= 1024).unsqueeze(1)\n"
-                "        plan = replace(plan, last=torch.where(is_left_out, -1, plan.last))\n"
-                "        return super().attend_decode(query, kv_cache, plan)\n"
-                "class Backend(PagedAttentionBackend):\n"
-                "    @staticmethod\n"
-                "    def get_impl_cls():\n"
-                "        return Impl\n"
-            ),
+        variant(
+            attention="def attend_decode(self, query, kv_cache, plan):\n"
+            "    from dataclasses import replace\n"
+            "    is_left_out = (plan.pair_start >= 1024).unsqueeze(1)\n"
+            "    plan = replace(plan, last=torch.where(is_left_out, -1, plan.last))\n"
+            "    return super().attend_decode(query, kv_cache, plan)\n"
         ),
         "test_long_contexts",
-        r"prompt_token_ids=",
+        r"prompt of \d+ tokens?",
     ),
     DeviceFault(
         "a turn of a session keeps the last output of the turn before",
@@ -273,22 +273,34 @@ FAULTS = [
     DeviceFault(
         "the device is opened in the process of the front end",
         0,
-        with_platform(
-            "@classmethod\n"
+        with_worker(
+            "def make_device(self):\n"
+            "    if opened_in != os.getpid():\n"
+            '        raise RuntimeError("the device is open in another process")\n'
+            "    return super().make_device()\n",
+            top="import os\nopened_in = None",
+            platform="@classmethod\n"
             "def check_and_update_config(cls, vllm_config):\n"
             "    global opened_in\n"
             "    super().check_and_update_config(vllm_config)\n"
             "    opened_in = os.getpid()\n",
-            with_worker(
-                "def make_device(self):\n"
-                "    if opened_in != os.getpid():\n"
-                '        raise RuntimeError("the device is open in another process")\n'
-                "    return super().make_device()\n",
-                top="import os\nopened_in = None",
-            ),
         ),
         "test_server",
         r"the server ended before it was ready: .*(the device is open in another process|Engine core)",
+    ),
+    DeviceFault(
+        "each rank draws with noise of its own",
+        18,
+        variant(
+            runner="def _update_states(self, schedule):\n"
+            "    for arrival in schedule.arrivals:\n"
+            "        if arrival.params is not None:\n"
+            "            arrival.params.seed = (arrival.params.seed or 0) + self.vllm_config.parallel_config.rank\n"
+            "    return super()._update_states(schedule)\n",
+        ),
+        "test_ranks",
+        r"output \d+ is \d+, which the rules exclude",
+        options=("--ranks", "2"),
     ),
 ]
 """Faults in the order of their kinds."""

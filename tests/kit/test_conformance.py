@@ -17,7 +17,7 @@ from model_runner_base.testing.table import refusal
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
-CHOSEN = ["-k", "presence or eos"]
+CHOSEN = ["-k", "test_presence or eos"]
 # The newest lane leaves out what draws by chance alone, which vLLM has no part in, and ranks, whose server takes long.
 NEWEST = ["-k", "not distributions and not test_ranks.py", *FEWER_SCHEDULES]
 ALL = [*FEWER, "--ranks", "2"] if HAS_OPENXLA else NEWEST
@@ -137,7 +137,7 @@ def test_as_a_plugin(tmp_path: Path) -> None:
     run_in = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     alone = subprocess.run([*plugin, "test_own.py"], **run_in)
     assert alone.returncode == 0 and "1 passed" in alone.stdout and "Conformance" not in alone.stdout, alone.stdout
-    checks = ["--pyargs", "model_runner_base.testing.checks", "test_own.py", "-k", "own or presence"]
+    checks = ["--pyargs", "model_runner_base.testing.checks", "test_own.py", "-k", "test_own or test_presence"]
     both = subprocess.run([*plugin, "--worker", *PLAIN, *checks], **run_in)
     assert both.returncode == 0 and "5 passed" in both.stdout, both.stdout + both.stderr
     assert "Conformance of examples.plain_device.PlainWorker" in both.stdout
