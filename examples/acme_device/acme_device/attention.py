@@ -18,7 +18,7 @@ def attend(
 ) -> torch.Tensor:
     """Outputs of all query tiles; any finite numbers where a query sees no key."""
     out = torch.zeros_like(query)
-    place = torch.arange(pair_blocks.shape[1] * cache.shape[1])  # in the KV tile
+    place = torch.arange(pair_blocks.shape[1] * cache.shape[1], device=cache.device)  # in the KV tile
     seen = place <= last.unsqueeze(2)  # [pairs, Q, KV tile]
     if first is not None:
         seen &= place >= first.unsqueeze(2)
