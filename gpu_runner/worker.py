@@ -90,7 +90,7 @@ class GPUWorker(ModelRunnerWorker):
         if level == 2 and self.model_config.is_multimodal_model:
             raise ValueError("weights of a multimodal model cannot be loaded again yet: sleep at level 1")
         if level == 2 and draft_of(self.get_model()) is not None:
-            raise ValueError("level 2 is not supported beside a draft, which no reload brings back: sleep at level 1")
+            raise ValueError("level 2 is not supported with a draft, which no reload brings back: sleep at level 1")
         from vllm.device_allocator.cumem import CuMemAllocator
 
         model = self.get_model()
