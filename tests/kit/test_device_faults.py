@@ -21,8 +21,8 @@ def verdicts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Run]]]:
     """The kit's runs on every faulty device that is tested, two at a time."""
-    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_the_kit_catches"]
-    faults = [item.callspec.params["fault"] for item in tests if "fault" in item.callspec.params]  # type: ignore
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    faults = [item.callspec.params["fault"] for item in tests if item.originalname == "test_the_kit_catches"]  # type: ignore
     with ThreadPoolExecutor(2) as pool:
         yield {
             fault.name: pool.submit(run_with, fault, tmp_path_factory.mktemp("devices", numbered=True))
