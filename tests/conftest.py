@@ -31,8 +31,9 @@ from model_runner_base.testing.engine import DEFAULTS, shut_down, wait_for_sizes
 from model_runner_base.testing.fixtures import tiny_model
 
 LONGEST = """
-    conformance_openxla mutations conformance gpu_runner examples recurrent_models image_families pooling images
-    gpu_benchmark architectures plain_device tensor_parallel sleep errors lora server streaming_input quantization
+    conformance_openxla mutations conformance device_faults gpu_runner examples acme_device upstream recurrent_models
+    image_families pooling images
+    gpu_benchmark architectures plain_device wheel tensor_parallel sleep errors lora server streaming_input quantization
     ways_to_run plugins reload serving_while_compiling dynamo latent_attention drafts ray engine_contracts
     pooling_server recurrent_ranks ops prompt_embeds gpu_lora contiguous_cache transcription_server
     drafts_with_images hostile_server smallest_limits small_caches foreign_platform runtime_control compilation

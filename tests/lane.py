@@ -19,6 +19,7 @@ if not HAS_OPENXLA:
 
 NEWEST = [
     "kit/test_conformance.py",
+    "kit/test_device_faults.py",
     "kit/test_mutations.py",
     "kit/test_plain_device.py",
     "kit/test_upstream.py",
