@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -27,12 +28,19 @@ def refusal(error: BaseException) -> str | None:
     """The device's own words if the error says that something is not supported, else None."""
     from model_runner_base.errors import UnsupportedConfigError
 
-    text = " ".join(str(error).split())
+    text = " ".join(_words(error).split())
     is_refusal = isinstance(error, UnsupportedConfigError | NotImplementedError) or (
         isinstance(error, ValueError) and "not supported" in text.lower()
     )
     # A hook that was never written raises NotImplementedError without a message: that is not a refusal.
     return text if is_refusal and text and not _TORCHS_OWN.search(text) else None
+
+
+def _words(error: BaseException) -> str:
+    """An error's message; of pydantic's, the messages of what it found, without its inputs and links."""
+    if isinstance(error, ValidationError):
+        return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+    return str(error)
 
 
 @dataclass
