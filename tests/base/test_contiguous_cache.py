@@ -35,9 +35,10 @@ from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import NEW_TOKENS, PROMPTS, check, check_equal, run_with_arrivals
+from model_runner_base.testing.checks.test_equality import NEW_TOKENS, PROMPTS, check, run_with_arrivals
 from model_runner_base.testing.checks.test_schedules import OPTIONS, Schedules, bench_of
 from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from neuron_runner.metrics import CompilationCount
 

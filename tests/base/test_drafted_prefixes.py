@@ -18,9 +18,10 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
 from model_runner_base.testing.drafts import KnownDrafts, speculation
 from model_runner_base.testing.engine import core_of, metric, runner_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 from model_runner_base.vllm_compat.types.recurrent import num_states

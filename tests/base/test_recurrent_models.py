@@ -17,8 +17,9 @@ from model_runner_base.loader import CheckpointError
 from model_runner_base.scheduling.releases import has_known_steps
 from model_runner_base.testing.architectures import hf
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
 from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel, make_checkpoint
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 from model_runner_base.testing.reference import logits_after

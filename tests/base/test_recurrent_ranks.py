@@ -17,8 +17,8 @@ from torch.multiprocessing.spawn import spawn
 from vllm.utils.network_utils import get_open_port
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel, make_checkpoint
 
 Tiny = Callable[[str], TinyModel]

@@ -16,11 +16,12 @@ from test_recurrent_models import KINDS, spoil
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
 from model_runner_base.testing.checks.test_multimodal import ask, expected, prompts, read
 from model_runner_base.testing.drafts import KnownDrafts, speculation
 from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.images import FAMILIES, SeeingModel, make_seeing_model
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 

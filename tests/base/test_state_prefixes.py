@@ -16,10 +16,11 @@ from model_runner_base.scheduling.corrections.state_prefixes import chunk_end
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
 from model_runner_base.testing.checks.test_multimodal import Prompt, ask, expected, read
 from model_runner_base.testing.engine import core_of, generate, greedy, tokens_of
 from model_runner_base.testing.images import make_seeing_model, picture
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.vllm_compat.types.recurrent import num_states
 

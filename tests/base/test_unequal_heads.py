@@ -16,8 +16,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from model_runner_base.testing.architectures import WINDOW
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
 from model_runner_base.testing.engine import core_of, generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
 pytestmark = pytest.mark.skipif(HAS_OPENXLA, reason="this release of vLLM pads values, and transformers has no class")

@@ -23,7 +23,8 @@ import torch
 from vllm import LLM
 from model_runner_base.recurrent.layers import states_of
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal, run_with_arrivals, run_with_resets
+from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.engine import DEFAULTS, runner_of, shut_down
 from model_runner_base.testing.models import make_checkpoint
 from model_runner_base.vllm_compat.types.recurrent import recurrent_layers

@@ -8,9 +8,9 @@ import pytest
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.drafts import KnownDrafts, speculation
 from model_runner_base.testing.engine import DEFAULTS, generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
 PROMPTS = random_prompts(200, [1, 3, 16, 33, 64])

@@ -7,8 +7,8 @@ import pytest
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.engine import cache_bytes, generate, greedy, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
 LONGEST = 2560

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.checks.test_equality import check_equal
 from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.table import refusal
 from model_runner_base.testing.weights import other_weights
