@@ -16,7 +16,7 @@ from model_runner_base.errors import CheckpointError, UnsupportedConfigError
 from model_runner_base.quantized.checks import missing_tensor
 from model_runner_base.quantized.formats.gguf import Gguf
 from model_runner_base.quantized.formats.registry import FORMATS, format_of, method_of
-from model_runner_base.quantized.gguf.checkpoint import local_file
+from model_runner_base.quantized.gguf.checkpoint import HubAccess, local_file
 from model_runner_base.quantized.gguf.file import is_gguf
 from model_runner_base.quantized.gguf.weights import GgufWeights
 from model_runner_base.quantized.stored import StoredTensors
@@ -123,7 +123,8 @@ def reading(model_config: ModelConfig, path: str) -> Iterator[None]:
     old = getattr(hf_config, ATTRIBUTE, None)
     if path != old_path and model_config.quantization is None:
         if is_gguf(path):
-            _follow(hf_config, {"quant_method": "gguf", "file": str(local_file(path))})
+            file = local_file(path, HubAccess(hf_token=model_config.hf_token))
+            _follow(hf_config, {"quant_method": "gguf", "file": str(file)})
         elif (Path(path) / "config.json").is_file():
             _follow(hf_config, _config_of(Path(path)))
     model_config.model = path

@@ -1,8 +1,11 @@
 """GGUF files in engines: a user gives the file alone, and gets the tokens of the weights that the file stands for."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import torch
 from conftest import BUNDLED_MODEL, engine
 from greedy import expected, generate
+from huggingface_hub import constants, file_download
 from lane import HAS_OPENXLA
 from test_quantised_models import PROMPTS, check, config_of
 from test_reload import reload_weights
@@ -252,3 +256,53 @@ def test_positions_of_llama_3(tiny_model: Make, tmp_path: Path) -> None:
     found = config_of(path, skip_tokenizer_init=True).model_config.hf_config
     scaling = getattr(found, "rope_parameters", None) or found.rope_scaling
     assert scaling["rope_type"] == "llama3" and scaling["factor"] == 32.0
+
+
+@contextmanager
+def gated_hub(file: Path, token: str) -> Iterator[str]:
+    """A hub on this machine, whose one file is given only to those who show the token."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            allowed = self.headers["Authorization"] == f"Bearer {token}"
+            there = self.path.startswith("/owner/repository/resolve/") and self.path.endswith(file.name)
+            content = file.read_bytes() if allowed and there else b""
+            self.send_response(200 if content else 404 if allowed else 401)
+            self.send_header("ETag", '"1"')
+            self.send_header("X-Repo-Commit", "c" * 40)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_gated_file(tiny_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a gated repository is fetched with vLLM's hf_token, into vLLM's download_dir."""
+    path, _ = write_gguf(tiny_model("llama"), tmp_path)
+    folder = tmp_path / "downloads"
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "download_dir": str(folder)}
+    name = f"owner/repository/{path.name}"
+    with gated_hub(path, "secret") as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for module in (constants, file_download):  # Older releases of the package copy it.
+            template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
+        with pytest.raises(ValueError, match=f"there is no file {name}, and the hub gives none"):
+            config_of(name, **options)
+        config = config_of(name, hf_token="secret", **options)
+    assert config.model_config.served_model_name == name
+    assert [found.read_bytes() for found in folder.rglob("*.gguf")] == [path.read_bytes()]

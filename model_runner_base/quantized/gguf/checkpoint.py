@@ -6,6 +6,7 @@ Its config names the file as what the weights are dequantised from.
 import json
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +36,16 @@ def refuse_quant_names(model: str) -> None:
         )
 
 
-def local_file(model: str, revision: str | None = None) -> Path:
+@dataclass(frozen=True)
+class HubAccess:
+    """vLLM's options of downloads from the hub."""
+
+    revision: str | None = None
+    hf_token: bool | str | None = None
+    download_dir: str | None = None
+
+
+def local_file(model: str, access: HubAccess) -> Path:
     """The file of a name that ends in ``.gguf``; one of the hub, ``owner/repository/file``, is downloaded."""
     path = Path(model).expanduser()
     if path.is_file():
@@ -45,15 +55,22 @@ def local_file(model: str, revision: str | None = None) -> Path:
     if not re.fullmatch(r"[\w-][\w.-]*", owner) or not repository or not name:
         raise CheckpointError(f"there is no file {model}: name a GGUF file, or one of the hub as owner/repository/file")
     try:
-        return Path(hf_hub_download(f"{owner}/{repository}", name, revision=revision)).absolute()
+        downloaded = hf_hub_download(
+            f"{owner}/{repository}",
+            name,
+            revision=access.revision,
+            cache_dir=access.download_dir,
+            token=access.hf_token,
+        )
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"there is no file {model}, and the hub gives none: {reason}") from None
+    return Path(downloaded).absolute()
 
 
 def as_checkpoint(
     model: str,
-    revision: str | None = None,
+    access: HubAccess,
     hf_config_path: str | None = None,
     trust_remote_code: bool = False,
     has_tokenizer: bool = True,
@@ -65,13 +82,19 @@ def as_checkpoint(
         hf_config_path: the model that the file was made from, if its config is to be read in place of the metadata.
         has_tokenizer: whether the directory has the file's tokenizer too.
     """
-    path = local_file(model, revision)
-    return _made(path, path.stat().st_mtime_ns, hf_config_path, trust_remote_code, has_tokenizer)
+    path = local_file(model, access)
+    token = access.hf_token if hf_config_path is not None else None
+    return _made(path, path.stat().st_mtime_ns, hf_config_path, token, trust_remote_code, has_tokenizer)
 
 
 @cache
 def _made(
-    path: Path, changed_at: int, hf_config_path: str | None, trust_remote_code: bool, has_tokenizer: bool
+    path: Path,
+    changed_at: int,
+    hf_config_path: str | None,
+    hf_token: bool | str | None,
+    trust_remote_code: bool,
+    has_tokenizer: bool,
 ) -> Path:
     file = GgufFile(path)
     architecture_of(file)
@@ -83,9 +106,9 @@ def _made(
         ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         GenerationConfig(**ids).save_pretrained(directory)
     else:
-        config = _config_at(hf_config_path, trust_remote_code)
+        config = _config_at(hf_config_path, hf_token, trust_remote_code)
         with suppress(OSError):  # Not every model has one.
-            GenerationConfig.from_pretrained(hf_config_path).save_pretrained(directory)
+            GenerationConfig.from_pretrained(hf_config_path, token=hf_token).save_pretrained(directory)
     if has_tokenizer:
         _write_tokenizer(path, directory)
     # Numbers of files have more bits than those of the models, which most had in bfloat16.
@@ -95,8 +118,8 @@ def _made(
     return directory
 
 
-def _config_at(path: str, trust_remote_code: bool) -> dict[str, Any]:
-    found, _ = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)
+def _config_at(path: str, hf_token: bool | str | None, trust_remote_code: bool) -> dict[str, Any]:
+    found, _ = PretrainedConfig.get_config_dict(path, token=hf_token, trust_remote_code=trust_remote_code)
     config = {name: value for name, value in found.items() if name not in _LEFT_OUT}
     if not config:
         raise CheckpointError(f"{path} has no config.json: name the model that the GGUF file was made from")

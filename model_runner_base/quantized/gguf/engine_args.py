@@ -6,7 +6,7 @@ from typing import Any
 from vllm.engine import arg_utils
 from vllm.platforms import current_platform
 
-from model_runner_base.quantized.gguf.checkpoint import METHOD, as_checkpoint, refuse_quant_names
+from model_runner_base.quantized.gguf.checkpoint import METHOD, HubAccess, as_checkpoint, refuse_quant_names
 from model_runner_base.quantized.gguf.file import is_gguf
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
@@ -48,7 +48,8 @@ def _with_directories(create: Any) -> Any:
                 _replace_model(self)
             draft = self.speculative_config
             if isinstance(draft, dict) and is_gguf(draft.get("model")):
-                path = as_checkpoint(draft["model"], draft.get("revision"), has_tokenizer=False)
+                access = HubAccess(draft.get("revision"), self.hf_token, self.download_dir)
+                path = as_checkpoint(draft["model"], access, has_tokenizer=False)
                 self.speculative_config = draft | {"model": str(path)}
         return create(self)
 
@@ -59,7 +60,7 @@ def _replace_model(args: Any) -> None:
     """Changes the arguments of an engine, which keeps the name that its model was given."""
     path = as_checkpoint(
         args.model,
-        args.revision,
+        HubAccess(args.revision, args.hf_token, args.download_dir),
         args.hf_config_path,
         args.trust_remote_code,
         has_tokenizer=args.tokenizer is None and not args.skip_tokenizer_init,
