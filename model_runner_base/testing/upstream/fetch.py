@@ -2,8 +2,9 @@
 
     python -m model_runner_base.testing.upstream.fetch 0.16.0 FOLDER
 
-``pip download`` itself would also build the metadata of what it fetched, for which it first installs torch. A process
-of its own, since pip changes which modules are imported.
+This uses private names of pip, as no public command does it: ``pip download`` and ``pip install --report`` also build
+the metadata of what they fetched, for which they first install torch, and another client would not know pip's index,
+proxy, certificates and passwords. A process of its own, since pip changes which modules are imported.
 """
 
 import hashlib
