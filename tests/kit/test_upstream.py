@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 
 from docs_build import upstream_results
-from model_runner_base.testing.upstream import source
+from model_runner_base.testing.upstream import __main__ as command
+from model_runner_base.testing.upstream import plugin, source
 from model_runner_base.testing.upstream.allow_list import (
     LISTS,
     AllowList,
@@ -23,8 +24,10 @@ from model_runner_base.testing.upstream.allow_list import (
     read_list,
     shipped_list,
 )
+from model_runner_base.testing.upstream.overrides import Overrides
 from model_runner_base.testing.upstream.plugin import AllowedTests
 from model_runner_base.testing.upstream.source import SourceError, installed_release, source_of
+from model_runner_base.testing.upstream.table import ResultTable
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
@@ -96,6 +99,78 @@ def test_a_path_that_the_list_does_not_have(tmp_path: Path, capsys: pytest.Captu
     assert pytest.main([*surroundings, *files], plugins=[tests]) == pytest.ExitCode.USAGE_ERROR
     printed = "".join(capsys.readouterr()).strip()
     assert printed == f"ERROR: {files[1]} is no file of the list: choose among those with --files and -k"
+
+
+SLOW = """
+import asyncio, time
+import pytest, pytest_asyncio
+
+@pytest_asyncio.fixture
+async def number():
+    yield 3
+
+@pytest.mark.asyncio
+async def test_fast(number):
+    assert number == 3
+
+@pytest.mark.asyncio
+async def test_waits(number):
+    await asyncio.sleep(60)
+
+@pytest.mark.asyncio
+async def test_goes_on_after_an_error(number):
+    asyncio.get_running_loop().call_soon(time.sleep, 60)  # A loop logs errors of callbacks.
+    await asyncio.sleep(60)
+"""
+
+
+def test_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An asynchronous test that waits for ever fails in time, and the next one runs."""
+    monkeypatch.setattr(plugin, "AGAIN", 0.3)
+    (tmp_path / "tests").mkdir()
+    file = tmp_path / "tests" / "slow.py"
+    file.write_text(SLOW)
+    tests = AllowedTests(AllowList(models={}, files={"slow.py": {}}), tmp_path, mock.MagicMock(), 1)
+    results = ResultTable(tests, tmp_path, None)
+    started = time.monotonic()
+    surroundings = ["-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-p", "pytest_asyncio"]
+    assert pytest.main([*surroundings, str(file)], plugins=[tests, results]) == pytest.ExitCode.TESTS_FAILED
+    assert time.monotonic() - started < 20
+    assert results.files["slow.py"].passed == 1
+    late = "TimeoutError: not done after 1 seconds"
+    assert results.files["slow.py"].failed == {"test_waits": late, "test_goes_on_after_an_error": late}
+
+
+def test_a_module_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "NEEDED", ("pytest", "no_such_module"))
+    assert command.main(["my_package.MyWorker"]) == 2
+    assert capsys.readouterr().err == 'no_such_module is missing: pip install "model-runner-base[testing]"\n'
+
+
+def test_options_of_servers() -> None:
+    """Servers of vLLM's tests have the options of engines; one whose start fails leaves no process."""
+
+    class Server:
+        def __init__(self, model: str, vllm_serve_args: list[str], *, fails: bool = False) -> None:
+            self.arguments = vllm_serve_args
+            if fails:
+                self.proc = subprocess.Popen(["sleep", "60"])
+                started.append(self.proc)
+                raise RuntimeError("not ready")
+
+    started: list[subprocess.Popen[bytes]] = []
+    options = {"enforce_eager": True, "async_scheduling": False, "kv_cache_memory_bytes": 64, "compilation_config": {}}
+    overrides = Overrides("float32", {"max_num_seqs": 8, "seed": 3}, options)
+    overrides.change_servers(Server)
+    expected = "--seed=1 --dtype float32 --max-num-seqs 8 --enforce-eager --no-async-scheduling "
+    expected += "--kv-cache-memory-bytes 64 --compilation-config {}"
+    assert Server("m", ["--seed=1"]).arguments == expected.split()
+    file = AllowList(models={}, files={"x.py": {"engine": {"seed": 5}}}).files["x.py"]
+    with overrides.of(file):
+        assert " --seed 5 " in " ".join(Server("m", []).arguments)
+    with pytest.raises(RuntimeError, match="not ready"):
+        Server("m", [], fails=True)
+    assert started[0].poll() is not None
 
 
 def test_recorded_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

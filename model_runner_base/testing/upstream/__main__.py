@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,11 +14,17 @@ from model_runner_base.testing.upstream.allow_list import AllowList, ListError, 
 from model_runner_base.testing.upstream.device import add_to_path, check_worker, install
 from model_runner_base.testing.upstream.source import SourceError, installed_release, source_of
 
+NEEDED = ("pytest", "pytest_asyncio", "tblib", "rich", "PIL")
+"""Modules that the extra brings, for this command."""
+
 
 def main(arguments: list[str]) -> int:
     """Runs pytest; returns its exit status: 0 if every test that must pass does, 1 if one fails, 2 if there is nothing
     to run, or an error in what was given."""
     known, options = _parser().parse_known_args(arguments)
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        print(f'{missing[0]} is missing: pip install "model-runner-base[testing]"', file=sys.stderr)
+        return 2
     with TemporaryDirectory(prefix="upstream-tests-") as folder:
         _set_environment(Path(folder))
         try:
@@ -76,18 +83,19 @@ def _set_environment(folder: Path) -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Tests start ``vllm serve``: the one of this Python.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _run(known: Any, options: list[str], allowed: AllowList, root: Path, folder: Path) -> int:
     import pytest
 
-    from model_runner_base.testing.upstream.missing_modules import AsyncTests, provide
     from model_runner_base.testing.upstream.overrides import Overrides
     from model_runner_base.testing.upstream.plugin import AllowedTests
     from model_runner_base.testing.upstream.stand_ins import fill_assets, fill_hub
     from model_runner_base.testing.upstream.table import ResultTable
 
-    fill_hub(folder / "hub", allowed.models)
+    fill_hub(folder / "hub", allowed.models, allowed.adapters)
     fill_assets(folder / "assets")
     files = [str(root / "tests" / path) for path in allowed.files if known.files in path]
     if not files:
@@ -96,14 +104,14 @@ def _run(known: Any, options: list[str], allowed: AllowList, root: Path, folder:
     results = known.results and known.results.absolute()
     os.chdir(root)
     add_to_path(root)
-    provide()  # Before pytest imports vLLM's conftest.py.
     tests = AllowedTests(
         allowed, root, Overrides(known.dtype, allowed.defaults, known.engine_options), known.time_limit
     )
     surroundings = ["-c", os.devnull, "--rootdir", str(root), "-p", "no:cacheprovider"]
     surroundings += ["--continue-on-collection-errors", "-q", "--show-capture=no", "--tb=short"]
-    surroundings += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # Shown before our plugin filters.
-    plugins = [tests, AsyncTests(), ResultTable(tests, root, results)]
+    for warning in ("PytestAssertRewriteWarning", "PytestDeprecationWarning"):  # Shown before our plugin filters.
+        surroundings += ["-W", f"ignore::pytest.{warning}"]
+    plugins = [tests, ResultTable(tests, root, results)]
     status = pytest.main([*surroundings, *options, *files], plugins=plugins)
     return 2 if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED) else status
 

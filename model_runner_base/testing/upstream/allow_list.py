@@ -50,6 +50,8 @@ class AllowList(_Strict):
 
     models: dict[str, str]
     """Tiny checkpoints in place of models, by the models' names: a name of ``stand_ins.KINDS``."""
+    adapters: dict[str, str] = {}
+    """LoRA adapters in place of published ones, by the names of those: the tiny checkpoint that each is for."""
     defaults: dict[str, Any] = {}
     """Options of each engine, where a test leaves them open."""
     files: dict[str, TestFile] = Field(min_length=1)
@@ -62,7 +64,12 @@ class AllowList(_Strict):
             old, new = files.get(path, TestFile()).model_dump(), file.model_dump(exclude_unset=True)
             merged = {key: old[key] | value if isinstance(old[key], dict) else value for key, value in new.items()}
             files[path] = TestFile(**old | merged)
-        return AllowList(models=self.models | other.models, defaults=self.defaults | other.defaults, files=files)
+        return AllowList(
+            models=self.models | other.models,
+            adapters=self.adapters | other.adapters,
+            defaults=self.defaults | other.defaults,
+            files=files,
+        )
 
 
 def shipped_list(release: str) -> Path:

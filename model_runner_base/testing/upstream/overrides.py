@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 from model_runner_base.testing.upstream.allow_list import TestFile
+from model_runner_base.testing.upstream.servers import as_arguments, change_servers
 
 
 class Overrides:
@@ -62,6 +63,15 @@ class Overrides:
 
         runner.__init__ = with_dtype
         runner.get_default_device = lambda reference: "cpu"
+
+    def change_servers(self, server: Any) -> None:
+        """Gives the options to vLLM's ``RemoteOpenAIServer``, too."""
+        change_servers(server, self._of_server)
+
+    def _of_server(self, given: list[str]) -> dict[str, Any]:
+        flags = {argument.partition("=")[0] for argument in given}
+        left_open = {name: value for name, value in self._defaults.items() if as_arguments({name: 0})[0] not in flags}
+        return {"dtype": self._dtype} | left_open | self._options | self._of_file
 
     @contextmanager
     def of(self, file: TestFile) -> Iterator[None]:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from model_runner_base.testing.adapters import make_adapter
 from model_runner_base.testing.images import make_seeing_model, picture
 from model_runner_base.testing.models import make_checkpoint
+from model_runner_base.testing.pooling import make_pooling_model
 from model_runner_base.testing.tokenizer import make_tokenizer, token_texts
 
 MAX_LENGTH = 4096
@@ -75,21 +77,37 @@ def _seeing(family: str) -> Callable[[Path], Path]:
     return make
 
 
+def _pooling(name: str) -> Callable[[Path], Path]:
+    return lambda directory: make_pooling_model(name, directory).path
+
+
 KINDS = {name: _text(name) for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral-window")}
 KINDS |= {name: _seeing(name) for name in ("llava", "qwen2-vl", "qwen2.5-vl")}
+KINDS |= {name: _pooling(name) for name in ("qwen3-classes",)}
 """Makers of checkpoints in a folder, by name."""
 
 
-def fill_hub(hub: Path, models: Mapping[str, str]) -> None:
-    """Puts checkpoints into a hub's cache: ``models`` has a name of ``KINDS`` for each name of a model."""
-    made: dict[str, Path] = {}
+def fill_hub(hub: Path, models: Mapping[str, str], adapters: Mapping[str, str]) -> None:
+    """Puts checkpoints into a hub's cache.
+
+    Args:
+        hub: the cache's folder.
+        models: a name of ``KINDS`` for each name of a model.
+        adapters: the same for each name of an adapter: the model that it is for.
+    """
+    folder = hub.with_name("made")
+    made = {kind: KINDS[kind](folder / kind) for kind in {*models.values(), *adapters.values()}}
     for name, kind in models.items():
-        if kind not in made:
-            made[kind] = KINDS[kind](hub.with_name("made") / kind)
-        folder = hub / f"models--{name.replace('/', '--')}"
-        (folder / "refs").mkdir(parents=True)
-        (folder / "refs" / "main").write_text(REVISION)
-        shutil.copytree(made[kind], folder / "snapshots" / REVISION, symlinks=True)
+        _publish(made[kind], hub, name)
+    for number, (name, kind) in enumerate(adapters.items(), 1):
+        _publish(make_adapter(made[kind], folder, number).path, hub, name)
+
+
+def _publish(path: Path, hub: Path, name: str) -> None:
+    folder = hub / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(REVISION)
+    shutil.copytree(path, folder / "snapshots" / REVISION, symlinks=True)
 
 
 def fill_assets(folder: Path, names: Iterable[str] = PICTURES) -> None:
