@@ -14,6 +14,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCore
 
 # vLLM inspects a model's class in a process of its own, which takes ten seconds for each architecture. That process
 # spares its caller the start of an accelerator, which tests start anyway.
@@ -30,6 +31,21 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,
 }
 """Options of every engine. Limits are small, since a device with graphs captures every size within them at start."""
+
+_core: Any = EngineCore
+_end = _core.shutdown
+
+
+def _end_frozen(core: Any) -> None:
+    """Ends an engine core with what is frozen left frozen, as ``shut_down`` wants it. vLLM 0.33 thaws all."""
+    thaw, gc.unfreeze = gc.unfreeze, lambda: None
+    try:
+        _end(core)
+    finally:
+        gc.unfreeze = thaw
+
+
+_core.shutdown = _end_frozen
 
 _ends = count()
 """Ends of engines so far."""
