@@ -66,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "openxla: needs torch_xla, which the newest vLLM is not made for")
     config.addinivalue_line("markers", "full: takes minutes for what others show in part, so it runs with --full")
     config.addinivalue_line("markers", "once: of the base and the kit alone, so it runs in the lane with torch_xla")
+    config.addinivalue_line("markers", "newest: of the base and the kit alone, so it runs in the newest lane")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,12 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=[item for item in items if not quick.kind_of(item.nodeid)])
         items[:] = [item for item in items if quick.kind_of(item.nodeid)]
+    the_others = {"newest": "the other lane runs it"}
     if not HAS_OPENXLA:
-        reasons = {"openxla": "torch_xla is not there", "once": "the other lane runs it"}
-        for item in items:
-            for name, reason in reasons.items():
-                if item.get_closest_marker(name):
-                    item.add_marker(pytest.mark.skip(reason=reason))
+        the_others = {"openxla": "torch_xla is not there", "once": "the other lane runs it"}
+    for item in items:
+        for name, reason in the_others.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
     files = [f"test_{name}" for name in LONGEST]
     items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
 
