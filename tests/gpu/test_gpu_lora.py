@@ -181,7 +181,11 @@ print("CAPTURED LATER", len(cuda_stand_in.RecordedGraph.captured) - captured, "O
 """
 
 
-@pytest.mark.parametrize("draft", [None, "noisy"], ids=["alone", "drafts"])
+@pytest.mark.parametrize(
+    "draft",
+    [pytest.param(None, marks=pytest.mark.newest), pytest.param("noisy", marks=pytest.mark.once)],
+    ids=["alone", "drafts"],
+)
 def test_tokens_of_whole_graphs(draft: str | None, tmp_path: Path) -> None:
     """Batches are each mixed otherwise, so graphs are replayed with other adapters than at their capture.
 

@@ -56,7 +56,10 @@ DELTA_NETS = [] if HAS_OTHER_DELTA_KERNELS else ["qwen3-next"]
 
 @pytest.mark.parametrize(
     ("platform", "scheduling", "models"),
-    [("PlanningPlatform", "async", ["lfm2", *DELTA_NETS]), ("KernelPlatform", "sync", ["granite-hybrid", "mamba"])],
+    [
+        pytest.param("PlanningPlatform", "async", ["lfm2", *DELTA_NETS], marks=pytest.mark.once),
+        pytest.param("KernelPlatform", "sync", ["granite-hybrid", "mamba"], marks=pytest.mark.newest),
+    ],
 )
 def test_equals_transformers(platform: str, scheduling: str, models: list[str], tmp_path: Any) -> None:
     """Requests that arrive at any step, in chunks and mixed steps, preempted or aborted, in states that others have
