@@ -1,5 +1,6 @@
 """The examples as a reader runs them, each in a process of its own; texts are those of HF transformers."""
 
+import ast
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from model_runner_base.testing.pooling import TOLERANCE
 ROOT = Path(__file__).parents[2]
 LIGHT = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "XLA_FLAGS")}
 """Settings with which tests end sooner."""
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Setting that spares a second process, in which all would be imported again: two of the examples show that."""
 
 
 PARAPHRASES = {
@@ -56,11 +59,11 @@ def greedy_text(prompt: str, count: int, model: Path = BUNDLED_MODEL) -> str:
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def run(name: str, *arguments: str) -> str:
+def run(name: str, *arguments: str, **variables: str) -> str:
     """Output of an example, without its messages."""
     out = subprocess.run(
         [sys.executable, ROOT / "examples" / name, *arguments],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", **LIGHT},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", **LIGHT, **variables},
         capture_output=True,
         text=True,
         timeout=600,
@@ -109,7 +112,7 @@ def check_override_config(printed: str) -> None:
 @pytest.mark.parametrize("drafts", ["draft_model", "eagle"])
 def test_speculative_decoding(drafts: str) -> None:
     """Texts are those of the model alone, in fewer steps than tokens."""
-    printed = run("speculative_decoding.py", drafts)
+    printed = run("speculative_decoding.py", drafts, **IN_PROCESS)
     for prompt in ("In the beginning God created", "And it came to pass, when the king heard", "A wise man"):
         assert f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, 48)!r}\n" in printed
     line = re.search(r"^Tokens a step of a request: ([0-9.]+)$", printed, re.MULTILINE)
@@ -179,7 +182,20 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [check_offline_inference, check_openai_server, check_bucketing, check_override_config]
+    ("check", "variables"),
+    [
+        (check_offline_inference, {}),
+        (check_openai_server, {}),
+        (check_bucketing, {}),
+        (check_override_config, IN_PROCESS),
+    ],
 )
-def test_example(check: Callable[[str], None]) -> None:
-    check(run(f"{check.__name__.removeprefix('check_')}.py"))
+def test_example(check: Callable[[str], None], variables: dict[str, str]) -> None:
+    check(run(f"{check.__name__.removeprefix('check_')}.py", **variables))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda file: file.name)
+def test_an_example_may_be_imported_by_the_processes_that_it_starts(file: Path) -> None:
+    """vLLM's processes import the script again, where they are spawned: without a guard it would start over there."""
+    *_, last = ast.parse(file.read_text()).body
+    assert isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'"

@@ -10,7 +10,7 @@ from lane import HAS_OPENXLA
 from serving import served
 from vllm import LLM, SamplingParams
 
-SMALL = ("--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+SMALL = ("--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--enforce-eager")
 
 CAN_PAUSE = not HAS_OPENXLA
 """Level 0 of the newest vLLM's sleep only pauses the scheduler."""
@@ -117,7 +117,7 @@ def test_offline_it_is_a_value_error() -> None:
         (output,) = llm.generate([{"prompt_token_ids": [5, 17, 300]}], params, use_tqdm=False)
         return list(output.outputs[0].token_ids)
 
-    with engine(BUNDLED_MODEL, max_model_len=64) as llm:
+    with engine(BUNDLED_MODEL, max_model_len=64, enforce_eager=True) as llm:
         before = generate(llm)
         with pytest.raises(ValueError, match=r"^this device does not sleep"):
             llm.sleep(level=1)
