@@ -67,7 +67,8 @@ def architectures() -> str:
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     from model_runner_base.testing import recurrent_architectures
-    from model_runner_base.testing.architectures import CONFIGS, EXERCISES, LATENT, VLLM_NAMES
+    from model_runner_base.testing.architecture_features import EXERCISES
+    from model_runner_base.testing.architectures import CONFIGS, LATENT, VLLM_NAMES
     from model_runner_base.testing.recurrent_architectures import RECURRENT
 
     exercises = EXERCISES | recurrent_architectures.EXERCISES

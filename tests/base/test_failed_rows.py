@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from scheduler_pair import Asked, Setting, make
+from scheduler_setting import Asked, Setting, make
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request

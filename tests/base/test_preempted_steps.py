@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import engine
-from scheduler_pair import BLOCK_SIZE, EOS, GrammarManager
+from scheduler_setting import BLOCK_SIZE, EOS, GrammarManager
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange

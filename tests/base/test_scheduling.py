@@ -12,17 +12,8 @@ from conftest import BUNDLED_MODEL, engine
 from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_pair import (
-    BLOCK_SIZE,
-    Asked,
-    EagerAsyncRows,
-    EagerRows,
-    Habits,
-    Pair,
-    Setting,
-    config_of,
-    make,
-)
+from scheduler_pair import Habits, Pair
+from scheduler_setting import BLOCK_SIZE, Asked, EagerAsyncRows, EagerRows, Setting, config_of, make
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from scheduler_pair import BLOCK_SIZE, Asked, AsyncTurns, EagerAsyncRows, Habits, Pair, Setting, make
+from scheduler_pair import Habits, Pair
+from scheduler_setting import BLOCK_SIZE, Asked, AsyncTurns, EagerAsyncRows, Setting, make
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus

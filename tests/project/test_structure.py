@@ -121,6 +121,14 @@ def test_one_module_repeats_steps() -> None:
     assert [path.name for path in files if "_steady" in path.read_text()] == []
 
 
+def test_files_have_at_most_400_lines() -> None:
+    """A file is read in one sitting; one with more lines has more than one idea."""
+    folders = (path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    files = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert len(lines) > 500 and {path: count for path, count in lines.items() if count > 400} == {}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "model_runner_base").rglob("*.py")), ids=lambda path: path.name)
 def test_base_names_no_device(path: Path) -> None:
     # "input" and "output" hold the letters of an accelerator's name; no word of ours should.
