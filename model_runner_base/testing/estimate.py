@@ -71,6 +71,10 @@ class Estimate:
         self._expected += self._left.pop(name, 0.0)
         self._measured += seconds
 
+    def leave_out(self, name: str) -> None:
+        """Counts a check that is not run."""
+        self._left.pop(name, None)
+
     @property
     def ratio(self) -> float:
         """Measured by recorded time of the checks so far; near 1 while they are few."""
@@ -144,6 +148,9 @@ class RunningTime:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = getattr(report, "check", report.nodeid)  # Reports of a crash come from no check.
+        if getattr(report, "is_left_out", False):
+            self._estimate.leave_out(name)
+            return
         self._times[name] = self._times.get(name, 0.0) + report.duration
         self._ended_well[name] = self._ended_well.get(name, True) and report.passed
         if self._bar and report.failed:

@@ -83,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--platform goes with --worker: name the worker under test too")
         return
     from model_runner_base.testing import fixtures
+    from model_runner_base.testing.end import EarlyEnd
     from model_runner_base.testing.estimate import RunningTime
     from model_runner_base.testing.explanation import Explanations
     from model_runner_base.testing.profiles import apply_profile
@@ -93,3 +94,4 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Explanations(config), "model_runner_base.testing.explanation")
     config.pluginmanager.register(PromiseTable(config), "model_runner_base.testing.table")
     config.pluginmanager.register(RunningTime(config), "model_runner_base.testing.estimate")
+    config.pluginmanager.register(EarlyEnd(), "model_runner_base.testing.end")

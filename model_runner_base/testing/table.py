@@ -94,6 +94,8 @@ class PromiseTable:
         return None
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if getattr(report, "is_left_out", False):
+            return
         row = self.rows.setdefault(report.promise, Row())
         # A sentence about tokens begins with the model's name, which is the case as a rule.
         is_named = not report.case or str(report.reason).startswith(f"{report.case},")

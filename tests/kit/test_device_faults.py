@@ -12,6 +12,8 @@ from device_level_faults import OWN_MEMORY
 from forks import Run, run_kit
 from lane import HAS_OPENXLA
 
+from model_runner_base.testing.order import CHECKS
+
 HERE = [fault for fault in FAULTS if fault.on_both_releases or fault.is_later is not HAS_OPENXLA]
 """Faults that this lane runs the kit with."""
 
@@ -81,6 +83,22 @@ def test_a_device_on_which_no_engine_starts(tmp_path: Path) -> None:
     run = run_with(DeviceFault("none", 0, module, "test_start or test_equality", ""), tmp_path)
     rows = re.findall(r"  (?:passes|FAILS|not supported)  .*", run.printed)
     assert run.status == 1 and len(rows) == 1 and "models are not supported today" in rows[0], run.printed[-3000:]
+    assert "the device refuses this engine, so no further check is run" in run.printed
+
+
+@pytest.mark.once
+def test_a_vendors_own_tests_run_after_a_start_that_fails(tmp_path: Path) -> None:
+    """A vendor's own tests in the same session run, though the kit has ended; they come after its first groups."""
+    module = variant(runner="def load_model(self):\n    raise RuntimeError('kernel library not found')")
+    (tmp_path / "faulty_device.py").write_text(module)
+    own = "def test_own_first() -> None:\n    pass\n\n\ndef test_own_second() -> None:\n    raise ValueError('own')\n"
+    (tmp_path / "test_own.py").write_text(own)
+    device = ["faulty_device.PlainWorker", "--platform", "faulty_device.PlainPlatform"]
+    chosen = ["-k", "test_start or test_equality or test_soak or test_own", str(CHECKS), "test_own.py"]
+    run = run_kit([*device, *chosen], tmp_path, timeout_s=600, VLLM_PLUGINS="", COLUMNS="1000")
+    assert run.status == 1 and re.search(r"2 failed, 1 passed in", run.printed), run.printed[-3000:]
+    rows = re.findall(r"^  (\w+) .*  (passes|FAILS)  .*", run.printed, re.MULTILINE)
+    assert rows == [("start", "FAILS"), ("own", "passes"), ("own", "FAILS")], run.printed[-3000:]
 
 
 @pytest.mark.once
