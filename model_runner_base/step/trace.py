@@ -89,7 +89,7 @@ def watch_steps(runner: Any) -> Iterator[list[StepTrace]]:
     try:
         yield steps
     finally:
-        del graph.run
+        graph.run = run  # It may be one that others watch.
 
 
 def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:

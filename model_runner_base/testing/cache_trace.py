@@ -18,7 +18,7 @@ from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.step.trace import StepTrace, watch_steps
 from model_runner_base.testing.engine import core_of, runner_of
 from model_runner_base.testing.models import TinyModel, reference_model
-from model_runner_base.testing.words import counted
+from model_runner_base.testing.step_log import describe_step
 
 TOLERANCE = 1e-3
 """Largest difference of keys and values from the reference's; those of the tiny models are of the order of 1."""
@@ -53,11 +53,8 @@ class WatchedStep:
     """Contents of the cache after the step, by request id and layer name."""
 
     def __str__(self) -> str:
-        size, rows = self.trace.size, self.trace.requests
-        tokens = sum(len(row.positions) for row in rows.values())
-        padded = f" padded to {size.num_tokens}" if size.num_tokens > tokens else ""
-        shares = f"{counted(len(rows), 'row')}, {counted(tokens, 'token')}{padded}"
-        return f"step {self.number}, {size.kind}, {shares}"
+        rows = self.trace.requests.values()
+        return describe_step(self.number, self.trace.size, len(rows), sum(len(row.positions) for row in rows))
 
 
 class WrongSlot(NamedTuple):

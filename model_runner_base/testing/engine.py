@@ -16,6 +16,8 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
+from model_runner_base.testing.step_log import StepLog
+
 # vLLM inspects a model's class in a process of its own, which takes ten seconds for each architecture. That process
 # spares its caller the start of an accelerator, which tests start anyway.
 _registry: Any = vllm.model_executor.models.registry
@@ -74,6 +76,13 @@ class Engines:
         self._key: tuple[str, str] | None = None
         self._llm: LLM | None = None
         self._stays_new = False
+        self.log = StepLog()
+        """Steps of the engine that runs."""
+
+    @property
+    def running(self) -> LLM | None:
+        """The engine that runs, if any."""
+        return self._llm
 
     def get(self, model: str | Path, is_new: bool = False, stays_new: bool = False, **options: Any) -> LLM:
         """The engine that runs already, with an empty prefix cache, if it has these options; otherwise a new one.
@@ -91,6 +100,8 @@ class Engines:
                 self.close()
                 raise
             self._key = key
+        if has_runner_here(self._llm):
+            self.log.attach(runner_of(self._llm), core_of(self._llm).scheduler)
         if not is_new:
             wait_for_sizes(self._llm)
         self._llm.reset_prefix_cache()
@@ -99,6 +110,7 @@ class Engines:
     def close(self) -> None:
         """Shuts the engine down, if one runs."""
         self._key = self._llm = None
+        self.log = StepLog()
         shut_down()
 
 
@@ -120,8 +132,13 @@ def shut_down() -> None:
 
 def wait_for_sizes(llm: LLM) -> None:
     """Returns when every step size of an engine is compiled; raises the error of one that fails to compile."""
-    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:  # Several workers start with all of them.
+    if has_runner_here(llm):  # Several workers start with all of them.
         runner_of(llm).background_compiler.wait()
+
+
+def has_runner_here(llm: LLM) -> bool:
+    """Whether an engine's only runner is in this process."""
+    return llm.llm_engine.vllm_config.parallel_config.world_size == 1
 
 
 def runner_of(llm: LLM) -> Any:

@@ -1,82 +1,105 @@
-"""Explains wrong tokens: looks for a smaller case, and runs it again with a trace of its steps and caches."""
+"""Explains wrong tokens: names their step, looks for a smaller case, and runs it again with a trace of its caches."""
 
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import pairwise
+from time import monotonic
 
 import pytest
 from vllm import LLM
 
 from model_runner_base.testing.cache_trace import WatchedStep, describe_cache, reference_cache, watch_case
-from model_runner_base.testing.engine import generate, greedy, tokens_of
-from model_runner_base.testing.mismatch import Case, Difference, TokenMismatch, compare, describe
+from model_runner_base.testing.engine import Engines, generate, greedy, has_runner_here, tokens_of
+from model_runner_base.testing.mismatch import Case, Difference, Mismatch, Replay, Rerun, describe
 from model_runner_base.testing.shrinking import shrink
-from model_runner_base.testing.words import counted
+from model_runner_base.testing.step_log import Coming, StepLog
+from model_runner_base.testing.time_limit import OutOfTime, limit_steps
 
 SECONDS = 30.0
-"""Time that the search for a smaller case may take."""
+"""Time that the search for a smaller case may take, and time that its last run may take."""
 
 
 class Explanations:
-    """Plugin that puts the explanation into the message of a ``TokenMismatch`` while its engine still runs."""
+    """Plugin that puts the explanation into the message of a ``Mismatch`` while its engine still runs.
+
+    The engine is the one of the fixture ``engines``: no check has to name it.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
-        self._seconds = 0.0 if config.getoption("no_shrinking") else SECONDS
+        self._is_shrinking = not config.getoption("no_shrinking")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[None]:
         try:
             return (yield)
-        except TokenMismatch as mismatch:
-            if mismatch.llm is not None:
-                mismatch.args = (explain(mismatch, mismatch.llm, self._seconds),)
+        except Mismatch as mismatch:
+            engines = pyfuncitem.funcargs.get("engines")
+            if isinstance(engines, Engines) and engines.running is not None and has_runner_here(engines.running):
+                mismatch.args = (explain(mismatch, engines.running, engines.log, self._is_shrinking),)
             raise
 
 
-def explain(mismatch: TokenMismatch, llm: LLM, seconds: float) -> str:
-    """Sentence about the smallest case; about the case as found if its rerun is right or raises."""
-    found = str(mismatch)
+def explain(mismatch: Mismatch, llm: LLM, log: StepLog, is_shrinking: bool = True, seconds: float = SECONDS) -> str:
+    """Sentence about the smallest case; about the case as found, with its step, if its rerun says nothing more."""
+    wrong = mismatch.wrong
+    place = log.place_of(wrong.prompt, wrong.tokens, wrong.output)
+    found = str(mismatch) if place is None else f"{mismatch}; {place}"
+    if mismatch.replay is None:
+        return found
     try:
-        return Explainer(mismatch, llm).explain(seconds)
+        return _Explainer(mismatch.replay, llm, seconds).explain(found, is_shrinking)
     # A faulty device may do anything; what was found stays the failure.
     except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
         return f"{found}; its rerun raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-class Explainer:
+class _Explainer:
     """Reruns of one mismatch."""
 
-    def __init__(self, mismatch: TokenMismatch, llm: LLM) -> None:
-        self._model, self._llm, self._found = mismatch.model, llm, mismatch
-        self._rerun = mismatch.rerun
+    def __init__(self, replay: Replay, llm: LLM, seconds: float) -> None:
+        self._name, self._model, self._llm, self._replay = replay.name, replay.model, llm, replay
+        self._seconds, self._run = seconds, replay.run
+        self._end = 0.0
+        """Time at which a run is cut."""
+        self._got: list[list[int]] = []
+        """Tokens of the last run."""
 
-    def explain(self, seconds: float) -> str:
-        case, difference = self._found.case, self._found.difference
-        if self._rerun is not None and self._alone(case, difference):
-            self._rerun = None  # Its way of arriving does not matter.
-        if seconds:
-            case, difference = shrink(case, difference, self._fails, seconds)
-        with watch_case(self._llm) as steps:
-            again = self._fails(case)
-        sentence = f"{self._model.path.name}, {describe(case, again or difference, '')}"
+    def explain(self, found: str, is_shrinking: bool) -> str:
+        self._end = monotonic() + self._seconds
+        case, difference, is_cut = self._replay.case, self._replay.difference, False
+        try:
+            # Where one of several is wrong on its own, its way of arriving does not matter.
+            if self._run is not None and len(case.prompts) > 1 and self._is_wrong_alone(case, difference.request):
+                self._run = None
+        except OutOfTime:
+            is_cut = True
+        if is_shrinking:
+            case, difference, is_cut = shrink(case, difference, self._fails, self._end - monotonic())
+        cut = f"; the search for a smaller case was cut after {self._seconds:g} s" if is_cut else ""
+        self._end = monotonic() + self._seconds
+        try:
+            with watch_case(self._llm) as steps:
+                again = self._fails(case)
+        except OutOfTime:
+            return f"{found}{cut}; its rerun was cut after {self._seconds:g} s"
         if again is None:
-            return f"{sentence}; right when it runs again"
+            return f"{found}{cut}; right when it runs again"
+        sentence = f"{self._name}, {describe(case, again)}"
         with suppress(LookupError):  # A step's trace may lack what the sentence says of it.
             sentence = self._describe(case, again, steps)
-        return sentence
+        return sentence + cut
 
-    def _alone(self, case: Case, difference: Difference) -> bool:
-        """Whether the request is wrong, too, when it runs on its own."""
-        self._llm.reset_prefix_cache()
-        alone = Case([case.prompts[difference.request]], [case.counts[difference.request]])
-        return compare(self._model, alone, self._generate(*alone)) is not None
+    def _is_wrong_alone(self, case: Case, index: int) -> bool:
+        own = Case([case.prompts[index]], [case.counts[index]])
+        return self._compare(own, _generate) is not None
 
     def _fails(self, case: Case) -> Difference | None:
-        self._llm.reset_prefix_cache()
-        return compare(self._model, case, (self._rerun or self._generate)(*case))
+        return self._compare(case, self._run or _generate)
 
-    def _generate(self, prompts: list[tuple[int, ...]], counts: list[int]) -> list[list[int]]:
-        return tokens_of(generate(self._llm, prompts, [greedy(count) for count in counts]))
+    def _compare(self, case: Case, run: Rerun) -> Difference | None:
+        with limit_steps(self._llm, self._end):
+            self._llm.reset_prefix_cache()
+            self._got = run(self._llm, *case)
+        return self._replay.compare(case, self._got)
 
     def _describe(self, case: Case, difference: Difference, steps: list[WatchedStep]) -> str:
         prompt = case.prompts[difference.request]
@@ -90,8 +113,9 @@ class Explainer:
         place = max(position for position, _ in places if position <= sampled_at)
         last = [step for position, step in places if position == place][-1]
         own = [step for step in own if step.number <= last.number]
-        sentence = f"{self._model.path.name}, {describe(case, difference, _how(own, request, len(prompt)))}; {last}"
-        right = self._model.greedy(prompt, difference.output) if difference.output else []
+        came = Coming.of([step.trace.requests[request].positions[0] for step in own], len(prompt))
+        sentence = f"{self._name}, {describe(case, difference, str(came))}; {last}"
+        right = self._got[difference.request][: difference.output]
         try:
             wanted = reference_cache(self._model, (*prompt, *right))
         except Exception:  # A model whose cache in transformers is of another kind.
@@ -100,12 +124,5 @@ class Explainer:
         return f"{sentence}; {cache}" if cache else sentence
 
 
-def _how(steps: list[WatchedStep], request: str, length: int) -> str:
-    """How a prompt came, as far as the steps show it: chunks, tokens of the prefix cache, preemptions."""
-    starts = [step.trace.requests[request].positions[0] for step in steps]
-    num_chunks = sum(start < length for start in starts)
-    text = f" in {num_chunks} chunks" if num_chunks > 1 else ""
-    if starts[0]:
-        text += f", {starts[0]} of them cached"
-    num_preemptions = sum(after < before for before, after in pairwise(starts))
-    return text + (f", preempted {counted(num_preemptions, 'time')}" if num_preemptions else "")
+def _generate(llm: LLM, prompts: list[tuple[int, ...]], counts: list[int]) -> list[list[int]]:
+    return tokens_of(generate(llm, prompts, [greedy(count) for count in counts]))

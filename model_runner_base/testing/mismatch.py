@@ -1,4 +1,8 @@
-"""Comparison of tokens with the reference's: one short sentence says what differs, without whole prompts."""
+"""Comparisons of tokens: one short sentence says what differs, without whole prompts.
+
+All checks compare tokens by these functions, directly or by ``reference.check_tokens``. What they raise says enough for
+``explanation.py`` to name the step, and to run the case again where there is a way to.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,8 +11,8 @@ from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.words import counted
 
 Prompt = tuple[int, ...]
-Rerun = Callable[[list[Prompt], list[int]], list[list[int]]]
-"""Function that runs prompts anew, each for a count of tokens, and returns the tokens of each."""
+Rerun = Callable[[Any, list[Prompt], list[int]], list[list[int]]]
+"""Function that runs prompts anew in an engine, each for a count of tokens, and returns the tokens of each."""
 
 
 class Difference(NamedTuple):
@@ -22,8 +26,12 @@ class Difference(NamedTuple):
     """The token; None where the output has ended."""
     want: int | None
     """The right token; None where the output should have ended."""
+    why: str = ""
+    """Words in place of the right token, where several are right."""
 
     def __str__(self) -> str:
+        if self.why:
+            return f"output {self.output} is {self.got}, {self.why}"
         if self.got is None:
             return f"output {self.output} is missing, {self.want} is right"
         if self.want is None:
@@ -38,14 +46,37 @@ class Case(NamedTuple):
     counts: list[int]
 
 
-class TokenMismatch(AssertionError):
-    """Tokens of a case that differ from the reference's, and what is needed to run the case again."""
+class Wrong(NamedTuple):
+    """Request with wrong tokens, or with a wrong vector."""
 
-    def __init__(
-        self, model: TinyModel, case: Case, difference: Difference, llm: Any | None = None, rerun: Rerun | None = None
-    ) -> None:
-        super().__init__(f"{model.path.name}, {describe(case, difference)}")
-        self.model, self.case, self.difference, self.llm, self.rerun = model, case, difference, llm, rerun
+    prompt: Prompt
+    tokens: list[int]
+    """Tokens that it had; empty if it is pooled."""
+    output: int = 0
+    """Index of the first wrong one, or of the first that is missing."""
+
+
+class Replay(NamedTuple):
+    """Reference and means to run a case again."""
+
+    name: str
+    """Beginning of its sentence, such as the name of the model."""
+    model: TinyModel
+    """Reference, whose keys and values are right after the same tokens."""
+    case: Case
+    difference: Difference
+    compare: Callable[[Case, list[list[int]]], Difference | None]
+    run: Rerun | None
+    """How the prompts came; None: all at once, as greedy requests."""
+
+
+class Mismatch(AssertionError):
+    """Tokens, or a vector, that are not the right ones: a sentence, the request, and what is needed to run the case
+    again if that is possible."""
+
+    def __init__(self, sentence: str, wrong: Wrong, replay: Replay | None = None) -> None:
+        super().__init__(sentence)
+        self.wrong, self.replay = wrong, replay
 
 
 def describe(case: Case, difference: Difference, how: str = "") -> str:
@@ -70,35 +101,48 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
     return tokens[place] if place < len(tokens) else None
 
 
-def compare(model: TinyModel, case: Case, got: list[list[int]]) -> Difference | None:
-    """First difference from the reference's greedy tokens, or None."""
-    want = [model.greedy(prompt, count) for prompt, count in zip(case.prompts, case.counts, strict=True)]
-    return first_difference(got, want)
-
-
 def check_equal(
     model: TinyModel,
-    prompts: list[Prompt],
-    got: list[list[int]],
-    counts: list[int],
-    llm: Any | None = None,
+    prompts: Sequence[Prompt],
+    got: Sequence[Sequence[int]],
+    counts: Sequence[int],
     rerun: Rerun | None = None,
+    where: str = "",
+    until: Callable[[list[int]], list[int]] = lambda tokens: tokens,
 ) -> None:
     """Asserts that greedy tokens are the reference's.
 
     Args:
-        llm: the engine, if prompts may be run in it again to find out where they go wrong.
         rerun: how the prompts were run; None: all at once, by ``generate``.
+        where: words for the beginning of the sentence, in place of the model's name.
+        until: function that cuts the right tokens where a request ends early.
 
     Raises:
-        TokenMismatch: for the request whose output differs first.
+        Mismatch: for the request whose output differs first.
     """
-    case = Case(list(prompts), list(counts))
-    if difference := compare(model, case, got):
-        raise TokenMismatch(model, case, difference, llm, rerun)
+    case, name = Case([tuple(prompt) for prompt in prompts], list(counts)), where or model.path.name
+
+    def compare(case: Case, got: Sequence[Sequence[int]]) -> Difference | None:
+        return first_difference(got, [until(model.greedy(*each)) for each in zip(*case, strict=True)])
+
+    if difference := compare(case, got):
+        wrong = Wrong(case.prompts[difference.request], list(got[difference.request]), difference.output)
+        replay = Replay(name, model, case, difference, compare, rerun)
+        raise Mismatch(f"{name}, {describe(case, difference)}", wrong, replay)
 
 
-def check_same(got: Sequence[Sequence[int]], want: Sequence[Sequence[int]], names: Sequence[object]) -> None:
-    """Asserts that lists of tokens are equal, one for each name."""
+def check_same(
+    got: Sequence[Sequence[int]],
+    want: Sequence[Sequence[int]],
+    names: Sequence[object],
+    prompts: Sequence[Sequence[int]],
+) -> None:
+    """Asserts that lists of tokens are equal, one for each name and prompt.
+
+    Raises:
+        Mismatch: for the request whose output differs first.
+    """
     if difference := first_difference(got, want):
-        raise AssertionError(f"{names[difference.request]}: {difference}")
+        index = difference.request
+        wrong = Wrong(tuple(prompts[index]), list(got[index]), difference.output)
+        raise Mismatch(f"{names[index]}: {difference}", wrong)

@@ -9,7 +9,9 @@ from vllm import LLM, PoolingParams
 from vllm.inputs import TokensPrompt
 
 from model_runner_base.testing.engine import runner_of
+from model_runner_base.testing.mismatch import Mismatch, Wrong
 from model_runner_base.testing.pooling import LOOSE, TOLERANCE, PoolingModel
+from model_runner_base.testing.words import counted
 
 Prompts = Sequence[Sequence[int]]
 
@@ -37,13 +39,19 @@ def check_values(
 ) -> None:
     """Asserts that values equal the reference's."""
     for prompt, value in zip(prompts, got, strict=True):
-        check_value(value, model.value(prompt, task, activated), f"{len(prompt)} tokens", activated)
+        name = f"prompt of {counted(len(prompt), 'token')}"
+        check_value(value, model.value(prompt, task, activated), name, prompt, activated)
 
 
-def check_value(value: torch.Tensor, want: torch.Tensor, name: str, activated: bool | None = None) -> None:
-    assert value.shape == want.shape, f"{name}: {tuple(value.shape)}, not {tuple(want.shape)}"
+def check_value(
+    value: torch.Tensor, want: torch.Tensor, name: str, prompt: Sequence[int], activated: bool | None = None
+) -> None:
+    wrong = Wrong(tuple(prompt), [])
+    if value.shape != want.shape:
+        raise Mismatch(f"{name}: {tuple(value.shape)}, not {tuple(want.shape)}", wrong)
     difference = float((value.float() - want).abs().max()) if want.numel() else 0.0
-    assert difference < (LOOSE if activated is False else TOLERANCE), f"{name}: off by {difference}"
+    if not difference < (LOOSE if activated is False else TOLERANCE):  # NaN is not.
+        raise Mismatch(f"{name}: off by {difference}", wrong)
 
 
 def check_pairs(llm: LLM, model: PoolingModel, pairs: Sequence[tuple[Sequence[int], int]]) -> None:
@@ -53,7 +61,7 @@ def check_pairs(llm: LLM, model: PoolingModel, pairs: Sequence[tuple[Sequence[in
     prompts = [prompt for prompt, _ in pairs]
     for value, (prompt, second) in zip(pool(llm, prompts, task_of(llm, model), params), pairs, strict=True):
         want = model.value(prompt, second=second)
-        check_value(value, want, f"{len(prompt)} tokens, the second text from {second} on")
+        check_value(value, want, f"prompt of {len(prompt)} tokens, the second text from {second} on", prompt)
 
 
 def check_arrivals(

@@ -1,17 +1,20 @@
 """HF transformers in float32; compares a request's tokens with it under the rules of ``rules.py``."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from model_runner_base.testing import rules
+from model_runner_base.testing.engine import generate, tokens_of
+from model_runner_base.testing.mismatch import Case, Difference, Mismatch, Prompt, Replay, Wrong
 from model_runner_base.testing.models import TinyModel, reference_model
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
 from model_runner_base.testing.words import show
@@ -109,25 +112,54 @@ def describe(params: SamplingParams) -> str:
     return f"SamplingParams({', '.join(f'{name}={show(value)}' for name, value in given.items())})"
 
 
-def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int]) -> int:
+def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int], adapter: LoRARequest | None = None) -> int:
     """Asserts that every token is the maximum of the reference's logits under the rules, or may be drawn from them.
+
+    Args:
+        adapter: the request's adapter, with which it may be run again; the reference has it merged.
 
     Returns:
         The number of tokens at which the rules changed the maximum: 0 says that the check has shown little.
 
     Raises:
-        AssertionError: naming the request, the place, and both tokens.
+        Mismatch: naming the request, the place, and both tokens.
     """
-    tokens = list(tokens)
+    tokens, prompt = list(tokens), tuple(request.prompt)
+    changed, difference = _first_wrong(model, request, tokens)
+    if difference is None:
+        return changed
+
+    def compare(case: Case, got: Sequence[Sequence[int]]) -> Difference | None:
+        requests = [replace(request, prompt=each) for each in case.prompts]
+        found = [_first_wrong(model, each, own) for each, own in zip(requests, got, strict=True)]
+        return next((each._replace(request=index) for index, (_, each) in enumerate(found) if each), None)
+
+    def run(llm: LLM, prompts: list[Prompt], counts: list[int]) -> list[list[int]]:
+        params = [_with_count(request.params, count) for count in counts]
+        return tokens_of(generate(llm, prompts, params, [adapter] * len(prompts)))
+
+    name = ", ".join([model.path.name, describe(request.params)])
+    replay = Replay(name, model, Case([prompt], [len(tokens)]), difference, compare, run)
+    raise Mismatch(f"{request}: {difference}", Wrong(prompt, tokens, difference.output), replay)
+
+
+def _first_wrong(model: TinyModel, request: Request, tokens: Sequence[int]) -> tuple[int, Difference | None]:
+    """How many tokens the rules changed up to the first wrong one, and that one."""
     start = len(request.prompt)
     logits = logits_after(model, [*request.prompt, *tokens])[start - 1 : -1]
     changed = 0
     for i, token in enumerate(tokens):
         values = request.processed(logits[i], tokens[:i])
         changed += int(values.argmax() != logits[i].argmax())
-        place = f"{request}: output {i} is {token}"
-        what = f"not {values.argmax()}" if rules.is_greedy(request.params) else "which the rules exclude"
-        assert request.accepts(values, token, tokens[:i]), f"{place}, {what}"
+        if not request.accepts(values, token, tokens[:i]):
+            why = "" if rules.is_greedy(request.params) else "which the rules exclude"
+            return changed, Difference(0, i, token, int(values.argmax()), why)
+    return changed, None
+
+
+def _with_count(params: SamplingParams, count: int) -> SamplingParams:
+    changed = params.clone()
+    changed.max_tokens, changed.min_tokens = count, min(params.min_tokens, count)
     return changed
 
 

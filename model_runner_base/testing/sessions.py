@@ -7,12 +7,14 @@ prompt (all but the last), and the chunk follows them.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from model_runner_base.testing.engine import core_of, runner_of
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
 OUTPUTS = 7
@@ -35,8 +37,8 @@ class Session:
         assert self.outputs.pop() == [] and len(self.outputs) == len(self.chunks)
         for turn, (chunk, outputs) in enumerate(zip(self.chunks, self.outputs, strict=True)):
             self.prompt += chunk
-            want = until(stops, model.greedy(self.prompt, OUTPUTS))
-            assert outputs == want, f"{self.name}, turn {turn}, prompt so far {self.prompt}: {outputs} is not {want}"
+            where = f"{self.name}, turn {turn}"
+            check_equal(model, [self.prompt], [outputs], [OUTPUTS], where=where, until=partial(until, stops))
             self.prompt += tuple(outputs[:-1])
 
 
@@ -121,5 +123,5 @@ class Driver:
         for session in self.sessions.values():
             session.check(model, self.stops)
         for prompt, tokens in self.plain.values():
-            want = until(self.stops, model.greedy(prompt, OUTPUTS))
-            assert tokens == want, f"next to sessions, prompt {prompt}: {tokens} is not {want}"
+            stops = partial(until, self.stops)
+            check_equal(model, [prompt], [tokens], [OUTPUTS], where="next to sessions", until=stops)

@@ -6,26 +6,41 @@ so the search halves, and ends in time.
 
 from collections.abc import Callable, Iterator
 from time import monotonic
+from typing import NamedTuple
 
 from model_runner_base.testing.mismatch import Case, Difference
+from model_runner_base.testing.time_limit import OutOfTime
 
 Fails = Callable[[Case], Difference | None]
 """Function that runs a case: how it differs, or None if it is right."""
 
 
-def shrink(case: Case, difference: Difference, fails: Fails, seconds: float) -> tuple[Case, Difference]:
-    """The smallest failing case that is found within the time."""
+class Smallest(NamedTuple):
+    """Smallest failing case that was found."""
+
+    case: Case
+    difference: Difference
+    is_cut: bool
+    """Whether the time was over before all smaller ones were tried."""
+
+
+def shrink(case: Case, difference: Difference, fails: Fails, seconds: float) -> Smallest:
+    """The smallest failing case that is found within the time; a try may also raise ``OutOfTime``."""
     end = monotonic() + seconds
     is_smaller = True
     while is_smaller:
         is_smaller = False
         for candidate in _smaller(case, difference):
             if monotonic() > end:
-                return case, difference
-            if found := fails(candidate):
+                return Smallest(case, difference, is_cut=True)
+            try:
+                found = fails(candidate)
+            except OutOfTime:
+                return Smallest(case, difference, is_cut=True)
+            if found:
                 case, difference, is_smaller = candidate, found, True
                 break
-    return case, difference
+    return Smallest(case, difference, is_cut=False)
 
 
 def _smaller(case: Case, difference: Difference) -> Iterator[Case]:

@@ -1,7 +1,9 @@
 """Messages of failures that a vendor reads, and of the kit's own run: order, profiles, time."""
 
 import re
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,15 @@ import numpy as np
 import pytest
 from forks import run_kit
 
+from model_runner_base.step.sizes import StepKind, StepSize
+from model_runner_base.testing import explanation
 from model_runner_base.testing.cache_trace import Held, WatchedStep, describe_cache
 from model_runner_base.testing.estimate import Estimate, in_words, load, record
-from model_runner_base.testing.mismatch import Case, Difference, first_difference
+from model_runner_base.testing.mismatch import Case, Difference, Mismatch, check_equal, first_difference
 from model_runner_base.testing.order import CHECKS, LAST, rank, sort_checks
 from model_runner_base.testing.profiles import PROFILES, leave_out
 from model_runner_base.testing.shrinking import shrink
+from model_runner_base.testing.step_log import StepLog
 from model_runner_base.testing.words import show
 
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
@@ -160,9 +165,83 @@ def test_shrinking() -> None:
         return None
 
     start = Case(prompts, [9, 12, 9])
-    found, difference = shrink(start, Difference(1, 5, 1, 2), fails, seconds=30)
-    assert found == Case([prompts[1][:21]], [6]) and difference.request == 0
-    assert shrink(start, Difference(1, 5, 1, 2), fails, seconds=-1)[0] == start
+    found, difference, is_cut = shrink(start, Difference(1, 5, 1, 2), fails, seconds=30)
+    assert found == Case([prompts[1][:21]], [6]) and difference.request == 0 and not is_cut
+    assert shrink(start, Difference(1, 5, 1, 2), fails, seconds=-1) == (start, Difference(1, 5, 1, 2), True)
+
+
+def test_a_rerun_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that hangs holds up its report for a minute at most; the sentence says what was cut."""
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(requests={"a": 1}, finish_requests=lambda *args: ended.append(args))
+    )
+    front = SimpleNamespace(request_states={"a": 1}, abort_requests=lambda *args, **kwargs: None)
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=core), output_processor=front, step=lambda: time.sleep(0.01)
+    )
+    llm: Any = SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: None)
+    ended: list[Any] = []
+
+    def run(llm: Any, prompts: list[tuple[int, ...]], counts: list[int]) -> list[list[int]]:
+        while True:
+            llm.llm_engine.step()
+
+    model: Any = SimpleNamespace(path=Path("llama"), greedy=lambda prompt, count: [7] * count)
+    monkeypatch.setattr(explanation, "watch_case", lambda llm: nullcontext([]))
+    with pytest.raises(Mismatch) as raised:
+        check_equal(model, [(1, 2, 3)], [[7, 8]], [2], run)
+    sentence = explanation.explain(raised.value, llm, StepLog(), seconds=0.2)
+    assert sentence == (
+        "llama, prompt of 3 tokens: output 1 is 8, not 7; the search for a smaller case was cut after 0.2 s; its rerun "
+        "was cut after 0.2 s"
+    )
+    assert len(ended) == 2 and ended[0][0] == ["a"], "the requests of a cut run are left in the engine"
+    assert explanation.explain(raised.value, llm, StepLog(), is_shrinking=False, seconds=0.2).count("cut") == 1
+
+
+def logged(log: StepLog, name: str, start: int, count: int, drafts: int, tokens: list[int], others: int = 0) -> None:
+    """Feeds a log with a step of one request, and with what the scheduler is told of it."""
+    names = [name, *(f"other {index}" for index in range(others))]
+    batch = SimpleNamespace(
+        req_ids=names,
+        num_computed=np.array([start] + [0] * others),
+        query_len=np.array([count] + [1] * others),
+        drafts={name: [0] * drafts},
+    )
+    runner = SimpleNamespace(parts=SimpleNamespace(graph=SimpleNamespace(run=lambda batch, step: None)))
+    request = SimpleNamespace(prompt_token_ids=[5] * 40)
+    scheduler = SimpleNamespace(requests=dict.fromkeys(names, request), update_from_output=lambda *args: None)
+    log.attach(runner, scheduler)
+    runner.parts.graph.run(batch, SimpleNamespace(size=StepSize(StepKind.MIXED, (48, 2, 2))))
+    output = SimpleNamespace(req_ids=names, sampled_token_ids=[tokens, *[[]] * others])
+    scheduler.update_from_output(None, output)
+
+
+def test_step_of_a_wrong_token() -> None:
+    """The log finds the step of a token by prompt and tokens: after chunks, wrong drafts, preemption, in any turn."""
+    log, prompt = StepLog(), (5,) * 40
+    logged(log, "a", 0, 32, 0, [], others=1)
+    logged(log, "a", 32, 8, 0, [7])
+    logged(log, "a", 40, 4, 3, [8, 9])
+    logged(log, "a", 44, 4, 3, [10])  # The host counts three drafts as right, of which one was.
+    logged(log, "a", 0, 32, 0, [])
+    logged(log, "a", 32, 12, 0, [11])
+    tokens = [7, 8, 9, 10, 11]
+    steps = [log.place_of(prompt, tokens, output).step.number for output in range(5)]  # type: ignore[union-attr]
+    assert steps == [2, 3, 3, 4, 6]
+    assert str(log.place_of(prompt, tokens, 4)) == (
+        "step 6, mixed, 1 row, 12 tokens padded to 48; its prompt: in 4 chunks, preempted 1 time"
+    )
+    assert str(log.place_of(prompt, tokens, 1)).startswith(
+        "step 3, mixed, 1 row, 4 tokens padded to 48; its prompt: in 2"
+    )
+    assert log.place_of(prompt, [7, 8, 10], 2) is None and log.place_of(prompt[1:], tokens, 0) is None
+    assert str(log.place_of(prompt, tokens, 5)).startswith("step 6"), "a missing output comes after the last one"
+    logged(log, "b", 16, 24, 0, [7], others=2)
+    assert str(log.place_of(prompt, [7], 0)) == (
+        "step 1, mixed, 3 rows, 26 tokens padded to 48; its prompt: 16 tokens cached"
+    )
+    assert log.place_of(prompt, [], 0).step.number == 1  # type: ignore[union-attr]
 
 
 def test_words() -> None:

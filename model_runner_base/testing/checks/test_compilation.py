@@ -14,7 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from model_runner_base.testing.cases import FEATURES, random_prompts
 from model_runner_base.testing.compilations import count_compilations, last_compiled
 from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
-from model_runner_base.testing.mismatch import check_same
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.table import refusal
 
@@ -35,13 +35,12 @@ def test_serving_while_sizes_are_made(text_engine: Callable[..., LLM], text_mode
     llm = text_engine(is_new=True)
     compiler, policy = runner_of(llm).background_compiler, runner_of(llm).graph_policy
     prompts = random_prompts(7, LENGTHS)
-    reference = [text_model.greedy(prompt, 12) for prompt in prompts]
     is_last = False
     while not is_last:
         is_last = not compiler.is_making
-        names = [f"prompt of {len(prompt)} tokens at {[*map(str, policy.offered)]}" for prompt in prompts]
-        check_same(tokens_of(generate(llm, prompts, greedy(12))), reference, names)
-        check_same(tokens_of(generate(llm, prompts[2:3], greedy(12))), reference[2:3], names[2:3])
+        for asked in (prompts, prompts[2:3]):
+            where = f"at {[*map(str, policy.offered)]}"
+            check_equal(text_model, asked, tokens_of(generate(llm, asked, greedy(12))), [12] * len(asked), where=where)
     compiler.wait()
     assert not policy.offered or set(policy.offered) == set(policy.sizes)
 
@@ -121,8 +120,7 @@ def test_host_does_not_wait(
         monkeypatch.setattr(runner, name, launches.launching(getattr(runner, name), name == "sample_tokens"))
     for name in ("to_host", "synchronize"):
         monkeypatch.setattr(runner.device_ops, name, launches.waiting(getattr(runner.device_ops, name), name))
-    (tokens,) = tokens_of(generate(llm, [(5, 6, 7)], greedy(count)))
-    assert tokens == text_model.greedy((5, 6, 7), count)
+    check_equal(text_model, [(5, 6, 7)], tokens_of(generate(llm, [(5, 6, 7)], greedy(count))), [count])
     assert not launches.waits, f"launching a step called {launches.waits}"
 
 

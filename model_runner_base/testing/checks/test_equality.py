@@ -1,7 +1,6 @@
 """Greedy tokens equal HF transformers in float32, whatever the scheduler does with the requests."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ def small_cache(architecture: str, engine: Start, tiny_model: Callable[[str], Ti
 
 def check(llm: LLM, model: TinyModel, prompts: Prompts, count: int = NEW_TOKENS) -> None:
     """Runs the prompts in one batch."""
-    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts), llm)
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts))
 
 
 def test_one_request(small_cache: tuple[LLM, TinyModel]) -> None:
@@ -64,12 +63,12 @@ def test_prefix_hits(small_cache: tuple[LLM, TinyModel]) -> None:
     prompts = PROMPTS[4:6]
     check(llm, model, prompts)
 
-    def run_twice(prompts: Prompts, counts: list[int]) -> list[list[int]]:
+    def run_twice(llm: LLM, prompts: Prompts, counts: list[int]) -> list[list[int]]:
         params = [greedy(count) for count in counts]
         return [tokens_of(generate(llm, prompts, params)) for _ in range(2)][1]
 
     outputs = generate(llm, prompts, greedy(NEW_TOKENS))
-    check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * len(prompts), llm, run_twice)
+    check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * len(prompts), run_twice)
     assert any(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
 
 
@@ -84,8 +83,8 @@ def test_preemption(small_cache: tuple[LLM, TinyModel]) -> None:
     prompts = random_prompts(1, [60, 70, 80, 90])
     check(llm, model, prompts, 100)
     if "window" in model.path.name:
-        run = partial(run_with_resets, llm)
-        check_equal(model, prompts, run(prompts, 100), [100] * len(prompts), llm, run)
+        counts = [100] * len(prompts)
+        check_equal(model, prompts, run_with_resets(llm, prompts, counts), counts, run_with_resets)
     assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
 
 
@@ -113,10 +112,10 @@ def test_arrivals(small_cache: tuple[LLM, TinyModel]) -> None:
     rng = np.random.default_rng(2)
     counts = rng.integers(1, NEW_TOKENS + 1, 2 * len(PROMPTS)).tolist()
 
-    def run(prompts: Prompts, counts: list[int]) -> list[list[int]]:
+    def run(llm: LLM, prompts: Prompts, counts: list[int]) -> list[list[int]]:
         return run_with_arrivals(llm, prompts, counts, np.random.default_rng(3))
 
-    check_equal(model, PROMPTS * 2, run(PROMPTS * 2, counts), counts, llm, run)
+    check_equal(model, PROMPTS * 2, run(llm, PROMPTS * 2, counts), counts, run)
 
 
 def run_with_arrivals(llm: LLM, prompts: Prompts, counts: list[int], rng: np.random.Generator) -> list[list[int]]:

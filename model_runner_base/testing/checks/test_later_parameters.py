@@ -56,7 +56,9 @@ def test_thinking_budgets(llm: LLM, text_model: TinyModel) -> None:
     before = metric(llm, "vllm:num_preemptions")
     got = run(llm, prompts, [{"thinking_token_budget": budget} for budget in budgets])
     want = [thought(text_model, *each, COUNT) for each in zip(prompts, [markers] * 6, budgets, strict=True)]
-    check_same(got, want, [f"prompt of {len(p)} tokens, budget {b}" for p, b in zip(prompts, budgets, strict=True)])
+    check_same(
+        got, want, [f"prompt of {len(p)} tokens, budget {b}" for p, b in zip(prompts, budgets, strict=True)], prompts
+    )
     assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
 
 

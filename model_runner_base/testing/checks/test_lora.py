@@ -59,11 +59,12 @@ def run(llm: LLM, model: TinyModel, requests: Sequence[Request], adapters: Adapt
         reference = adapter.merged if adapter else model
         for completion in output.outputs:
             try:
-                check_tokens(reference, request, completion.token_ids)
+                check_tokens(reference, request, completion.token_ids, adapter.request if adapter else None)
                 if request.params.logprobs is not None:
                     check_logprobs(reference, request, completion, "raw_logprobs")
             except AssertionError as error:
-                raise AssertionError(f"with {adapter.name if adapter else 'no adapter'}: {error}") from error
+                error.args = (f"with {adapter.name if adapter else 'no adapter'}: {error}",)
+                raise
         if request.params.prompt_logprobs is not None:
             check_prompt_logprobs(reference, request, output)
 
@@ -155,7 +156,7 @@ def test_new_files_under_an_old_name(
         assert adapters[0].name in str(error)
     else:
         (output,) = generate(llm, [prompt], request.params, [renamed])
-        check_tokens(other.merged, request, output.outputs[0].token_ids)
+        check_tokens(other.merged, request, output.outputs[0].token_ids, renamed)
     run(llm, text_model, [request], [adapters[0]])
 
 
@@ -177,7 +178,8 @@ def test_adding_and_removing(llm: LLM, text_model: TinyModel, adapters: list[Tin
             tokens = list(output.outputs[0].token_ids)  # type: ignore[union-attr, index]
         if not engine.has_unfinished_requests():
             break
-    assert tokens == adapters[1].merged.greedy(prompt, 40)
+    check_tokens(adapters[1].merged, Request(prompt, greedy(40)), tokens, adapters[1].request)
+    assert len(tokens) == 40
     assert 1 in engine.list_loras(), "a pinned adapter was evicted"
     engine.remove_lora(1)
     run(llm, text_model, [Request(prompt, greedy(NEW_TOKENS))], [adapters[0]])

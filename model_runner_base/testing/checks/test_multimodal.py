@@ -78,12 +78,13 @@ def read(outputs: list[RequestOutput]) -> list[tuple[list[int], list[int]]]:
     return [(list(out.prompt_token_ids or ()), list(out.outputs[0].token_ids)) for out in outputs]
 
 
-def check_read(outputs: list[RequestOutput], want: list[tuple[list[int], list[int]]]) -> None:
+def check_read(outputs: list[RequestOutput], want: list[tuple[list[int], list[int]]], where: str = "") -> None:
     """Compares prompts' tokens, which have places for images, and outputs."""
     got = read(outputs)
-    check_same([prompt for prompt, _ in got], [prompt for prompt, _ in want], ["the prompt's tokens"] * len(want))
-    names = [f"prompt of {len(prompt)} tokens with its images" for prompt, _ in want]
-    check_same([tokens for _, tokens in got], [tokens for _, tokens in want], names)
+    prompts = [prompt for prompt, _ in want]
+    assert [prompt for prompt, _ in got] == prompts, "prompts have other tokens, or places for images"
+    names = [f"{where}prompt of {len(prompt)} tokens with its images" for prompt in prompts]
+    check_same([tokens for _, tokens in got], [tokens for _, tokens in want], names, prompts)
 
 
 def expected(model: SeeingModel, asked: list[Prompt], count: int = COUNT) -> list[tuple[list[int], list[int]]]:
@@ -147,7 +148,7 @@ def test_preemption_within_images(llm: LLM, model: SeeingModel) -> None:
                 break
         for name, answer in zip(names, want, strict=True):
             assert name in got, f"{name} does not end"
-            assert read([got[name]]) == [answer], f"{name}: {read([got[name]])} is not {[answer]}"
+            check_read([got[name]], [answer], f"{name}, ")
     assert metric(llm, "vllm:num_preemptions") > before, "no request was preempted"
 
 

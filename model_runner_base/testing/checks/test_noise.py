@@ -13,6 +13,7 @@ from model_runner_base.heads.sampling.random import gumbel_noise
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, sampled, tokens_of
+from model_runner_base.testing.mismatch import check_same
 from model_runner_base.testing.models import TinyModel
 
 Start = Callable[..., LLM]
@@ -47,11 +48,10 @@ def test_likeliest_token(options: dict[str, Any], text_engine: Start, text_model
     llm = text_engine()
     for temperature in (1.0, 2.0):
         params = [sampled(1, seed=seed, temperature=temperature, **options) for seed in seeds]
-        for seed, tokens in zip(seeds, tokens_of(generate(llm, [PROMPT] * len(seeds), params)), strict=True):
-            assert tokens == [greedy_token], (
-                f"temperature={temperature}, {options}, seed={seed}: drew {tokens}, the only token left is "
-                f"{greedy_token}: are random numbers of 0 or 1 drawn as noise?"
-            )
+        what = f"are random numbers of 0 or 1 drawn as noise? temperature={temperature}, {options}"
+        got = tokens_of(generate(llm, [PROMPT] * len(seeds), params))
+        names = [f"{what}, seed={seed}" for seed in seeds]
+        check_same(got, [[greedy_token]] * len(seeds), names, [PROMPT] * len(seeds))
 
 
 def test_ids_under_load(text_engine: Start) -> None:
@@ -64,4 +64,4 @@ def test_ids_under_load(text_engine: Start) -> None:
         wrong = [token for token in one + two if not 0 <= token < VOCAB_SIZE]
         case = f"request {number} of {len(prompts)}"
         assert not wrong, f"{case}: ids {wrong} are not in the vocabulary of {VOCAB_SIZE}"
-        assert one == two, f"{case}, seed={number}: {one}, and {two} the second time"
+        check_same([two], [one], [f"{case}, seed={number}, the second time"], [prompts[number]])

@@ -100,5 +100,5 @@ def test_adapters(engine: Start, pooling_model: Callable[[str], PoolingModel], t
     outputs = llm.encode(prompts, pooling_task="embed", lora_request=requests, use_tqdm=False)  # type: ignore[arg-type]
     for (adapter, prompt), output in zip(chosen, outputs, strict=True):
         merged = PoolingModel(model.name, adapter.merged.path) if adapter else model
-        name = f"{len(prompt)} tokens, with {adapter.name if adapter else 'no adapter'}"
-        check_value(output.outputs.data, merged.value(prompt), name)
+        name = f"prompt of {len(prompt)} tokens, with {adapter.name if adapter else 'no adapter'}"
+        check_value(output.outputs.data, merged.value(prompt), name, prompt)

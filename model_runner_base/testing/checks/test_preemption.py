@@ -16,6 +16,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import Engines, cache_bytes, core_of, greedy, metric
+from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request
 
@@ -60,43 +61,60 @@ def llm(case: str, text_engine: Callable[..., LLM], text_model: TinyModel) -> LL
 def test_preemption_at_every_step(llm: LLM, case: str, text_model: TinyModel) -> None:
     """Requests that are all preempted after any step, also twice: no token comes twice or is lost, none is preempted
     more often."""
-    want, drafted = [text_model.greedy(prompt, COUNT) for prompt in PROMPTS], metric(llm, DRAFTED)
-    num_steps = run(llm, "undisturbed", [], want)
+    drafted = metric(llm, DRAFTED)
+    num_steps = check(llm, text_model, "undisturbed", [])
     for step in range(1, num_steps):
-        run(llm, f"preempted after step {step}", [step], want)
+        check(llm, text_model, f"preempted after step {step}", [step])
     for first, second in pairwise(range(3, num_steps, 4)):
-        run(llm, f"preempted after steps {first} and {second}", [first, second], want)
+        check(llm, text_model, f"preempted after steps {first} and {second}", [first, second])
     assert CASES[case][2] is None or metric(llm, DRAFTED) > drafted, "nothing was drafted"
 
 
-def run(llm: LLM, name: str, stops: list[int], want: list[list[int]]) -> int:
-    """Runs the prompts, which are preempted after some steps, and checks what is delivered; returns how many steps
-    there were."""
+def check(llm: LLM, model: TinyModel, name: str, stops: list[int]) -> int:
+    """Checks what is delivered of requests that are preempted after some steps; returns how many steps there were."""
+    before, counts = metric(llm, "vllm:num_preemptions"), [COUNT] * len(PROMPTS)
+    frames, num_steps, num_expected = run(llm, PROMPTS, counts, stops)
+
+    def run_again(llm: LLM, prompts: list[tuple[int, ...]], counts: list[int]) -> list[list[int]]:
+        return [joined(each) for each in run(llm, prompts, counts, stops)[0]]
+
+    check_equal(model, PROMPTS, [joined(each) for each in frames], counts, run_again, where=name)
+    for index, each in enumerate(frames):
+        empty = sum(not frame for frame in each[:-1])
+        assert not empty, f"{name}: request {index}: {empty} outputs without a token: {each}"
+    num_preempted = metric(llm, "vllm:num_preemptions") - before
+    assert num_preempted == num_expected, f"{name}: {num_preempted:.0f} preemptions, and {num_expected} were asked for"
+    return num_steps
+
+
+def joined(frames: list[list[int]]) -> list[int]:
+    return [token for frame in frames for token in frame]
+
+
+def run(
+    llm: LLM, prompts: list[tuple[int, ...]], counts: list[int], stops: list[int]
+) -> tuple[list[list[list[int]]], int, int]:
+    """Runs prompts, which are preempted after some steps.
+
+    Returns what is delivered of each, piece by piece, how many steps there were, and how many preemptions.
+    """
     core, scheduler = llm.llm_engine, core_of(llm).scheduler
     llm.reset_prefix_cache()
-    before, num_expected, num_steps = metric(llm, "vllm:num_preemptions"), 0, 0
-    frames: dict[str, list[list[int]]] = {}
-    for index, prompt in enumerate(PROMPTS):
-        params = greedy(COUNT, output_kind=RequestOutputKind.DELTA)
-        core.add_request(f"{name}, request {index}", {"prompt_token_ids": list(prompt)}, params)
+    num_expected = num_steps = 0
+    frames: list[list[list[int]]] = [[] for _ in prompts]
+    for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        params = greedy(count, output_kind=RequestOutputKind.DELTA)
+        core.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
     while core.has_unfinished_requests():
-        assert num_steps < 30 + 20 * len(stops), f"{name}: the requests do not end"
+        assert num_steps < 30 + 20 * len(stops), f"preempted after steps {stops}: the requests do not end"
         for output in core.step():
             piece = output.outputs[0]  # type: ignore[index]
-            frames.setdefault(output.request_id, []).append(list(piece.token_ids))  # type: ignore[union-attr]
+            frames[int(output.request_id)].append(list(piece.token_ids))  # type: ignore[union-attr]
         num_steps += 1
         if num_steps in stops and core.has_unfinished_requests():
             num_expected += len(scheduler.running)
             core.reset_prefix_cache(reset_running_requests=True)
-    for index, tokens in enumerate(want):
-        got = frames[f"{name}, request {index}"]
-        joined = [token for frame in got for token in frame]
-        assert joined == tokens, f"{name}: request {index} of {len(PROMPTS[index])} tokens: {got} is not {tokens}"
-        empty = sum(not frame for frame in got[:-1])
-        assert not empty, f"{name}: request {index}: {empty} outputs without a token: {got}"
-    num_preempted = metric(llm, "vllm:num_preemptions") - before
-    assert num_preempted == num_expected, f"{name}: {num_preempted:.0f} preemptions, and {num_expected} were asked for"
-    return num_steps
+    return frames, num_steps, num_expected
 
 
 def test_strong_penalties(llm: LLM, case: str, text_model: TinyModel) -> None:

@@ -27,7 +27,7 @@ def test_quantised_checkpoints(
     # Loading is under test, and graphs of three models may take minutes to compile.
     llm = engine(quantised.path, enforce_eager=True)
     outputs = generate(llm, PROMPTS, greedy(NEW_TOKENS))
-    check_equal(plain, PROMPTS, tokens_of(outputs), [NEW_TOKENS] * len(PROMPTS), llm)
+    check_equal(plain, PROMPTS, tokens_of(outputs), [NEW_TOKENS] * len(PROMPTS))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
@@ -39,4 +39,4 @@ def test_gguf_files(
     path, plain = write_gguf(tiny_model(name), tmp_path)
     llm = engine(path, enforce_eager=True)
     outputs = generate(llm, PROMPTS, greedy(NEW_TOKENS))
-    check_equal(plain, PROMPTS, tokens_of(outputs), [NEW_TOKENS] * len(PROMPTS), llm)
+    check_equal(plain, PROMPTS, tokens_of(outputs), [NEW_TOKENS] * len(PROMPTS))

@@ -45,7 +45,7 @@ def hybrid(name: str, engine: Start, tiny_model: Callable[[str], TinyModel]) -> 
 
 
 def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int = NEW_TOKENS) -> None:
-    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts), llm)
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(count))), [count] * len(prompts))
 
 
 def test_one_request(hybrid: tuple[LLM, TinyModel]) -> None:
@@ -72,7 +72,11 @@ def test_arrivals(hybrid: tuple[LLM, TinyModel]) -> None:
     llm, model = hybrid
     rng = np.random.default_rng(97)
     counts = rng.integers(1, NEW_TOKENS + 1, len(PROMPTS)).tolist()
-    check_equal(model, PROMPTS, run_with_arrivals(llm, PROMPTS, counts, rng), counts)
+
+    def run(llm: LLM, prompts: list[tuple[int, ...]], counts: list[int]) -> list[list[int]]:
+        return run_with_arrivals(llm, prompts, counts, np.random.default_rng(98))
+
+    check_equal(model, PROMPTS, run(llm, PROMPTS, counts), counts, run)
 
 
 @pytest.mark.parametrize("keeps_states", [False, True], ids=["alone", "with prefixes"])
@@ -108,5 +112,5 @@ def test_prefix_hits(hybrid: tuple[LLM, TinyModel]) -> None:
         check(llm, model, [prompt])
         prompts = [prompt, prompt[:-1] + prompt, prompt]
         outputs = generate(llm, prompts, greedy(NEW_TOKENS))
-        check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * 3, llm)
+        check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * 3)
         assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 16 * 16] * 3

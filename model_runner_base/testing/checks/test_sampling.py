@@ -9,6 +9,7 @@ from vllm import LLM, SamplingParams
 from model_runner_base.testing.cases import prompt_followed_by, random_prompts
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.engine import generate, greedy, metric, sampled, tokens_of
+from model_runner_base.testing.mismatch import check_same
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, best_tokens, check_tokens, logits_after
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
@@ -226,4 +227,5 @@ def test_n_completions(text_engine: Start, text_model: TinyModel) -> None:
     for completion in first:
         check_tokens(text_model, Request(prompt, params), completion.token_ids)
     assert len({tuple(completion.token_ids) for completion in first}) == 4, f"{Request(prompt, params)}: equal ones"
-    assert [c.token_ids for c in first] == [c.token_ids for c in again], f"{Request(prompt, params)}: not repeated"
+    names = [f"{Request(prompt, params)}, the second time: completion {number}" for number in range(4)]
+    check_same([c.token_ids for c in again], [c.token_ids for c in first], names, [prompt] * 4)

@@ -37,7 +37,8 @@ def tokens(llm: LLM, requests: list[Request]) -> list[list[int]]:
 
 
 def check_same(got: list[list[int]], alone: list[list[int]], requests: list[Request]) -> None:
-    mismatch.check_same(got, alone, [f"{request}, compared with the request alone" for request in requests])
+    names = [f"{request}, compared with the request alone" for request in requests]
+    mismatch.check_same(got, alone, names, [request.prompt for request in requests])
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_drawn_tokens(undrafted: dict[str, list[list[int]]], drafting: Start, te
         undrafted["tokens"] = tokens(text_engine(), requests)
     llm = drafting()
     names = [f"{kind}: {request}, compared with a run without drafts" for request in requests]
-    check_same(tokens(llm, requests), undrafted["tokens"], names)
+    check_same(tokens(llm, requests), undrafted["tokens"], names, [request.prompt for request in requests])
 
 
 def test_greedy_tokens(drafting: Start, text_model: TinyModel) -> None:
@@ -171,10 +171,14 @@ def test_preemption(drafting: Start, text_model: TinyModel) -> None:
 
 def test_arrivals_and_aborts(drafting: Start, text_model: TinyModel, pytestconfig: pytest.Config) -> None:
     """Requests that arrive and finish at any step, among others that are aborted; up to the longest length."""
-    llm, rng = drafting(), np.random.default_rng(82)
+    llm = drafting()
     prompts = PROMPTS * max(2, pytestconfig.getoption("soak") // len(PROMPTS))
-    counts = rng.integers(1, 21, len(prompts)).tolist()
-    check_equal(text_model, prompts, run_with_arrivals(llm, prompts, counts, rng), counts)
+    counts = np.random.default_rng(82).integers(1, 21, len(prompts)).tolist()
+
+    def run(llm: LLM, prompts: list[tuple[int, ...]], counts: list[int]) -> list[list[int]]:
+        return run_with_arrivals(llm, prompts, counts, np.random.default_rng(83))
+
+    check_equal(text_model, prompts, run(llm, prompts, counts), counts, run)
     (prompt,) = random_prompts(83, [230])
     check_equal(text_model, [prompt], tokens_of(generate(llm, [prompt], greedy(26))), [26])
 

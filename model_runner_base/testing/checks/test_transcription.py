@@ -56,7 +56,7 @@ def compare(
         (completion,) = output.outputs
         tokens, logprobs = model.greedy(heard, output.prompt_token_ids, count)
         name = f"prompt of {len(output.prompt_token_ids)} tokens, with its sound"
-        check_same([completion.token_ids], [tokens], [name])
+        check_same([completion.token_ids], [tokens], [name], [output.prompt_token_ids])
         assert completion.logprobs is not None
         got = []
         for token, place in zip(tokens, completion.logprobs, strict=True):
