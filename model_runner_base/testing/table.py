@@ -54,6 +54,8 @@ class Row:
 
     def result(self) -> str:
         total = self.passed + len(self.failures) + len(self.refusals)
+        if not total:  # Skipped, or the run was interrupted.
+            return "not run"
         if self.failures:
             return "FAILS" if total == 1 else f"FAILS {len(self.failures)} of {total}"
         if self.refusals:

@@ -22,6 +22,7 @@ from model_runner_base.testing.order import CHECKS, LAST, rank, sort_checks
 from model_runner_base.testing.profiles import PROFILES, leave_out
 from model_runner_base.testing.shrinking import shrink
 from model_runner_base.testing.step_log import StepLog
+from model_runner_base.testing.table import PromiseTable
 from model_runner_base.testing.words import show
 
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
@@ -262,3 +263,13 @@ def test_words() -> None:
     assert str(first_difference([[1, 2]], [[1]])) == "output 1 is 2, after the right end"
     assert first_difference([[1]], [[1]]) is None
     assert show(range(150)) == "[0, 1, 2, ... 148, 149] (150 tokens)"
+
+
+def test_a_check_that_was_interrupted(pytestconfig: pytest.Config) -> None:
+    """A row of which no case has ended has kept nothing."""
+    table = PromiseTable(pytestconfig)
+    table.pytest_runtest_logreport(
+        SimpleNamespace(promise=("a", "b"), case="", refusal=None, failed=False, when="setup")
+    )
+    assert [record["result"] for record in table.as_records()] == ["not run"]
+    assert table.render().row_count == 1
