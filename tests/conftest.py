@@ -27,7 +27,7 @@ import pytest
 import quick
 from vllm import LLM
 
-from model_runner_base.testing.engine import DEFAULTS, shut_down, wait_for_sizes
+from model_runner_base.testing.engine import DEFAULTS, shut_down, start, wait_for_sizes
 from model_runner_base.testing.fixtures import tiny_model
 
 LONGEST = """
@@ -94,11 +94,7 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
 
     All of its sizes are compiled.
     """
-    try:
-        llm = LLM(str(model), **(DEFAULTS | {"max_model_len": None} | options))
-    except BaseException:
-        shut_down()  # An engine that fails to load leaves parallel groups, which lack those of experts.
-        raise
+    llm = start(model, **(DEFAULTS | {"max_model_len": None} | options))
     try:
         wait_for_sizes(llm)
         yield llm

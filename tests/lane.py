@@ -25,6 +25,7 @@ NEWEST = [
     "kit/test_upstream.py",
     "base/test_audio.py",
     "base/test_engine_contracts.py",
+    "base/test_engine_ends.py",
     "base/test_slot_processors.py",
     "base/test_hostile_engine.py",
     "base/test_gemma4.py",

@@ -2,19 +2,18 @@
 
 import gc
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import vllm.model_executor.models.registry
+import vllm.v1.engine.core
 from transformers import AutoConfig, PretrainedConfig
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.core import EngineCore
 
 from model_runner_base.testing.step_log import StepLog
 
@@ -34,12 +33,12 @@ DEFAULTS: dict[str, Any] = {
 }
 """Options of every engine. Limits are small, since a device with graphs captures every size within them at start."""
 
-_core: Any = EngineCore
-_end = _core.shutdown
+_core: Any = vllm.v1.engine.core
+_end = _core.EngineCore.shutdown
 
 
 def _end_frozen(core: Any) -> None:
-    """Ends an engine core with what is frozen left frozen, as ``shut_down`` wants it. vLLM 0.33 thaws all."""
+    """Ends an engine core and leaves frozen what is, which ``start`` wants. vLLM 0.33 thaws all."""
     thaw, gc.unfreeze = gc.unfreeze, lambda: None
     try:
         _end(core)
@@ -47,10 +46,12 @@ def _end_frozen(core: Any) -> None:
         gc.unfreeze = thaw
 
 
-_core.shutdown = _end_frozen
+_core.EngineCore.shutdown = _end_frozen
+# An engine that is frozen when it starts would not be freed when it ends.
+_core.freeze_gc_heap = lambda: None
 
-_ends = count()
-"""Ends of engines so far."""
+_starts = count()
+"""Engines started so far."""
 
 
 def cache_bytes(model: str | Path, num_tokens: int) -> int:
@@ -94,11 +95,7 @@ class Engines:
         is_used, self._stays_new = not self._stays_new, stays_new
         if (is_new and is_used) or key != self._key or self._llm is None or _is_busy(self._llm):
             self.close()
-            try:
-                self._llm = LLM(str(model), **(self._defaults | options))
-            except BaseException:
-                self.close()
-                raise
+            self._llm = start(model, **(self._defaults | options))
             self._key = key
         if has_runner_here(self._llm):
             self.log.attach(runner_of(self._llm), core_of(self._llm).scheduler)
@@ -118,16 +115,29 @@ def _is_busy(llm: LLM) -> bool:
     return llm.llm_engine.has_unfinished_requests()
 
 
-def shut_down() -> None:
-    """Frees an engine that is no longer referenced, which its own reference cycles would keep.
+def start(model: str | Path, **options: Any) -> LLM:
+    """Starts an engine.
 
-    The objects left are modules, which the collector leaves out from then on: a search through them takes longer than
-    a tiny engine's start. Every eighth time it searches them, too, for an engine that ran while another one ended.
+    The garbage collector leaves out what exists before. Most of that are modules, and a search through them takes
+    longer than a tiny engine's start. Every eighth time they are searched, too, for an engine that was still in use
+    when another one started.
     """
+    if next(_starts) % 8 == 0:
+        gc.unfreeze()
     gc.collect()
-    with nullcontext() if next(_ends) % 8 == 0 else patch("gc.unfreeze"):
-        cleanup_dist_env_and_memory()
     gc.freeze()
+    try:
+        return LLM(str(model), **options)
+    except BaseException:
+        shut_down()  # An engine that fails to load leaves parallel groups, which lack those of experts.
+        raise
+
+
+def shut_down() -> None:
+    """Frees an engine that is no longer referenced, which its own reference cycles would keep."""
+    with patch("gc.unfreeze"):
+        gc.collect()
+        cleanup_dist_env_and_memory()
 
 
 def wait_for_sizes(llm: LLM) -> None:

@@ -40,14 +40,15 @@ class Explanations:
 
 def explain(mismatch: Mismatch, llm: LLM, log: StepLog, is_shrinking: bool = True, seconds: float = SECONDS) -> str:
     """Sentence about the smallest case; about the case as found, with its step, if its rerun says nothing more."""
-    wrong = mismatch.wrong
-    place = log.place_of(wrong.prompt, wrong.tokens, wrong.output)
-    found = str(mismatch) if place is None else f"{mismatch}; {place}"
+    wrong, found = mismatch.wrong, str(mismatch)
+    # A faulty device may do anything; what was found stays the failure.
+    with suppress(Exception):
+        place = log.place_of(wrong.prompt, wrong.tokens, wrong.output)
+        found = found if place is None else f"{found}; {place}"
     if mismatch.replay is None:
         return found
     try:
         return _Explainer(mismatch.replay, llm, seconds).explain(found, is_shrinking)
-    # A faulty device may do anything; what was found stays the failure.
     except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
         return f"{found}; its rerun raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
@@ -68,7 +69,12 @@ class _Explainer:
         case, difference, is_cut = self._replay.case, self._replay.difference, False
         try:
             # Where one of several is wrong on its own, its way of arriving does not matter.
-            if self._run is not None and len(case.prompts) > 1 and self._is_wrong_alone(case, difference.request):
+            if (
+                is_shrinking
+                and self._run is not None
+                and len(case.prompts) > 1
+                and self._is_wrong_alone(case, difference.request)
+            ):
                 self._run = None
         except OutOfTime:
             is_cut = True
@@ -84,7 +90,7 @@ class _Explainer:
         if again is None:
             return f"{found}{cut}; right when it runs again"
         sentence = f"{self._name}, {describe(case, again)}"
-        with suppress(LookupError):  # A step's trace may lack what the sentence says of it.
+        with suppress(LookupError, ValueError):  # A step's trace may lack what the sentence says of it.
             sentence = self._describe(case, again, steps)
         return sentence + cut
 

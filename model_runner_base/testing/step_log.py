@@ -69,7 +69,7 @@ class Coming(NamedTuple):
     """How a request's tokens came, as its steps show it."""
 
     num_chunks: int
-    """Chunks of its prompt."""
+    """Chunks of its prompt, since it was preempted last."""
     num_cached: int
     """Tokens that the prefix cache had."""
     num_preemptions: int
@@ -77,8 +77,9 @@ class Coming(NamedTuple):
     @classmethod
     def of(cls, starts: Sequence[int], length: int) -> "Coming":
         """Works it out from positions of the first token in each of the request's steps."""
-        num_preemptions = sum(after < before for before, after in pairwise(starts))
-        return cls(sum(start < length for start in starts), starts[0], num_preemptions)
+        again = [index for index, (before, after) in enumerate(pairwise(starts), 1) if after < before]
+        last = starts[again[-1] :] if again else starts
+        return cls(sum(start < length for start in last), starts[0], len(again))
 
     def preempted(self) -> list[str]:
         return [f"preempted {counted(self.num_preemptions, 'time')}"] if self.num_preemptions else []
@@ -138,14 +139,15 @@ class StepLog:
         self._unread.append(step)
 
     def _end(self, output: Any) -> None:
-        if output.req_ids and self._unread:
+        while output.req_ids and self._unread:
             step = self._unread.popleft()
-            for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
-                step.sampled[name] = list(tokens)
+            if step.shares.keys() >= set(output.req_ids):  # Else its own output was never given.
+                for name, tokens in zip(output.req_ids, output.sampled_token_ids or (), strict=False):
+                    step.sampled[name] = list(tokens or ())
+                break
 
     def place_of(self, prompt: Sequence[int], tokens: Sequence[int], output: int) -> Place | None:
-        """Place of an output of the newest request that had this prompt's length and these tokens; None if there is
-        none.
+        """Place of an output of the newest request that had this prompt and these tokens; None if there is none.
 
         If there is no such output, as the request has ended too early, it is the place of the last one. Without tokens
         it is the last step of the newest request with the prompt, as vectors are of that one.
@@ -155,7 +157,8 @@ class StepLog:
         output = min(output, len(tokens) - 1)
         wanted = {len(prompt) + index: int(token) for index, token in enumerate(tokens)}
         for run in reversed(self._runs()):
-            for name in dict.fromkeys(name for step in reversed(run) for name in step.shares):
+            others = _others(run, tuple(prompt))
+            for name in dict.fromkeys(name for step in reversed(run) for name in step.shares if name not in others):
                 parts = _parts(run, name)
                 # Tokens of a step that was thrown away may differ; the last one at a position counts.
                 got = {part.yields_at + index: token for part in parts for index, token in enumerate(part.tokens)}
@@ -182,6 +185,15 @@ class StepLog:
                 runs.append([])
             runs[-1].append(step)
         return runs
+
+
+def _others(steps: Sequence[LoggedStep], prompt: tuple[int, ...]) -> set[str]:
+    """Requests with another prompt. That of a session begins with the prompts of its earlier turns."""
+    known: dict[str, list[tuple[int, ...]]] = {}
+    for step in steps:
+        for name, its in step.prompts.items():
+            known.setdefault(name, []).append(its)
+    return {name for name, its in known.items() if all(prompt[: len(each)] != each for each in its)}
 
 
 class _Part(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
+from unittest.mock import patch
 
 from vllm import LLM
 from vllm.v1.request import RequestStatus
@@ -29,14 +30,12 @@ def limit_steps(llm: LLM, end: float) -> Iterator[None]:
             raise OutOfTime
         return step()
 
-    engine.step = step_in_time
     try:
-        yield
+        with patch.object(engine, "step", step_in_time):
+            yield
     except OutOfTime:
         _end_requests(llm)
         raise
-    finally:
-        engine.step = step
 
 
 def _end_requests(llm: LLM) -> None:

@@ -183,7 +183,7 @@ def test_shrinking() -> None:
 
 
 def test_a_rerun_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that hangs holds up its report for a minute at most; the sentence says what was cut."""
+    """A device whose requests do not end holds up its report for a minute at most; the sentence says what was cut."""
     core = SimpleNamespace(
         scheduler=SimpleNamespace(requests={"a": 1}, finish_requests=lambda *args: ended.append(args))
     )
@@ -211,8 +211,17 @@ def test_a_rerun_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explanation.explain(raised.value, llm, StepLog(), is_shrinking=False, seconds=0.2).count("cut") == 1
 
 
-def logged(log: StepLog, name: str, start: int, count: int, drafts: int, tokens: list[int], others: int = 0) -> None:
-    """Feeds a log with a step of one request, and with what the scheduler is told of it."""
+def logged(
+    log: StepLog,
+    name: str,
+    start: int,
+    count: int,
+    drafts: int,
+    tokens: list[int] | None,
+    others: int = 0,
+    prompt: Sequence[int] = (5,) * 40,
+) -> None:
+    """Feeds a log with a step of one request, and with what the scheduler is told of it: nothing without ``tokens``."""
     names = [name, *(f"other {index}" for index in range(others))]
     batch = SimpleNamespace(
         req_ids=names,
@@ -221,12 +230,13 @@ def logged(log: StepLog, name: str, start: int, count: int, drafts: int, tokens:
         drafts={name: [0] * drafts},
     )
     runner = SimpleNamespace(parts=SimpleNamespace(graph=SimpleNamespace(run=lambda batch, step: None)))
-    request = SimpleNamespace(prompt_token_ids=[5] * 40)
+    request = SimpleNamespace(prompt_token_ids=list(prompt))
     scheduler = SimpleNamespace(requests=dict.fromkeys(names, request), update_from_output=lambda *args: None)
     log.attach(runner, scheduler)
     runner.parts.graph.run(batch, SimpleNamespace(size=StepSize(StepKind.MIXED, (48, 2, 2))))
-    output = SimpleNamespace(req_ids=names, sampled_token_ids=[tokens, *[[]] * others])
-    scheduler.update_from_output(None, output)
+    if tokens is not None:
+        output = SimpleNamespace(req_ids=names, sampled_token_ids=[tokens, *[[]] * others])
+        scheduler.update_from_output(None, output)
 
 
 def test_step_of_a_wrong_token() -> None:
@@ -242,7 +252,7 @@ def test_step_of_a_wrong_token() -> None:
     steps = [log.place_of(prompt, tokens, output).step.number for output in range(5)]  # type: ignore[union-attr]
     assert steps == [2, 3, 3, 4, 6]
     assert str(log.place_of(prompt, tokens, 4)) == (
-        "step 6, mixed, 1 row, 12 tokens padded to 48; its prompt: in 4 chunks, preempted 1 time"
+        "step 6, mixed, 1 row, 12 tokens padded to 48; its prompt: in 2 chunks, preempted 1 time"
     )
     assert str(log.place_of(prompt, tokens, 1)).startswith(
         "step 3, mixed, 1 row, 4 tokens padded to 48; its prompt: in 2"
@@ -254,6 +264,16 @@ def test_step_of_a_wrong_token() -> None:
         "step 1, mixed, 3 rows, 26 tokens padded to 48; its prompt: 16 tokens cached"
     )
     assert log.place_of(prompt, [], 0).step.number == 1  # type: ignore[union-attr]
+
+
+def test_step_of_one_of_two_requests() -> None:
+    """Requests with prompts of one length and with the same tokens are told apart; so are steps without an output."""
+    log, prompts = StepLog(), [(5,) * 40, (6,) * 40]
+    logged(log, "a", 0, 40, 0, [7], others=1)
+    logged(log, "lost", 0, 40, 0, None, others=1)
+    logged(log, "b", 0, 40, 0, [7], others=1, prompt=prompts[1])
+    places = [log.place_of(prompt, [7], 0) for prompt in prompts]
+    assert [place and place.step.number for place in places] == [1, 3]
 
 
 def test_words() -> None:
