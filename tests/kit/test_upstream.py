@@ -7,15 +7,17 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from docs_build import upstream_results
 from model_runner_base.testing.upstream import __main__ as command
-from model_runner_base.testing.upstream import plugin, source
+from model_runner_base.testing.upstream import plugin, servers, source
 from model_runner_base.testing.upstream.allow_list import (
     LISTS,
     AllowList,
@@ -141,6 +143,56 @@ def test_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert results.files["slow.py"].failed == {"test_waits": late, "test_goes_on_after_an_error": late}
 
 
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) < 2:
+    print(subprocess.Popen([sys.executable, __file__, "grandchild"]).pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """A child process that ignores SIGTERM, and the process that it started."""
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    child = subprocess.Popen([sys.executable, str(tmp_path / "stubborn.py")], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    grandchild = psutil.Process(int(child.stdout.readline()))
+    yield child, grandchild
+    servers.end([grandchild, *servers.tree_of(child.pid)])
+    child.communicate()
+
+
+def test_no_process_is_left(stubborn: tuple[subprocess.Popen[str], psutil.Process]) -> None:
+    """A server that a test leaves does not keep the device from the next file; other processes go on."""
+    child, grandchild = stubborn
+    others = {process.pid for process in psutil.Process().children()} - {child.pid}
+    bystander = subprocess.Popen(["sleep", "60"])
+    plugin.end_engines({bystander.pid, *others})
+    assert child.poll() is not None and not grandchild.is_running()
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_a_server_that_is_slow_to_end(stubborn: tuple[subprocess.Popen[str], psutil.Process]) -> None:
+    """Processes that a server started end with it, even if it alone is killed, or an error comes between."""
+
+    class Server:
+        def __init__(self, model: str, vllm_serve_args: list[str]) -> None:
+            self.proc = stubborn[0]
+
+        def __exit__(self, *error: object) -> None:
+            self.proc.kill()
+            raise TimeoutError
+
+    servers.change_servers(Server, lambda given: {})
+    with pytest.raises(TimeoutError):
+        Server("m", []).__exit__(None, None, None)
+    assert stubborn[0].poll() is not None and not stubborn[1].is_running()
+
+
 def test_a_module_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "NEEDED", ("pytest", "no_such_module"))
     assert command.main(["my_package.MyWorker"]) == 2
@@ -157,6 +209,9 @@ def test_options_of_servers() -> None:
                 self.proc = subprocess.Popen(["sleep", "60"])
                 started.append(self.proc)
                 raise RuntimeError("not ready")
+
+        def __exit__(self, *error: object) -> None:
+            pass
 
     started: list[subprocess.Popen[bytes]] = []
     options = {"enforce_eager": True, "async_scheduling": False, "kv_cache_memory_bytes": 64, "compilation_config": {}}

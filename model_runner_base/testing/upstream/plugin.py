@@ -5,19 +5,23 @@ import multiprocessing
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 
 from model_runner_base.testing.upstream.allow_list import AllowList, TestFile, matching
 from model_runner_base.testing.upstream.overrides import Overrides, tolerance_of
+from model_runner_base.testing.upstream.servers import end, tree_of
 
-AGAIN = 10
-"""Seconds after which the error of a time limit is raised once more."""
+AGAIN = 30
+"""Seconds after which the error of a time limit is raised once more. vLLM gives a server half of them to end."""
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
+"""Words in the commands of processes that serve this one to its end: Python's, and torch's."""
 
 
 class AllowedTests:
@@ -27,6 +31,7 @@ class AllowedTests:
         self._files = {root / "tests" / path: (path, file) for path, file in allowed.files.items()}
         self._overrides = overrides
         self._time_limit = time_limit
+        self._not_ours = {process.pid for process in psutil.Process().children()}
         self.not_run: dict[str, dict[str, str]] = {}
         """Reasons by file and test."""
         self.collected: Counter[str] = Counter()
@@ -111,7 +116,7 @@ class AllowedTests:
         with self._overrides.of(self._file(item)), tolerance_of(self._file(item)):
             result = yield
         if nextitem is None or nextitem.path != item.path:
-            end_engines()
+            end_engines(self._not_ours)
         return result
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -123,16 +128,32 @@ class AllowedTests:
     pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
 
-def end_engines() -> None:
-    """Ends processes of engines that errors still refer to: they would keep the device, and this process."""
+def end_engines(others: Collection[int] = ()) -> None:
+    """Ends processes of engines and servers that a file's tests have left: they would keep the device.
+
+    Errors may still refer to them. ``others`` are ids of processes that are not the tests'.
+    """
     with suppress(TimeoutError), ends_after(60):
         gc.collect()  # Engines end as they are deleted.
-    left = multiprocessing.active_children()
+    left = [process for process in multiprocessing.active_children() if process.pid not in others]
+    pids = {process.pid for process in left if process.pid is not None}
+    pids |= {child.pid for child in psutil.Process().children() if child.pid not in others and _is_work(child)}
+    trees = [process for pid in pids for process in tree_of(pid)]
     for process in left:
         process.terminate()
     for process in left:
         process.join(10)
         process.kill()
+        process.join(10)
+    end(trees)
+
+
+def _is_work(process: psutil.Process) -> bool:
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+    return not any(words in command for words in HELPERS)
 
 
 @contextmanager

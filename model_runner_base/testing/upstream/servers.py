@@ -6,15 +6,20 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
+import psutil
+
 
 def change_servers(server: Any, options: Callable[[list[str]], dict[str, Any]]) -> None:
-    """Makes vLLM's ``RemoteOpenAIServer`` serve with other options, and end its processes if the start fails.
+    """Makes vLLM's ``RemoteOpenAIServer`` serve with other options, and leave no process.
+
+    vLLM 0.16 leaves the server if its start fails, and processes that the server started if it is slow to end.
 
     Args:
         server: the class.
         options: options of an engine by name, given the arguments of a server.
     """
     init: Callable[..., None] = server.__init__
+    leave: Callable[..., None] = server.__exit__
 
     @wraps(init)
     def with_options(self: Any, model: str, vllm_serve_args: list[str], *args: Any, **named: Any) -> None:
@@ -23,10 +28,18 @@ def change_servers(server: Any, options: Callable[[list[str]], dict[str, Any]]) 
             init(self, model, [*given, *as_arguments(options(given))], *args, **named)
         except BaseException:
             if (process := getattr(self, "proc", None)) is not None:
-                end_tree(process.pid)
+                end(tree_of(process.pid))
             raise
 
-    server.__init__ = with_options
+    @wraps(leave)
+    def and_end_all(self: Any, *error: Any) -> None:
+        tree = tree_of(self.proc.pid)
+        try:
+            leave(self, *error)
+        finally:
+            end(tree)
+
+    server.__init__, server.__exit__ = with_options, and_end_all
 
 
 def as_arguments(options: dict[str, Any]) -> list[str]:
@@ -41,13 +54,18 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
     return arguments
 
 
-def end_tree(pid: int) -> None:
-    """Ends a process, and those that it started."""
-    import psutil
+def tree_of(pid: int) -> list[psutil.Process]:
+    """A process, and those that it started; none if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [*process.children(recursive=True), process]
+    except psutil.NoSuchProcess:
+        return []
 
-    with suppress(psutil.NoSuchProcess):
-        processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, timeout=10)
+
+def end(processes: list[psutil.Process]) -> None:
+    """Ends processes at once, if they still run."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
