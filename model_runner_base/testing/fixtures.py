@@ -87,7 +87,6 @@ def serve(
         engines.close()  # The device may serve one process at a time.
         options = DEFAULTS | {"worker_cls": option("worker"), "enforce_eager": option("eager")}
         options |= option("engine_options") | {"skip_tokenizer_init": False, "served_model_name": "kit"} | own
-        del options["disable_log_stats"]  # A server's default; its flag only sets it.
         log = tmp_path_factory.mktemp("server") / "log"
         return served(text_model.path, option("platform"), log, *flags(options))
 

@@ -23,13 +23,17 @@ REFUSAL = re.compile(r"UnsupportedConfigError|NotImplementedError: .|ValueError:
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Connections to this machine, which no proxy of the environment serves."""
 LAST_OF_TRACEBACK = re.compile(r"([\w.]*\.)?\w*(Error|Exception)\b")
+ONLY_SET = {"disable_log_stats"}
+"""Options that a server does not have by default, whose flags have no opposite."""
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Command-line options for those of ``vllm.LLM``."""
+    """Arguments of ``vllm serve`` for options of ``vllm.LLM``: ``{"enforce_eager": True}`` is ``--enforce-eager``."""
     out = []
     for name, value in options.items():
         flag = name.replace("_", "-")
+        if name in ONLY_SET and not value:
+            continue
         if isinstance(value, bool):
             out.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -203,8 +204,9 @@ def test_options_of_servers() -> None:
     """Servers of vLLM's tests have the options of engines; one whose start fails leaves no process."""
 
     class Server:
-        def __init__(self, model: str, vllm_serve_args: list[str], *, fails: bool = False) -> None:
-            self.arguments = vllm_serve_args
+        def __init__(self, model: str, vllm_serve_args: list[str], *, seed: int = 0, fails: bool = False) -> None:
+            self.arguments, self.seed = vllm_serve_args, seed
+            assert "--seed" not in vllm_serve_args, "vLLM's class refuses it"
             if fails:
                 self.proc = subprocess.Popen(["sleep", "60"])
                 started.append(self.proc)
@@ -214,15 +216,22 @@ def test_options_of_servers() -> None:
             pass
 
     started: list[subprocess.Popen[bytes]] = []
-    options = {"enforce_eager": True, "async_scheduling": False, "kv_cache_memory_bytes": 64, "compilation_config": {}}
-    overrides = Overrides("float32", {"max_num_seqs": 8, "seed": 3}, options)
+    options: dict[str, Any] = {
+        "enforce_eager": True,
+        "async_scheduling": False,
+        "kv_cache_memory_bytes": 64,
+        "compilation_config": {},
+    }
+    options |= {"disable_log_stats": False, "quantization": None}  # Flags cannot say either.
+    overrides = Overrides("float32", {"max_num_seqs": 8, "seed": 3, "enable_prefix_caching": False}, options)
     overrides.change_servers(Server)
     expected = "--seed=1 --dtype float32 --max-num-seqs 8 --enforce-eager --no-async-scheduling "
     expected += "--kv-cache-memory-bytes 64 --compilation-config {}"
-    assert Server("m", ["--seed=1"]).arguments == expected.split()
+    given = ["--enable-prefix-caching", "--seed=1"]
+    assert Server("m", given).arguments == ["--enable-prefix-caching", *expected.split()]
     file = AllowList(models={}, files={"x.py": {"engine": {"seed": 5}}}).files["x.py"]
     with overrides.of(file):
-        assert " --seed 5 " in " ".join(Server("m", []).arguments)
+        assert Server("m", []).seed == 5
     with pytest.raises(RuntimeError, match="not ready"):
         Server("m", [], fails=True)
     assert started[0].poll() is not None

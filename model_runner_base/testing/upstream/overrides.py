@@ -7,8 +7,9 @@ from functools import wraps
 from typing import Any
 from unittest import mock
 
+from model_runner_base.testing.server import flags
 from model_runner_base.testing.upstream.allow_list import TestFile
-from model_runner_base.testing.upstream.servers import as_arguments, change_servers
+from model_runner_base.testing.upstream.servers import change_servers
 
 
 class Overrides:
@@ -69,8 +70,12 @@ class Overrides:
         change_servers(server, self._of_server)
 
     def _of_server(self, given: list[str]) -> dict[str, Any]:
-        flags = {argument.partition("=")[0] for argument in given}
-        left_open = {name: value for name, value in self._defaults.items() if as_arguments({name: 0})[0] not in flags}
+        names = {argument.partition("=")[0] for argument in given}
+        left_open = {
+            name: value
+            for name, value in self._defaults.items()
+            if names.isdisjoint([*flags({name: True}), *flags({name: False})])
+        }
         return {"dtype": self._dtype} | left_open | self._options | self._of_file
 
     @contextmanager

@@ -1,12 +1,13 @@
 """Servers that vLLM's tests start over HTTP: ``vllm serve`` in a process of its own, with the options of engines."""
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from typing import Any
 
 import psutil
+
+from model_runner_base.testing.server import flags
 
 
 def change_servers(server: Any, options: Callable[[list[str]], dict[str, Any]]) -> None:
@@ -24,8 +25,11 @@ def change_servers(server: Any, options: Callable[[list[str]], dict[str, Any]]) 
     @wraps(init)
     def with_options(self: Any, model: str, vllm_serve_args: list[str], *args: Any, **named: Any) -> None:
         given = [str(argument) for argument in vllm_serve_args]
+        chosen = options(given)
+        if "seed" in chosen and "--seed" not in given:
+            named["seed"] = chosen.pop("seed")  # The class has an argument for it, and refuses the flag next to it.
         try:
-            init(self, model, [*given, *as_arguments(options(given))], *args, **named)
+            init(self, model, [*given, *flags(chosen)], *args, **named)
         except BaseException:
             if (process := getattr(self, "proc", None)) is not None:
                 end(tree_of(process.pid))
@@ -40,18 +44,6 @@ def change_servers(server: Any, options: Callable[[list[str]], dict[str, Any]]) 
             end(tree)
 
     server.__init__, server.__exit__ = with_options, and_end_all
-
-
-def as_arguments(options: dict[str, Any]) -> list[str]:
-    """Arguments of ``vllm serve`` for options of an engine: ``{"enforce_eager": True}`` is ``--enforce-eager``."""
-    arguments: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            arguments += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
-    return arguments
 
 
 def tree_of(pid: int) -> list[psutil.Process]:
