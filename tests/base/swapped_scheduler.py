@@ -1,10 +1,10 @@
 """Plugin of pytest that puts our schedulers in place of vLLM's in vLLM's own tests (docs/upstream.md):
 
     SCHEDULERS=ours PYTHONPATH=tests/base:. python -m model_runner_base.testing.upstream \\
-        vllm.v1.worker.cpu_worker.CPUWorker --platform vllm.platforms.cpu.CpuPlatform --files scheduler.py \\
-        -p swapped_scheduler
+        vllm.v1.worker.cpu_worker.CPUWorker --platform vllm.platforms.cpu.CpuPlatform \\
+        --files v1/core/test_ -k "not e2e.py" -p swapped_scheduler
 
-On vLLM 0.33, with ``--list tests/base/scheduler_tests.toml`` in place of ``--files scheduler.py``.
+On vLLM 0.33, with ``--list tests/base/scheduler_tests.toml``, too. Files whose names end with "e2e.py" start engines.
 
 ``SCHEDULERS=rows``: ours, with rows for a single request, too. Without it the tests run with vLLM's schedulers.
 """
