@@ -28,8 +28,13 @@ class Difference(NamedTuple):
     """The right token; None where the output should have ended."""
     why: str = ""
     """Words in place of the right token, where several are right."""
+    hint: str = ""
+    """Possible fault, at the end of the words."""
 
     def __str__(self) -> str:
+        return f"{self._words()} ({self.hint})" if self.hint else self._words()
+
+    def _words(self) -> str:
         if self.why:
             return f"output {self.output} is {self.got}, {self.why}"
         if self.got is None:
@@ -109,6 +114,7 @@ def check_equal(
     rerun: Rerun | None = None,
     where: str = "",
     until: Callable[[list[int]], list[int]] = lambda tokens: tokens,
+    hint: str = "",
 ) -> None:
     """Asserts that greedy tokens are the reference's.
 
@@ -116,6 +122,7 @@ def check_equal(
         rerun: how the prompts were run; None: all at once, by ``generate``.
         where: words for the beginning of the sentence, in place of the model's name.
         until: function that cuts the right tokens where a request ends early.
+        hint: what the fault may be.
 
     Raises:
         Mismatch: for the request whose output differs first.
@@ -123,7 +130,8 @@ def check_equal(
     case, name = Case([tuple(prompt) for prompt in prompts], list(counts)), where or model.path.name
 
     def compare(case: Case, got: Sequence[Sequence[int]]) -> Difference | None:
-        return first_difference(got, [until(model.greedy(*each)) for each in zip(*case, strict=True)])
+        found = first_difference(got, [until(model.greedy(*each)) for each in zip(*case, strict=True)])
+        return found and found._replace(hint=hint)
 
     if difference := compare(case, got):
         wrong = Wrong(case.prompts[difference.request], list(got[difference.request]), difference.output)
@@ -136,8 +144,12 @@ def check_same(
     want: Sequence[Sequence[int]],
     names: Sequence[object],
     prompts: Sequence[Sequence[int]],
+    hint: str = "",
 ) -> None:
     """Asserts that lists of tokens are equal, one for each name and prompt.
+
+    Args:
+        hint: what the fault may be.
 
     Raises:
         Mismatch: for the request whose output differs first.
@@ -145,4 +157,4 @@ def check_same(
     if difference := first_difference(got, want):
         index = difference.request
         wrong = Wrong(tuple(prompts[index]), list(got[index]), difference.output)
-        raise Mismatch(f"{names[index]}: {difference}", wrong)
+        raise Mismatch(f"{names[index]}: {difference._replace(hint=hint)}", wrong)

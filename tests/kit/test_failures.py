@@ -281,6 +281,7 @@ def test_words() -> None:
     assert str(first_difference([[1, 2], [3, 4]], [[1, 2], [5, 4]])) == "output 0 is 3, not 5"
     assert str(first_difference([[1]], [[1, 2]])) == "output 1 is missing, 2 is right"
     assert str(first_difference([[1, 2]], [[1]])) == "output 1 is 2, after the right end"
+    assert str(Difference(0, 1, 2, 3, hint="padding")) == "output 1 is 2, not 3 (padding)"
     assert first_difference([[1]], [[1]]) is None
     assert show(range(150)) == "[0, 1, 2, ... 148, 149] (150 tokens)"
 

@@ -48,10 +48,10 @@ def test_likeliest_token(options: dict[str, Any], text_engine: Start, text_model
     llm = text_engine()
     for temperature in (1.0, 2.0):
         params = [sampled(1, seed=seed, temperature=temperature, **options) for seed in seeds]
-        what = f"are random numbers of 0 or 1 drawn as noise? temperature={temperature}, {options}"
         got = tokens_of(generate(llm, [PROMPT] * len(seeds), params))
-        names = [f"{what}, seed={seed}" for seed in seeds]
-        check_same(got, [[greedy_token]] * len(seeds), names, [PROMPT] * len(seeds))
+        names = [f"{text_model.path.name}, temperature={temperature}, {options}, seed={seed}" for seed in seeds]
+        hint = "random numbers of 0 or 1 may be drawn as noise"
+        check_same(got, [[greedy_token]] * len(seeds), names, [PROMPT] * len(seeds), hint)
 
 
 def test_ids_under_load(text_engine: Start) -> None:

@@ -33,5 +33,5 @@ def test_padding_of_nan(engine: Callable[..., LLM], tiny_model: Callable[[str], 
     llm = engine(poisoned(model, tmp_path))
     prompts = random_prompts(3, LENGTHS)
     assert not any(PADDING in model.greedy(prompt, 6) for prompt in prompts)
-    where = "some kernel mixes the rows of a step, as padding has NaN, which reached a request"
-    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(6))), [6] * len(prompts), where=where)
+    hint = "padding has NaN, which reaches a request if a kernel mixes the rows of a step"
+    check_equal(model, prompts, tokens_of(generate(llm, prompts, greedy(6))), [6] * len(prompts), hint=hint)
