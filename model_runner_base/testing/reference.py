@@ -112,11 +112,14 @@ def describe(params: SamplingParams) -> str:
     return f"SamplingParams({', '.join(f'{name}={show(value)}' for name, value in given.items())})"
 
 
-def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int], adapter: LoRARequest | None = None) -> int:
+def check_tokens(
+    model: TinyModel, request: Request, tokens: Sequence[int], adapter: LoRARequest | None = None, where: str = ""
+) -> int:
     """Asserts that every token is the maximum of the reference's logits under the rules, or may be drawn from them.
 
     Args:
         adapter: the request's adapter, with which it may be run again; the reference has it merged.
+        where: words for the beginning of the sentence, in place of the model's name.
 
     Returns:
         The number of tokens at which the rules changed the maximum: 0 says that the check has shown little.
@@ -138,9 +141,10 @@ def check_tokens(model: TinyModel, request: Request, tokens: Sequence[int], adap
         params = [_with_count(request.params, count) for count in counts]
         return tokens_of(generate(llm, prompts, params, [adapter] * len(prompts)))
 
-    name = ", ".join([model.path.name, describe(request.params)])
+    name = ", ".join([where or model.path.name, describe(request.params)])
     replay = Replay(name, model, Case([prompt], [len(tokens)]), difference, compare, run)
-    raise Mismatch(f"{request}: {difference}", Wrong(prompt, tokens, difference.output), replay)
+    sentence = ", ".join(filter(None, [where, f"{request}: {difference}"]))
+    raise Mismatch(sentence, Wrong(prompt, tokens, difference.output), replay)
 
 
 def _first_wrong(model: TinyModel, request: Request, tokens: Sequence[int]) -> tuple[int, Difference | None]:

@@ -238,7 +238,7 @@ FAULTS = [
             "    return super()._update_states(schedule)\n",
         ),
         "test_new_files_under_an_old_name",
-        r"output \d+ is \d+, not \d+",
+        r"llama\S* with new files of .*output \d+ is \d+, not \d+.*; step \d+, ",
     ),
     DeviceFault(
         "a draft model does not come back from sleep",

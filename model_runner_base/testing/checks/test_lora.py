@@ -57,14 +57,15 @@ def run(llm: LLM, model: TinyModel, requests: Sequence[Request], adapters: Adapt
     )
     for request, adapter, output in zip(requests, adapters, outputs, strict=True):
         reference = adapter.merged if adapter else model
+        where = f"{model.path.name} with {adapter.name if adapter else 'no adapter'}"
         for completion in output.outputs:
-            try:
-                check_tokens(reference, request, completion.token_ids, adapter.request if adapter else None)
-                if request.params.logprobs is not None:
+            check_tokens(reference, request, completion.token_ids, adapter.request if adapter else None, where)
+            if request.params.logprobs is not None:
+                try:
                     check_logprobs(reference, request, completion, "raw_logprobs")
-            except AssertionError as error:
-                error.args = (f"with {adapter.name if adapter else 'no adapter'}: {error}",)
-                raise
+                except AssertionError as error:
+                    error.args = (f"{where}: {error}",)
+                    raise
         if request.params.prompt_logprobs is not None:
             check_prompt_logprobs(reference, request, output)
 
@@ -156,7 +157,8 @@ def test_new_files_under_an_old_name(
         assert adapters[0].name in str(error)
     else:
         (output,) = generate(llm, [prompt], request.params, [renamed])
-        check_tokens(other.merged, request, output.outputs[0].token_ids, renamed)
+        where = f"{text_model.path.name} with new files of {renamed.lora_name}"
+        check_tokens(other.merged, request, output.outputs[0].token_ids, renamed, where)
     run(llm, text_model, [request], [adapters[0]])
 
 
@@ -178,7 +180,8 @@ def test_adding_and_removing(llm: LLM, text_model: TinyModel, adapters: list[Tin
             tokens = list(output.outputs[0].token_ids)  # type: ignore[union-attr, index]
         if not engine.has_unfinished_requests():
             break
-    check_tokens(adapters[1].merged, Request(prompt, greedy(40)), tokens, adapters[1].request)
+    where = f"{text_model.path.name} with {adapters[1].name}"
+    check_tokens(adapters[1].merged, Request(prompt, greedy(40)), tokens, adapters[1].request, where)
     assert len(tokens) == 40
     assert 1 in engine.list_loras(), "a pinned adapter was evicted"
     engine.remove_lora(1)
