@@ -65,8 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(quick.Bar())
     config.addinivalue_line("markers", "openxla: needs torch_xla, which the newest vLLM is not made for")
     config.addinivalue_line("markers", "full: takes minutes for what others show in part, so it runs with --full")
-    config.addinivalue_line("markers", "once: of the base and the kit alone, so it runs in the lane with torch_xla")
-    config.addinivalue_line("markers", "newest: of the base and the kit alone, so it runs in the newest lane")
+    config.addinivalue_line("markers", "once: one lane is enough for it, which is the one with torch_xla")
+    config.addinivalue_line("markers", "newest: one lane is enough for it, which is the newest")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,8 +22,8 @@ def main(arguments: list[str]) -> int:
     """Runs pytest; returns its exit status: 0 if every test that must pass does, 1 if one fails, 2 if there is nothing
     to run, or an error in what was given."""
     known, options = _parser().parse_known_args(arguments)
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        print(f'{missing[0]} is missing: pip install "model-runner-base[testing]"', file=sys.stderr)
+    if not_installed := [name for name in NEEDED if find_spec(name) is None]:
+        print(f'{not_installed[0]} is missing: pip install "model-runner-base[testing]"', file=sys.stderr)
         return 2
     with TemporaryDirectory(prefix="upstream-tests-") as folder:
         _set_environment(Path(folder))
