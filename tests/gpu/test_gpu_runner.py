@@ -138,6 +138,7 @@ PROMISES_ON_THE_NEWEST = {
     "KernelPlatform": {
         "preemption and window or interrupted or host_does_not_wait": 3,
         "test_arrivals_and_aborts and eagle or hostile": 3,
+        "multimodal and qwen3 and test_tokens": 1,
         "scheduled_writes or padding_of_nan or results_of_graphs or copies_are_finished or host_buffers": 10,
     },
     "PlanningPlatform": {
@@ -147,10 +148,14 @@ PROMISES_ON_THE_NEWEST = {
 }
 PROMISES_WITH_OPENXLA = {
     "KernelPlatform": {
+        "preemption and window or interrupted or host_does_not_wait": 3,
         "multimodal and (qwen3 or llava) and (test_tokens or preemption or cached_prefix)": 8,
         "test_pooling and (vectors_of_tokens or preemption or mixed_batches and qwen3)": 3,
     },
-    "PlanningPlatform": {"multimodal and qwen3 and (test_tokens or several_requests or aborted)": 3},
+    "PlanningPlatform": {
+        "multimodal and qwen3 and (test_tokens or several_requests or aborted)": 3,
+        "speculation and preempt and (often or lookup)": 3,
+    },
 }
 PROMISES = PROMISES_WITH_OPENXLA if HAS_OPENXLA else PROMISES_ON_THE_NEWEST
 """Checks of the kit by pytest's -k expressions, each with how many it adds to the others of its platform.
