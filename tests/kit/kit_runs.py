@@ -14,6 +14,7 @@ from forks import ROOT, run_kit
 
 from docs_build import kit_results
 
+PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 # Of the schedules, enough for every size and for donated caches; a deliberate fault has 15 of each architecture to be
 # caught by.
 FEWER_SCHEDULES = [] if IS_FULL else ["--schedules", "6"]
@@ -45,6 +46,18 @@ def run(arguments: list[str], path: Path = ROOT) -> tuple[int | None, dict[str, 
         text=True,
     )
     return out.returncode, results_of(out.stdout), out.stdout + out.stderr
+
+
+def collected(expression: str) -> set[str]:
+    """Cases, by file and name, that the kit runs with pytest's ``-k``."""
+    _, _, printed = run_forked([*PLAIN, "--collect-only", "-v", "-k", expression])
+    cases, file = set(), ""
+    for kind, name in re.findall(r"<(Module|Function) (.*)>", printed):
+        if kind == "Module":
+            file = name
+        else:
+            cases.add(f"{file}::{name}")
+    return cases
 
 
 def measure(device: str, arguments: list[str], is_recorded: bool) -> tuple[int | None, dict[str, str], str]:

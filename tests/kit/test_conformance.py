@@ -10,14 +10,13 @@ import pytest
 import torch
 from counts import IS_FULL
 from devices import COMPILING, FROM_SCRATCH, PADDED, SLEEPING
-from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, assert_all_pass, measure, run, run_forked
+from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, PLAIN, assert_all_pass, measure, run, run_forked
 from lane import HAS_OPENXLA
 
 from docs_build import kit_results
 from model_runner_base.testing.table import refusal
 
 ROOT = Path(__file__).parents[2]
-PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 CHOSEN = ["-k", "test_presence or eos"]
 # The newest lane leaves out what draws by chance alone, which vLLM has no part in, and ranks, whose server takes long.
 ALL = [*FEWER, "--ranks", "2"] if HAS_OPENXLA else FEWER_SCHEDULES

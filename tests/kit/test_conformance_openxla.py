@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import test_conformance
 from counts import IS_FULL
-from kit_runs import FEWER, assert_all_pass, measure
+from kit_runs import FEWER, assert_all_pass, collected, measure
 
 pytestmark = pytest.mark.openxla
 
@@ -52,3 +53,10 @@ def test_sizes_that_are_compiled_while_steps_run(pytestconfig: pytest.Config) ->
     status, results, printed = measure(DEVICE, [*SEVERAL, "-k", OF_SIZES_HERE], pytestconfig.getoption("record"))
     assert status == 0, printed[-8000:]
     assert len(results) == 11 and all(result.startswith("passes") for result in results.values()), printed[-8000:]
+
+
+def test_a_check_that_one_device_leaves_out_runs_on_the_other() -> None:
+    """Cases that the example device leaves out run here, on this release."""
+    example = collected(" and ".join(f"not ({each})" for each in test_conformance.FURTHER))
+    here = collected(f"{ALL_BUT_SIZES} and {FURTHER}") | collected(OF_SIZES_HERE)
+    assert collected("test_") - example - here == set() and example and here
