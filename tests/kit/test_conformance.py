@@ -100,7 +100,7 @@ def test_a_promise_that_is_kept_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "status", "result", "words"),
     [
-        (SILENT, 1, "FAILS 4 of 4", r"\[2\.0\] prompt_token_ids=\[.*SamplingParams\(presence_penalty=2\.0"),
+        (SILENT, 1, "FAILS 4 of 4", r"\[2\.0\] llama-with-tokenizer, SamplingParams\(presence_penalty=2\.0"),
         (REFUSING, 0, "not supported", r"\[2\.0\] presence_penalty is not supported on this device"),
         (UNFINISHED, 1, "FAILS 4 of 4", r"\[2\.0\] NotImplementedError"),
     ],
