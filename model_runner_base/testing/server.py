@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 START_TIMEOUT = 600
@@ -23,6 +24,8 @@ REFUSAL = re.compile(r"UnsupportedConfigError|NotImplementedError: .|ValueError:
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Connections to this machine, which no proxy of the environment serves."""
 LAST_OF_TRACEBACK = re.compile(r"([\w.]*\.)?\w*(Error|Exception)\b")
+PORTS = range(20_000, 32_000)
+"""Ports of servers. Linux gives connections those from 32,768 on, and might give one away before the server has it."""
 ONLY_SET = {"disable_log_stats"}
 """Options that a server does not have by default, whose flags have no opposite."""
 
@@ -56,9 +59,7 @@ def served(model: Path, platform: str | None, log: Path, *arguments: str) -> Ite
 @contextmanager
 def started(command: list[str], environment: Mapping[str, str], log: Path) -> Iterator[str]:
     """Runs a server's command on a free port of this machine, as ``served`` does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     with log.open("w") as out:
         place = ["--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(
@@ -71,6 +72,14 @@ def started(command: list[str], environment: Mapping[str, str], log: Path) -> It
     finally:
         ends = _end(process)
     assert ends, "the server did not end when it was asked to"
+
+
+def _free_port() -> int:
+    for port in SystemRandom().sample(PORTS, 100):  # Tests may seed the other generators alike.
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 def _end(process: subprocess.Popen[bytes], timeout_s: float = 60) -> bool:
