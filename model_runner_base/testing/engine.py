@@ -39,11 +39,8 @@ _end = _core.EngineCore.shutdown
 
 def _end_frozen(core: Any) -> None:
     """Ends an engine core and leaves frozen what is, which ``start`` wants. vLLM 0.33 thaws all."""
-    thaw, gc.unfreeze = gc.unfreeze, lambda: None
-    try:
+    with patch("gc.unfreeze"):
         _end(core)
-    finally:
-        gc.unfreeze = thaw
 
 
 _core.EngineCore.shutdown = _end_frozen

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forks import run_kit
+from kit_runs import PLAIN
 
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing import explanation
@@ -25,7 +26,6 @@ from model_runner_base.testing.step_log import StepLog
 from model_runner_base.testing.table import PromiseTable
 from model_runner_base.testing.words import show
 
-PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 pytestmark = pytest.mark.once
 
 LOSES_KEYS = """
