@@ -15,6 +15,7 @@ from unittest import mock
 
 import psutil
 import pytest
+from kit_runs import PLAIN
 
 from docs_build import upstream_results
 from model_runner_base.testing.upstream import __main__ as command
@@ -33,7 +34,6 @@ from model_runner_base.testing.upstream.source import SourceError, installed_rel
 from model_runner_base.testing.upstream.table import ResultTable
 
 ROOT = Path(__file__).parents[2]
-PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 FILE = "v1/sample/test_sampling_params_e2e.py"
 
 FAULTY = """
