@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import override_forward_context
+from vllm.platforms import current_platform
 from vllm.tasks import SupportedTask
 
 from model_runner_base import limits
@@ -229,7 +230,7 @@ class ModelRunnerBase:
     def changing_adapters(self) -> Iterator[Adapters]:
         """Yields the adapters between two steps. An adapter may take another's slot, so the next step is packed
         from scratch."""
-        with self.step_guard.lock, torch.no_grad():
+        with self.step_guard.lock, current_platform.inference_mode():
             self.parts.repeat.stop()
             yield self.adapters
 

@@ -111,3 +111,22 @@ not bring back."""
 
 MODULES = {"padded_device": PADDED, "compiling_device": COMPILING, "tiled_device": TILED}
 """Variants that deliberate faults run on, by name."""
+
+IN_INFERENCE_MODE = """
+import torch
+from examples.plain_device import PlainPlatform
+from examples.plain_device import PlainModelRunner, PlainWorker as Usual
+from model_runner_base import GraphPolicy
+class InInferenceMode(GraphPolicy):
+    def wrap(self, function, state):
+        def call(*args):
+            assert torch.is_inference_mode_enabled(), "a wrapped function is called outside of inference mode"
+            return function(*args)
+        return call
+class Runner(PlainModelRunner):
+    def _cache_device_properties(self):
+        self.graph_policy = InInferenceMode()
+class PlainWorker(Usual):
+    model_runner_cls = Runner
+"""
+"""Device whose wrapped functions run in inference mode alone."""

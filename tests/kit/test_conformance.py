@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from counts import IS_FULL
-from devices import COMPILING, FROM_SCRATCH, PADDED, SLEEPING
+from devices import COMPILING, FROM_SCRATCH, IN_INFERENCE_MODE, PADDED, SLEEPING
 from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, PLAIN, assert_all_pass, measure, run, run_forked
 from lane import HAS_OPENXLA
 
@@ -143,6 +143,16 @@ def test_a_device_that_sleeps(tmp_path: Path) -> None:
     device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
     status, results, printed = run_forked([*device, "-k", "test_sleep"], tmp_path)
     assert status == 0 and list(results.values()) == ["passes 4 cases"], printed[-8000:]
+
+
+@pytest.mark.once
+def test_wrapped_functions_run_in_inference_mode(tmp_path: Path) -> None:
+    """Inference mode is on in steps, in warm-up, and where adapters change between two steps."""
+    (tmp_path / "vendor.py").write_text(IN_INFERENCE_MODE)
+    device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
+    status, results, printed = run_forked([*device, "-k", "test_lora and slots or test_pooling and adapters"], tmp_path)
+    assert status == 0 and results, printed[-8000:]
+    assert all(result.startswith("passes") for result in results.values()), printed[-8000:]
 
 
 def test_platform_that_comes_too_late(tmp_path: Path) -> None:
