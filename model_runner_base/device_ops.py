@@ -93,8 +93,8 @@ class DeviceOps:
         return lambda: self.to_host(tensor)
 
     def begin_to_host_from_graph(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """``begin_to_host`` of a graph's result, which a later run of the graph may overwrite before the copy is
-        finished."""
+        """``begin_to_host`` of a result of a step's graph, which a later run of the graph may overwrite before the copy
+        is finished. A device whose graphs do that copies a clone."""
         return self.begin_to_host(tensor)
 
     def buffer_address(self, tensor: torch.Tensor) -> int:

@@ -75,10 +75,14 @@ class GraphPolicy:
         return 0
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
-        """Returns the function that the runner calls instead of ``function``.
+        """Returns the function that the runner calls instead of ``function``, in the platform's inference mode.
 
-        ``function`` updates the tensors in ``state`` in place. A policy that compiles it may instead replace the list's
-        elements by new tensors; the runner reads them through the list only.
+        ``function`` updates the tensors in ``state`` in place; they may be among its arguments, too. A policy that
+        compiles it may instead replace the list's elements by new tensors; the runner reads them through the list only.
+
+        Each call's results are tensors of their own: the runner may keep them while the function runs again. Only where
+        the first argument is a ``StepSize``, as of a step's graph, may they lie in memory that the next step's graph
+        overwrites. Of these the last one, the packed buffer, has to stay until the next step of that size.
         """
         return function
 

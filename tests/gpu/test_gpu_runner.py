@@ -139,7 +139,7 @@ PROMISES_ON_THE_NEWEST = {
         "preemption and window or interrupted or host_does_not_wait": 3,
         "test_arrivals_and_aborts and eagle or hostile": 3,
         "multimodal and qwen3 and test_tokens": 1,
-        "scheduled_writes or padding_of_nan or results_of_graphs or copies_are_finished or host_buffers": 10,
+        "scheduled_writes or padding_of_nan or results_are_kept or copies_are_finished or host_buffers": 10,
     },
     "PlanningPlatform": {
         "speculation and preempt and (often or lookup)": 3,

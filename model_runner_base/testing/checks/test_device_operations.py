@@ -1,6 +1,6 @@
 """``DeviceOps`` keeps its contract: zeros, arrays that are overwritten, results that are read late, memory figures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -28,8 +28,11 @@ OLD, NEW = 3, 7
 
 
 @pytest.fixture
-def ops(text_engine: Start) -> Any:
-    return runner_of(text_engine()).device_ops
+def ops(text_engine: Start) -> Iterator[Any]:
+    """Operations of the engine's device, in the mode in which steps call them."""
+    found = runner_of(text_engine()).device_ops
+    with current_platform.inference_mode():
+        yield found
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -86,21 +89,22 @@ def test_copies_are_finished_late(ops: Any, shape: tuple[int, ...]) -> None:
         _check(got, number + 1, f"begin_to_host {shape}, copy {number} of 4 that are under way: the result")
 
 
-def test_results_of_graphs(text_engine: Start) -> None:
-    """A result of a graph is read after the graph has run again.
+def test_results_are_kept(text_engine: Start) -> None:
+    """Results of a wrapped function stay as they are while it runs again.
 
-    The graph is what ``graph_policy.wrap`` makes of a function of the check's own, which has a tensor and no StepSize.
-    Under a policy that makes graphs of functions with a StepSize alone it is none: then the group ``pooling`` looks at
-    results that are read late, those of a prompt's earlier chunks.
+    The function is the check's own: the policy gets it after warm-up. It has no StepSize. Results of a step's graph
+    need not last so long: the group ``pooling`` looks at those that are read late, of a prompt's earlier chunks.
     """
     runner = runner_of(text_engine())
     ops = runner.device_ops
     function = runner.graph_policy.wrap(_double, [])
-    finish = []
-    for number in (1, 2, 3):
-        finish.append(ops.begin_to_host_from_graph(function(ops.to_device(np.full(64, number, np.int32)))))
-    for number, read in enumerate(finish, start=1):
-        _check(read(), 2 * number, f"begin_to_host_from_graph, run {number} of 3 of a graph: the result")
+    with current_platform.inference_mode():
+        results = [function(ops.to_device(np.full(64, number, np.int32))) for number in (1, 2, 3)]
+        finish = [ops.begin_to_host_from_graph(result) for result in results]
+    for number, (result, read) in enumerate(zip(results, finish, strict=True), start=1):
+        which = f"run {number} of 3 of a function without a StepSize"
+        _check(ops.to_host(result), 2 * number, f"graph_policy.wrap, {which}: the result, after the last run,")
+        _check(read(), 2 * number, f"begin_to_host_from_graph, {which}: the result")
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
