@@ -108,17 +108,24 @@ class PromiseTable:
             row.failures.append(case + report.reason)
         elif report.when == "call" and report.passed:
             row.passed += 1
+        self._write()
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Writes the results' file. Fails the run of a device that refuses everything: it has kept no promise."""
-        if self._file is not None:
-            self._file.write_text(json.dumps(self.as_records(), indent=1))
+        """Fails the run of a device that refuses everything: it has kept no promise."""
+        self._write()
         if exitstatus == 0 and self.rows and not any(row.passed for row in self.rows.values()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         console = Console(file=terminalreporter._tw._file, width=max(150, terminalreporter._tw.fullwidth))
         console.print(self.render())
+
+    def _write(self) -> None:
+        """Writes the results' file, so that a run that is killed leaves the rows so far."""
+        if self._file is not None:
+            whole = self._file.with_name(f"{self._file.name}.new")
+            whole.write_text(json.dumps(self.as_records(), indent=1))
+            whole.replace(self._file)
 
     def as_records(self) -> list[dict[str, str]]:
         """The table's rows for programs, with the keys group, promise, result and reason."""

@@ -1,6 +1,7 @@
 """Messages of failures that a vendor reads, and of the kit's own run: order, profiles, time."""
 
 import ast
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -286,11 +287,15 @@ def test_words() -> None:
     assert show(range(150)) == "[0, 1, 2, ... 148, 149] (150 tokens)"
 
 
-def test_a_check_that_was_interrupted(pytestconfig: pytest.Config) -> None:
-    """A row of which no case has ended has kept nothing."""
-    table = PromiseTable(pytestconfig)
-    table.pytest_runtest_logreport(
-        SimpleNamespace(promise=("a", "b"), case="", refusal=None, failed=False, when="setup")
-    )
-    assert [record["result"] for record in table.as_records()] == ["not run"]
-    assert table.render().row_count == 1
+def test_a_run_that_is_killed(tmp_path: Path) -> None:
+    """Leaves a file with the rows so far. A row of which no case has ended has kept nothing."""
+    file = tmp_path / "results.json"
+    config: Any = SimpleNamespace(getoption={"worker": "vendor.Worker", "results": file}.get)
+    table = PromiseTable(config)
+    for promise, when in (("kept", "call"), ("interrupted", "setup")):
+        table.pytest_runtest_logreport(
+            SimpleNamespace(promise=("a", promise), case="", refusal=None, failed=False, passed=True, when=when)
+        )
+    records = json.loads(file.read_text())
+    assert {record["promise"]: record["result"] for record in records} == {"kept": "passes", "interrupted": "not run"}
+    assert table.render().row_count == 2
