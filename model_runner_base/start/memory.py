@@ -34,4 +34,5 @@ class DeviceMemoryProfiler:
     ) -> None:
         gc.collect()
         self.device_ops.synchronize()
-        self.consumed_memory = self.current_memory_usage() - self.initial_memory
+        # Of host memory, other processes may have freed more.
+        self.consumed_memory = max(0, self.current_memory_usage() - self.initial_memory)
