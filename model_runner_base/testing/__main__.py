@@ -40,12 +40,20 @@ def main(arguments: list[str]) -> int:
     known, options = parser.parse_known_args(arguments)
     # Reads no settings of the project in the current directory, and leaves no files in it.
     surroundings = ["-c", os.devnull, "--rootdir", str(CHECKS), "-p", "no:cacheprovider"]
-    # Files may be named among the options; otherwise all checks run.
-    is_chosen = any(os.path.exists(option.split("::")[0]) for option in options)
-    files = [] if is_chosen else [str(CHECKS)]
     defaults = ["-p", PLUGIN, "-q", "--show-capture=no", "--tb=short", *WITHOUT_NOISE]
     chosen = ["--worker", known.worker, "--kit-profile", known.profile]
-    return pytest.main([*surroundings, *defaults, *chosen, *options, *files])
+    return pytest.main([*surroundings, *defaults, *chosen, *options], plugins=[AllChecks()])
+
+
+class AllChecks:
+    """Plugin that adds the kit's checks, unless files are named among the options."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config: pytest.Config, args: list[str]) -> None:
+        known = early_config.known_args_namespace
+        if not known.file_or_dir:
+            args.append(str(CHECKS))
+            known.file_or_dir = [str(CHECKS)]  # Otherwise pytest reads a conftest.py of the current directory.
 
 
 if __name__ == "__main__":

@@ -287,6 +287,16 @@ def test_words() -> None:
     assert show(range(150)) == "[0, 1, 2, ... 148, 149] (150 tokens)"
 
 
+def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
+    """An option's value may name a file or folder that exists, such as the last results: all checks still run."""
+    (tmp_path / "results.json").write_text("[]")
+    (tmp_path / "equality").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text("raise RuntimeError('a conftest.py that is not the kit's')")
+    run = run_kit([*PLAIN, "--collect-only", "-k", "equality", "--results", "results.json"], tmp_path)
+    assert run.status == 0 and "test_one_request" in run.printed, run.printed[-3000:]
+
+
 def test_a_run_that_is_killed(tmp_path: Path) -> None:
     """Leaves a file with the rows so far. A row of which no case has ended has kept nothing."""
     file = tmp_path / "results.json"
