@@ -335,6 +335,16 @@ REFUSED: Configs = {"longcat-flash": LATENT_LATER["longcat-flash"]}
 CONFIGS: Configs = {**LLAMAS, **GPTS, **SEVERAL_GROUPS, **MIXTURES}
 """The architectures that run."""
 
+_SIX_HEADS = {**UNTIED, "num_attention_heads": 6, "hidden_size": 96}
+HEADS: Configs = {
+    "three-heads-a-group": lambda: hf.LlamaConfig(**_SIX_HEADS, head_dim=80),
+    "large-scores": lambda: hf.LlamaConfig(**UNTIED),
+}
+"""Llama with numbers of heads, head sizes and scores that the other configurations do not have."""
+
+SCALED = {"large-scores": ("q_proj", 40.0)}
+"""Weights, by a part of their names, that are larger by a factor: the exponential of a score is then infinite."""
+
 IGNORED_BY_VLLM = {"phimoe": "lm_head.bias", "gemma3n": "model.embed_tokens_per_layer.weight"}
 """Tensors that vLLM's model loads and leaves out; zero here, so that the reference leaves them out too."""
 

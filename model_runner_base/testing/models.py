@@ -13,11 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from model_runner_base.testing.architectures import (
     CONFIGS,
+    HEADS,
     IGNORED_BY_VLLM,
     LATENT,
     LATENT_LATER,
     LATER,
     REFUSED,
+    SCALED,
     UNEQUAL_HEADS,
     VLLM_NAMES,
     hf,
@@ -89,7 +91,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
         model = AutoModelForCausalLM.from_config(
-            (CONFIGS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | SWEPT | RECURRENT | REFUSED)[name]()
+            (CONFIGS | HEADS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | SWEPT | RECURRENT | REFUSED)[name]()
         )
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name == IGNORED_BY_VLLM.get(name):
@@ -98,6 +100,10 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
                 torch.nn.init.normal_(tensor, std=0.1)
             elif isinstance(tensor, torch.nn.Parameter):
                 vary(tensor_name, tensor)
+        part, factor = SCALED.get(name, ("", 1.0))
+        for tensor_name, parameter in model.named_parameters():
+            if part and part in tensor_name:
+                parameter.data *= factor
         if model.config.tie_word_embeddings:
             # A residual that is mostly the last token's embedding would make that token its own successor.
             torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.05)

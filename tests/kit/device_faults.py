@@ -2,6 +2,7 @@
 
 import device_level_faults
 import engine_level_faults
+import kernel_faults
 
-FAULTS = [*device_level_faults.FAULTS, *engine_level_faults.FAULTS]
+FAULTS = [*device_level_faults.FAULTS, *kernel_faults.FAULTS, *engine_level_faults.FAULTS]
 """Deliberate faults in the order of the table in docs/conformance.md."""

@@ -1,13 +1,7 @@
 """Faults in what a device itself does: memory, copies, waits, kernels, graphs."""
 
 from device_fault import DeviceFault, variant
-
-OWN_MEMORY = """
-@classmethod
-def shares_host_memory(cls, vllm_config):
-    return False
-"""
-"""Body of a platform whose device has memory of its own."""
+from kernel_faults import OWN_MEMORY, UNMASKED
 
 # The host's array is read again at the next wait, as by a copy that is late.
 LATE = """
@@ -23,23 +17,6 @@ def synchronize(self):
     while self.reads:
         tensor, array = self.reads.pop()
         tensor.copy_(torch.from_numpy(array))
-"""
-
-# The sample of docs/new_device.md, without the line that leaves out what no token sees.
-UNMASKED = """
-def attend_decode(self, query, kv_cache, plan):
-    keys, values = self.cache_format.read(kv_cache, plan)
-    group = self.num_heads // self.num_kv_heads
-    keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
-    queries = query.view(-1, plan.last.shape[1], self.num_heads, self.head_size)
-    out, place = torch.zeros_like(queries), torch.arange(plan.kv_tile)
-    for row in range(len(queries)):
-        pairs = (plan.pair_tile == row).nonzero().flatten()
-        seen = place <= plan.last[pairs].unsqueeze(2)
-        scores = self.scale * torch.einsum("qhd,pshd->hqps", queries[row], keys[pairs])
-        scores = scores.masked_fill(~seen.transpose(0, 1), -1e30).flatten(2)
-        out[row] = torch.einsum("hqn,nhd->qhd", scores.softmax(dim=-1), values[pairs].flatten(0, 1))
-    return out.flatten(0, 1).flatten(1)
 """
 
 OWN_FORMAT = """

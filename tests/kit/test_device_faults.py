@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from device_fault import KINDS, DeviceFault, variant
 from device_faults import FAULTS
-from device_level_faults import OWN_MEMORY
 from forks import Run, run_kit
+from kernel_faults import COUNTS, COUNTS_CACHES, COUNTS_WEIGHTS, OWN_MEMORY
 from lane import HAS_OPENXLA
 
 from model_runner_base.testing.order import CHECKS
@@ -50,30 +50,14 @@ def test_the_kit_catches(fault: DeviceFault, verdicts: dict[str, Future[Run]]) -
     assert len(messages) == 1 and re.search(fault.words, messages[0]), run.printed[-3000:]
 
 
-COUNTED = variant(
-    platform=OWN_MEMORY,
-    ops="""
-taken = 0
-def memory_info(self):
-    return MemoryInfo(free=(1 << 30) - self.taken, total=1 << 30)
-def zeros(self, shape, dtype):
-    tensor = super().zeros(shape, dtype)
-    Ops.taken += tensor.nbytes
-    weakref.finalize(tensor.untyped_storage(), Ops.free, tensor.nbytes)
-    return tensor
-@staticmethod
-def free(count):
-    Ops.taken -= count
-""",
-    top="import weakref\nfrom model_runner_base.device_ops import MemoryInfo",
-)
+COUNTED = variant(platform=OWN_MEMORY, ops=COUNTS_CACHES, runner=COUNTS_WEIGHTS, top=COUNTS)
 
 
 @pytest.mark.once
 def test_a_device_that_counts_its_own_memory(tmp_path: Path) -> None:
     """An engine starts by the figures of a device with memory of its own, and these pass."""
     run = run_with(DeviceFault("none", 0, COUNTED, "figures", ""), tmp_path)
-    assert run.status == 0 and len(re.findall(r" passes ", run.printed)) == 2, run.printed[-3000:]
+    assert run.status == 0 and len(re.findall(r" passes ", run.printed)) == 3, run.printed[-3000:]
 
 
 @pytest.mark.once

@@ -119,7 +119,7 @@ def test_figures(text_engine: Start) -> None:
     if not memory.total:
         raise NotImplementedError("memory figures are not supported: memory_info reports no memory")
     assert 0 < memory.free <= memory.total, f"memory_info: {memory.free} bytes are free of {memory.total}"
-    if _shares_host_memory(llm):
+    if shares_host_memory(llm):
         host = psutil.virtual_memory().total
         assert memory.total <= host, f"memory_info: {memory.total} bytes in all, of the host's {host}"
         return
@@ -136,7 +136,8 @@ def test_figures(text_engine: Start) -> None:
         falls.append(before - ops.memory_info().free)
 
 
-def _shares_host_memory(llm: LLM) -> bool:
+def shares_host_memory(llm: LLM) -> bool:
+    """Whether the device's memory is the host's, as the platform says."""
     shares = getattr(current_platform, "shares_host_memory", None)
     return shares is not None and bool(shares(llm.llm_engine.vllm_config))
 

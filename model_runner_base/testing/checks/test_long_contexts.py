@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm import LLM
+from vllm import LLM, SamplingParams
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import cache_bytes, generate, greedy, tokens_of
+from model_runner_base.testing.logprobs import check_all
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.reference import Request
 
 LONGEST = 2560
 PROMPTS = random_prompts(170, [600, 1023, 1500, 2500])
@@ -17,6 +19,7 @@ OPTIONS: dict[str, Any] = {
     "hf_overrides": {"max_position_embeddings": LONGEST},
     "max_model_len": LONGEST,
     "max_num_batched_tokens": 512,
+    "skip_tokenizer_init": False,
 }
 COUNT = 16
 
@@ -36,6 +39,13 @@ def check(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int
 def test_long_prompts(llm: LLM, text_model: TinyModel) -> None:
     """Prompts in chunks of hundreds of tokens, with requests that decode with contexts of other lengths."""
     check(llm, text_model, PROMPTS)
+
+
+def test_decodes_past_powers_of_two(llm: LLM, text_model: TinyModel) -> None:
+    """Log probabilities of decodes whose contexts grow past 512, 1,024 and 2,048 tokens."""
+    prompts = random_prompts(172, [506, 507, 1018, 2042])
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=1)
+    check_all(llm, text_model, [Request(prompt, params) for prompt in prompts])
 
 
 def test_a_long_prefix_hit(llm: LLM, text_model: TinyModel) -> None:

@@ -8,11 +8,14 @@ from vllm import LLM
 
 from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.checks.test_device_operations import shares_host_memory
 from model_runner_base.testing.engine import core_of, generate, greedy, runner_of, tokens_of
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
 Start = Callable[..., LLM]
+WIDE = 1 << 15
+"""Intermediate size of a model whose weights, 48 MiB in float32, stand out of what else a start takes."""
 
 
 def runner_and_memory(llm: LLM) -> tuple[type, MemoryInfo]:
@@ -48,3 +51,24 @@ def test_start_by_figures(text_engine: Start, text_model: TinyModel, monkeypatch
     assert num_tokens >= config.model_config.max_model_len, f"the KV cache holds {num_tokens} tokens"
     prompts = random_prompts(41, [200, 30])
     check_equal(text_model, prompts, tokens_of(generate(llm, prompts, greedy(12))), [12, 12])
+
+
+def test_weights_are_taken(text_engine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model takes its weights of the free memory, if the device has memory of its own."""
+    llm = text_engine()
+    cls, memory = runner_and_memory(llm)
+    if shares_host_memory(llm) or not memory.total:
+        return
+    load_model, found = cls.load_model, []  # type: ignore[attr-defined]
+
+    def load(self: Any) -> None:
+        before = self.device_ops.memory_info().free
+        load_model(self)
+        self.device_ops.synchronize()
+        found.append(before - self.device_ops.memory_info().free)
+
+    monkeypatch.setattr(cls, "load_model", load)
+    llm = text_engine(load_format="dummy", hf_overrides={"intermediate_size": WIDE})
+    weights = sum(weight.nbytes for weight in runner_of(llm).model.parameters())
+    (taken,) = found
+    assert taken > weights * 0.9, f"weights of {weights} bytes lower the free memory of memory_info by {taken}"

@@ -45,6 +45,18 @@ def test_reloaded_weights(text_engine: Callable[..., LLM], text_model: TinyModel
     assert policy.num_compilations() == warm, "graphs were compiled again"
 
 
+def test_tied_weights(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """Weights of a model whose head is its embedding: both are new."""
+    model = tiny_model("gpt2")
+    llm = engine(model.path)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_weights(model, tmp_path / "other").path)})
+    llm.reset_prefix_cache()
+    check(llm, TinyModel(tmp_path / "other"))
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.path)})
+    llm.reset_prefix_cache()
+    check(llm, model)
+
+
 def test_a_checkpoint_that_is_not_there(text_engine: Callable[..., LLM], text_model: TinyModel, tmp_path: Path) -> None:
     """A reload that fails leaves the weights as they were, and the engine serves on."""
     llm = text_engine()

@@ -1,0 +1,140 @@
+"""Faults in a device's kernels and weights, for what few models have."""
+
+from device_fault import DeviceFault, variant
+
+OWN_MEMORY = """
+@classmethod
+def shares_host_memory(cls, vllm_config):
+    return False
+"""
+"""Body of a platform whose device has memory of its own."""
+
+# The sample of docs/new_device.md, without the line that leaves out what no token sees.
+UNMASKED = """
+def attend_decode(self, query, kv_cache, plan):
+    keys, values = self.cache_format.read(kv_cache, plan)
+    group = self.num_heads // self.num_kv_heads
+    keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
+    queries = query.view(-1, plan.last.shape[1], self.num_heads, self.head_size)
+    out, place = torch.zeros_like(queries), torch.arange(plan.kv_tile)
+    for row in range(len(queries)):
+        pairs = (plan.pair_tile == row).nonzero().flatten()
+        seen = place <= plan.last[pairs].unsqueeze(2)
+        scores = self.scale * torch.einsum("qhd,pshd->hqps", queries[row], keys[pairs])
+        scores = scores.masked_fill(~seen.transpose(0, 1), -1e30).flatten(2)
+        out[row] = torch.einsum("hqn,nhd->qhd", scores.softmax(dim=-1), values[pairs].flatten(0, 1))
+    return out.flatten(0, 1).flatten(1)
+"""
+
+# Heads are shared out by a shift, which is right for groups of 1, 2, 4, ... heads.
+SHIFTED_HEADS = UNMASKED.replace(
+    "keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))",
+    "heads = [head >> (group - 1).bit_length() for head in range(self.num_heads)]\n"
+    "    keys, values = (x[:, :, heads] for x in (keys, values))",
+)
+
+WITHOUT_MAXIMUM = UNMASKED.replace("scores.softmax(dim=-1)", "scores.exp() / scores.exp().sum(dim=-1, keepdim=True)")
+
+# Of a context that fills all of its KV tiles the last keys are lost.
+LOST_KEYS = UNMASKED.replace(
+    "        scores = self.scale",
+    "        if len(pairs) and seen.sum() % 512 == 0:\n"
+    "            seen[-1] &= place <= plan.last[pairs[-1]].unsqueeze(1) - 16\n"
+    "        scores = self.scale",
+)
+
+COUNTS_CACHES = """
+taken = 0
+def memory_info(self):
+    return MemoryInfo(free=(1 << 30) - Ops.taken, total=1 << 30)
+def zeros(self, shape, dtype):
+    return self.counted(super().zeros(shape, dtype))
+@staticmethod
+def counted(tensor):
+    Ops.taken += tensor.nbytes
+    weakref.finalize(tensor.untyped_storage(), Ops.free, tensor.nbytes)
+    return tensor
+@staticmethod
+def free(count):
+    Ops.taken -= count
+"""
+"""Body of operations that count what ``zeros`` takes."""
+COUNTS = "import weakref\nfrom model_runner_base.device_ops import MemoryInfo"
+"""Imports of those operations."""
+COUNTS_WEIGHTS = """
+def load_model(self):
+    super().load_model()
+    for weight in self.model.parameters():
+        Ops.counted(weight)
+"""
+"""Body of a runner that counts weights, too."""
+
+
+def without(attribute: str) -> str:
+    """Body of an implementation of attention that ignores what a layer asks for by an attribute."""
+    return f"def __init__(self, *args, **kwargs):\n    super().__init__(*args, **kwargs)\n    self.{attribute} = None"
+
+
+FAULTS = [
+    DeviceFault(
+        "a kernel shares out heads by a shift, which is wrong for three heads a group",
+        0,
+        variant(attention=SHIFTED_HEADS),
+        "test_attention and three",
+        r"groups of three heads, with a head size of 80, prompt of .*; step \d+, .*layer 1",
+    ),
+    DeviceFault(
+        "a kernel does not subtract the largest score",
+        0,
+        variant(attention=WITHOUT_MAXIMUM),
+        "test_attention and large",
+        r"scores whose exponential is infinite, prompt of .*; step \d+, .*layer 1",
+    ),
+    DeviceFault(
+        "a kernel ignores soft caps",
+        0,
+        variant(attention=without("logits_soft_cap")),
+        "test_attention and gemma2",
+        r"\[gemma2\] soft caps, prompt of .*; step \d+, .*layer 1",
+    ),
+    DeviceFault(
+        "a kernel ignores sinks",
+        0,
+        variant(attention=without("sinks")),
+        "test_attention and gpt-oss",
+        r"\[gpt-oss\] sinks, prompt of .*; step \d+, .*layer 1",
+    ),
+    DeviceFault(
+        "a kernel ignores ALiBi",
+        0,
+        variant(attention=without("alibi_slopes")),
+        "test_attention and bloom",
+        r"\[bloom\] ALiBi, prompt of .*; step \d+, .*layer 1",
+    ),
+    DeviceFault(
+        "a kernel loses keys of a context whose KV tiles are all full",
+        0,
+        variant(attention=LOST_KEYS),
+        "test_decodes_past_powers_of_two",
+        r"\(50[67] tokens\).* (output|logprobs of token) \d+",
+    ),
+    DeviceFault(
+        "the head is a copy of the embedding, which a reload leaves as it was",
+        20,
+        variant(
+            top="import copy",
+            runner="def load_model(self):\n"
+            "    super().load_model()\n"
+            "    self.model.lm_head = copy.deepcopy(self.model.lm_head)\n",
+        ),
+        "test_tied_weights",
+        r"other, prompt of \d+ tokens",
+    ),
+    DeviceFault(
+        "weights are not counted as taken",
+        0,
+        variant(platform=OWN_MEMORY, ops=COUNTS_CACHES, top=COUNTS),
+        "figures",
+        r"weights of \d+ bytes lower the free memory of memory_info by 0",
+    ),
+]
