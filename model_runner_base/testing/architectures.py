@@ -342,8 +342,8 @@ HEADS: Configs = {
 }
 """Llama with numbers of heads, head sizes and scores that the other configurations do not have."""
 
-SCALED = {"large-scores": ("q_proj", 40.0)}
-"""Weights, by a part of their names, that are larger by a factor: the exponential of a score is then infinite."""
+SCALED = {"large-scores": {"q_proj": 40.0}}
+"""Factors of weights, by a part of their names: the exponential of a score is then infinite."""
 
 IGNORED_BY_VLLM = {"phimoe": "lm_head.bias", "gemma3n": "model.embed_tokens_per_layer.weight"}
 """Tensors that vLLM's model loads and leaves out; zero here, so that the reference leaves them out too."""

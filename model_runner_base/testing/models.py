@@ -100,10 +100,10 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
                 torch.nn.init.normal_(tensor, std=0.1)
             elif isinstance(tensor, torch.nn.Parameter):
                 vary(tensor_name, tensor)
-        part, factor = SCALED.get(name, ("", 1.0))
-        for tensor_name, parameter in model.named_parameters():
-            if part and part in tensor_name:
-                parameter.data *= factor
+        for part, factor in SCALED.get(name, {}).items():
+            for tensor_name, parameter in model.named_parameters():
+                if part in tensor_name:
+                    parameter.data *= factor
         if model.config.tie_word_embeddings:
             # A residual that is mostly the last token's embedding would make that token its own successor.
             torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.05)

@@ -9,7 +9,7 @@ def shares_host_memory(cls, vllm_config):
 """
 """Body of a platform whose device has memory of its own."""
 
-# The sample of docs/new_device.md, without the line that leaves out what no token sees.
+# A kernel for decode rows that does not leave out what no token sees.
 UNMASKED = """
 def attend_decode(self, query, kv_cache, plan):
     keys, values = self.cache_format.read(kv_cache, plan)

@@ -292,7 +292,7 @@ def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("[]")
     (tmp_path / "equality").mkdir()
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "conftest.py").write_text("raise RuntimeError('a conftest.py that is not the kit's')")
+    (tmp_path / "tests" / "conftest.py").write_text("raise RuntimeError('this is no file of the kit')")
     run = run_kit([*PLAIN, "--collect-only", "-k", "equality", "--results", "results.json"], tmp_path)
     assert run.status == 0 and "test_one_request" in run.printed, run.printed[-3000:]
 
