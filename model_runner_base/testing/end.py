@@ -1,5 +1,8 @@
-"""Early end of the kit's checks. Other tests of the session, such as a vendor's own, still run."""
+"""Early end of the kit's checks: after a start that fails, or by SIGTERM, as ``timeout`` and CI send it."""
 
+import os
+import signal
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ _LEFT_OUT: pytest.StashKey[bool] = pytest.StashKey()
 
 
 def end_checks(config: pytest.Config, reason: str) -> None:
-    """Leaves out all further checks of the kit, and fails the run."""
+    """Leaves out all further checks of the kit, and fails the run. A vendor's own tests in the session still run."""
     config.stash[_REASON] = reason
 
 
@@ -22,6 +25,24 @@ def is_left_out(item: pytest.Item) -> bool:
 
 class EarlyEnd:
     """Plugin that leaves out checks once the kit has ended, and says why at the end of the run."""
+
+    _handler: Any = None
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Lets SIGTERM end the session after the test in progress, with its table. A second one ends it at once."""
+
+        def stop(*_: Any) -> None:
+            self._restore()
+            if os.getpid() == process:
+                session.shouldstop = "ended by SIGTERM: the table has the checks so far"
+            else:  # A forked process has inherited the handler, not the session.
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        process = os.getpid()
+        # With pytest-xdist only the processes that run tests look at shouldstop.
+        runs_tests = not session.config.pluginmanager.has_plugin("dsession")
+        if runs_tests and current_thread() is main_thread():
+            self._handler = signal.signal(signal.SIGTERM, stop) or signal.SIG_DFL
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -40,9 +61,15 @@ class EarlyEnd:
         return ("", "", "") if getattr(report, "is_left_out", False) else None
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self._restore()
         if _REASON in session.config.stash and exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if reason := terminalreporter.config.stash.get(_REASON, None):
             terminalreporter.write_line(reason)
+
+    def _restore(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None

@@ -309,3 +309,13 @@ def test_a_run_that_is_killed(tmp_path: Path) -> None:
     records = json.loads(file.read_text())
     assert {record["promise"]: record["result"] for record in records} == {"kept": "passes", "interrupted": "not run"}
     assert table.render().row_count == 2
+
+
+def test_a_run_that_is_told_to_end(tmp_path: Path) -> None:
+    """SIGTERM ends the run after the check in progress, and the table has what has run."""
+    first = "def test_first():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(0.01)\n"
+    (tmp_path / "test_own.py").write_text(f"import os, signal, time\n{first}def test_second():\n    pass\n")
+    run = run_kit([*PLAIN, "test_own.py"], tmp_path, COLUMNS="300")
+    rows = re.findall(r"^  own +(\w+) +(\w+)", run.printed, re.MULTILINE)
+    assert run.status == 2 and rows == [("first", "passes")], run.printed[-3000:]
+    assert "ended by SIGTERM" in run.printed
