@@ -37,6 +37,7 @@ from model_runner_base.vllm_compat.patches.olmo_hybrid import load_olmo_hybrid
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
 from model_runner_base.vllm_compat.patches.unequal_heads import use_plain_unequal_heads
 from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
+from model_runner_base.vllm_compat.patches.xielu import use_models_dtype
 from model_runner_base.vllm_compat.probes.experts import experts_layers
 from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
 from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
@@ -66,6 +67,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     # vLLM's own kernels read the scales that vLLM loads.
     scales = CacheScales() if use_plain_layers and _has_small_cache(vllm_config) else None
     load_dbrx(vllm_config)
+    use_models_dtype(vllm_config)
     if use_plain_layers:
         allow_experts_without_gate()
         load_olmo_hybrid(vllm_config)

@@ -10,7 +10,7 @@ import pytest
 from vllm import LLM
 
 from model_runner_base.testing.engine import DEFAULTS, Engines, cache_bytes
-from model_runner_base.testing.models import TinyModel, make_checkpoint
+from model_runner_base.testing.models import TinyModel, make_checkpoint, reference_model
 from model_runner_base.testing.order import sort_checks
 from model_runner_base.testing.profiles import leave_out, profile_of
 from model_runner_base.testing.server import flags, served
@@ -46,7 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """Makes the tiny checkpoint of an architecture, once: ``tiny_model("llama")``."""
     directory = tmp_path_factory.mktemp("models")
-    return lambda name: make_checkpoint(name, directory)
+
+    def make(name: str) -> TinyModel:
+        model = make_checkpoint(name, directory)
+        reference_model(model.path)  # Before an engine: vLLM's Transformers backend changes transformers' class.
+        return model
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,12 @@ from model_runner_base.testing.models import TinyModel
 
 
 @pytest.mark.skipif(HAS_OPENXLA, reason="this release of transformers has none of them")
-@pytest.mark.parametrize("name", [*LATER, "cohere2", "dbrx"])
+@pytest.mark.parametrize("name", [*LATER, "cohere2", "dbrx", "apertus", "arcee"])
 def test_equals_transformers(name: str, tiny_model: Callable[[str], TinyModel]) -> None:
     """Prompts in parts and mixed batches, longer than windows. The platform chooses the backend of Gemma 4, though vLLM
     would force its own, and the windows of Cohere 2 are the config's, though vLLM makes them wider. DBRX loads, though
-    vLLM looks for its experts under other names."""
+    vLLM looks for its experts under other names. Apertus' activation has parameters of the model's dtype, though vLLM
+    makes them in bfloat16. vLLM serves Arcee by transformers' class, and the reference still runs."""
     model = tiny_model(name)
     with engine(model.path, max_model_len=256, enforce_eager=True, max_logprobs=-1) as llm:
         check(model, PROMPTS, tokens_of(generate(llm, PROMPTS, greedy(12))))
