@@ -43,6 +43,12 @@ LOST_KEYS = UNMASKED.replace(
     "        scores = self.scale",
 )
 
+SHORT_IDS = """
+def attend_decode(self, query, kv_cache, plan):
+    ids = plan.pair_blocks
+    return super().attend_decode(query, kv_cache, replace(plan, pair_blocks=ids.short().to(ids.dtype)))
+"""
+
 COUNTS_CACHES = """
 taken = 0
 def memory_info(self):
@@ -110,6 +116,13 @@ FAULTS = [
         variant(attention=without("alibi_slopes")),
         "test_attention and bloom",
         r"\[bloom\] ALiBi, prompt of .*; step \d+, .*layer 1",
+    ),
+    DeviceFault(
+        "a kernel keeps ids of blocks in 16 bits",
+        0,
+        variant(attention=SHORT_IDS, top="from dataclasses import replace"),
+        "test_high_block_ids",
+        r"blocks with ids above 32,767, prompt of .*; step \d+, .*layer 1",
     ),
     DeviceFault(
         "a kernel loses keys of a context whose KV tiles are all full",
