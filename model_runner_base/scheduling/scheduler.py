@@ -8,6 +8,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from model_runner_base.scheduling.corrections.bidirectional_images import BidirectionalImages
+from model_runner_base.scheduling.corrections.chunk_prefixes import ChunkPrefixes
 from model_runner_base.scheduling.corrections.preempted_steps import PreemptedSteps
 from model_runner_base.scheduling.corrections.session_turns import SessionTurns
 from model_runner_base.scheduling.corrections.state_prefixes import StatePrefixes
@@ -22,7 +23,14 @@ Turns: type[TurnParams] = TurnParams if DROPS_STALE_OUTPUTS else SessionTurns
 """Corrections of sessions. A release that drops stale outputs itself needs those of ``TurnParams`` alone."""
 
 
-class Corrections(StateSessions, WindowBlocks, PreemptedSteps, Turns, BidirectionalImages):  # type: ignore[misc, valid-type]
+class Corrections(
+    StateSessions,
+    WindowBlocks,
+    ChunkPrefixes,
+    PreemptedSteps,
+    Turns,  # type: ignore[misc, valid-type]
+    BidirectionalImages,
+):
     """Mixin of all corrections that rows go with."""
 
 
@@ -46,11 +54,11 @@ class AsyncPrefixScheduler(StatePrefixes, AsyncRowScheduler):
     """``AsyncRowScheduler`` of such a model."""
 
 
-class TurnScheduler(StateSessions, PreemptedSteps, TurnParams, Scheduler):
+class TurnScheduler(StateSessions, ChunkPrefixes, PreemptedSteps, TurnParams, Scheduler):
     """vLLM's ``Scheduler`` with corrections only, for a release whose steps have fields that rows do not know."""
 
 
-class AsyncTurnScheduler(StateSessions, PreemptedSteps, TurnParams, AsyncScheduler):
+class AsyncTurnScheduler(StateSessions, ChunkPrefixes, PreemptedSteps, TurnParams, AsyncScheduler):
     """vLLM's ``AsyncScheduler`` with corrections only."""
 
 
