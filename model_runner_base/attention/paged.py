@@ -155,7 +155,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
+        attn_metadata: PagedAttentionMetadata | None,
         output: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -163,8 +163,11 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         """Writes keys and values to the cache, then attends. ``query`` [T, H * D], or [T, H, D]; returns [T, H * V].
 
         A layer that shares the cache of another does not write it, nor does a cross-attention layer, which is given no
-        keys. Some releases of vLLM pass ``output``, and read it instead of the returned tensor.
+        keys. Some releases of vLLM pass ``output``, and read it instead of the returned tensor. Without metadata, as in
+        ``profile_step``, when there are no caches, it returns zeros.
         """
+        if attn_metadata is None:
+            return query.new_zeros(len(query), self.num_heads * self.value_size) if output is None else output.zero_()
         kv_cache = self.cache_format.view(kv_cache, attn_metadata.block_size)
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
             self.cache_format.write(kv_cache, attn_metadata.slot_blocks, attn_metadata.slot_offsets, key, value)

@@ -142,7 +142,8 @@ def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tenso
     """Makes the model's arguments for tokens before there are requests; they have the same names as in every step."""
     num_dims = rotary_dims(model_config) if takes_items(model_config) else 1
     positions = token_ids.expand(num_dims, -1) if num_dims > 1 else token_ids
-    if model_config.enable_prompt_embeds or takes_items(model_config):
+    takes_embeds = takes_items(model_config) and not model_config.is_encoder_decoder
+    if model_config.enable_prompt_embeds or takes_embeds:
         return {"positions": positions, "input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
     return {"positions": positions, "input_ids": token_ids, "inputs_embeds": None}
 

@@ -99,5 +99,6 @@ def forward(
         (self.qk_nope_head_dim, self.qk_rope_head_dim), dim=2
     )
     query = torch.cat((self.projection.to_latents(nope), rotary), dim=2).flatten(1)
-    out = self.impl.forward(self, query, k_pe.flatten(1), kv_c_normed, cache, metadata[self.layer_name])
+    step = None if metadata is None else metadata[self.layer_name]
+    out = self.impl.forward(self, query, k_pe.flatten(1), kv_c_normed, cache, step)
     return self.projection.from_latents(out.view(-1, self.num_heads, self.kv_lora_rank)).flatten(1)

@@ -89,3 +89,15 @@ def test_a_vendors_own_tests_run_after_a_start_that_fails(tmp_path: Path) -> Non
 def test_each_fault_has_a_name_and_a_kind_of_bug() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.kind for fault in FAULTS} <= KINDS.keys()
+
+
+MEASURES = variant(runner="def profile_run(self):\n    self.profile_step()\n    return super().profile_run()")
+
+
+@pytest.mark.once
+def test_a_device_that_measures_its_largest_step(tmp_path: Path) -> None:
+    """A device that runs the largest step before there are caches starts every kind of model, and serves it."""
+    kinds = "test_starts or test_latents_of_one or (test_log_prob and llava) or test_classes or hybrid or test_answers"
+    options = ("--profile", "smoke")
+    run = run_with(DeviceFault("none", 0, MEASURES, kinds, "", options), tmp_path)
+    assert run.status == 0, run.printed[-3000:]
