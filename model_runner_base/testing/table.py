@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from rich.table import Table
 FAILED: pytest.StashKey[bool] = pytest.StashKey()
 """Whether a check failed, or ended with a refusal in its middle, for the fixtures that clean up after it."""
 
+HOOKS = ("_cache_device_properties", "load_model", "profile_run", "capture_model")
+"""Methods of a runner that are named where one raises an error in an engine's start."""
+START = str(Path(__file__).with_name("engine.py")), "start"
+"""File and name of the function that starts an engine."""
 
 _TORCHS_OWN = re.compile(
     r"^Could not run '\w+::|not implemented for '|not currently implemented for the|no fallback function|[Mm]eta tensor"
@@ -164,5 +169,9 @@ def _describe(error: BaseException) -> str:
     """One line: what is wrong, and the smallest example that hypothesis found."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0] if isinstance(error, AssertionError) else f"{type(error).__name__}: {lines[0]}"
+    frames = extract_tb(error.__traceback__)
+    if any((frame.filename, frame.name) == START for frame in frames):
+        hooks = [frame.name for frame in frames if frame.name in HOOKS]
+        text = f"the engine does not start{f', in {hooks[-1]}' if hooks else ''}: {text}"
     notes = [note for note in getattr(error, "__notes__", []) if "alsifying example" in note]
     return " ".join([text, *(re.sub(r"\s+", " ", note) for note in notes[:1])])

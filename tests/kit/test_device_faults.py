@@ -91,6 +91,14 @@ def test_each_fault_has_a_name_and_a_kind_of_bug() -> None:
     assert {fault.kind for fault in FAULTS} <= KINDS.keys()
 
 
+@pytest.mark.once
+def test_a_hook_that_raises(tmp_path: Path) -> None:
+    """The row of whichever check starts the engine says that none starts, and in which hook."""
+    module = variant(runner="def profile_run(self):\n    raise RuntimeError('out of registers')")
+    run = run_with(DeviceFault("none", 0, module, "test_zeros", ""), tmp_path)
+    assert "the engine does not start, in profile_run: RuntimeError: out of registers" in run.printed
+
+
 MEASURES = variant(runner="def profile_run(self):\n    self.profile_step()\n    return super().profile_run()")
 
 
