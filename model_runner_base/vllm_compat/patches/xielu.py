@@ -6,10 +6,10 @@ model's dtype, which is more exact.
 
 from collections.abc import Callable
 from functools import wraps
-from importlib.metadata import version
 from typing import Any
 
 import torch
+import transformers
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import XIELU
 
@@ -21,7 +21,7 @@ ARCHITECTURE = "ApertusForCausalLM"
 def use_models_dtype(vllm_config: VllmConfig) -> None:
     """Has vLLM make xIELU as the installed transformers does; does nothing for models other than Apertus."""
     is_apertus = vllm_config.model_config.architecture == ARCHITECTURE
-    if is_apertus and int(version("transformers").partition(".")[0]) >= 5:
+    if is_apertus and int(transformers.__version__.partition(".")[0]) >= 5:
         wrap_once(XIELU, "__init__", _in_default_dtype)
 
 
