@@ -82,7 +82,7 @@ def test_preemption(small_cache: tuple[LLM, TinyModel]) -> None:
     preemptions = metric(llm, "vllm:num_preemptions")
     prompts = random_prompts(1, [60, 70, 80, 90])
     check(llm, model, prompts, 100)
-    if metric(llm, "vllm:num_preemptions") == preemptions:
+    if "window" in model.path.name or metric(llm, "vllm:num_preemptions") == preemptions:
         counts = [100] * len(prompts)
         check_equal(model, prompts, run_with_resets(llm, prompts, counts), counts, run_with_resets)
     assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
