@@ -27,6 +27,7 @@ from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.recurrent.memory import recurrence_memory
 from model_runner_base.start.memory import DeviceMemoryProfiler
+from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
 from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
 from model_runner_base.vllm_compat.types.outputs import (
     AsyncModelRunnerOutput,
@@ -68,6 +69,7 @@ class ModelRunnerWorker(WorkerBase):
         parallel = self.parallel_config
         PagedPlatform.num_local_workers = self.num_local_workers = self._count_local_workers()
         self.device = self.make_device()
+        make_expert_groups(self.model_config)
         # Gloo prints a line for each group, with the number of ranks that it connects to.
         with suppress_stdout() if current_platform.dist_backend == "gloo" else nullcontext():
             init_distributed_environment(
@@ -212,6 +214,7 @@ class ModelRunnerWorker(WorkerBase):
         # Building and profiling the model must not change the random numbers that follow.
         set_random_seed(self.model_config.seed)
         self.model_runner.background_compiler.start()
+        use_groups(self)
         return CompilationTimes(time.perf_counter() - start, 0.0)
 
     # ---- Steps ----
@@ -297,6 +300,7 @@ class ModelRunnerWorker(WorkerBase):
 
     def shutdown(self) -> None:
         """Writes a profile that still runs, and stops the background compilation of sizes."""
+        leave_groups(self)
         if self.model_runner is not None:
             self.model_runner.background_compiler.stop()
         if self._profiler is not None:
