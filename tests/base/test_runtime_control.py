@@ -69,11 +69,28 @@ def test_model_length_is_fitted_to_the_memory(
         # vLLM's fit counts the null block, which no request gets: one block less is what can be filled.
         prompts = random_prompts(62, [length - 32 - 20, 5])
         assert generate(llm, prompts) == expected(model, prompts)
+        # A request that fills those blocks gets one token; a longer prompt is refused, and the engine goes on.
+        full, too_long = random_prompts(64, [7 * 32, 7 * 32 + 1])
+        assert generate(llm, [full], 5) == [expected(model, [full])[0][:1]]
+        with pytest.raises(ValueError, match=f"a prompt of {7 * 32 + 1} tokens .* fit"):
+            generate(llm, [too_long], 1)
+        assert generate(llm, prompts) == expected(model, prompts)
         with pytest.raises(ValueError, match=f"cannot grow to {length + 1} once the KV cache is made for {length}"):
             llm.collective_rpc("update_max_model_len", args=(length + 1,))
         llm.collective_rpc("update_max_model_len", args=(100,))
         prompts = random_prompts(63, [70])
         assert generate(llm, prompts) == expected(model, prompts)
+
+
+def test_cache_without_a_block_for_a_request_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:
+    """vLLM counts block 0 as one that a request can have, so a cache of one block would start and serve nothing."""
+    block_bytes = 32 * 2 * 2 * 16 * 4 * 2
+    limits = {"max_model_len": 32, "kv_cache_memory_bytes": block_bytes, "enforce_eager": True}
+    with (
+        pytest.raises(ValueError, match="the KV cache has no block for a request"),
+        engine(tiny_model("llama").path, **limits),
+    ):
+        pass
 
 
 def test_calls_to_worker_and_model(tiny_model: Callable[[str], TinyModel]) -> None:
