@@ -13,7 +13,7 @@ from vllm.config import LoadConfig, ModelConfig
 from vllm.logger import init_logger
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
-from model_runner_base.quantized.checks import missing_tensor
+from model_runner_base.quantized.checks import first_fault
 from model_runner_base.quantized.formats.gguf import Gguf
 from model_runner_base.quantized.formats.registry import FORMATS, format_of, method_of
 from model_runner_base.quantized.gguf.checkpoint import HubAccess, local_file
@@ -74,7 +74,8 @@ def format_of_model(model_config: ModelConfig) -> WeightFormat | None:
 
 def check_checkpoint(model_config: ModelConfig, load_config: LoadConfig) -> None:
     """Raises an error for a loader that has no stream of weights, and for a local checkpoint whose headers show that
-    it is incomplete. Says in the log what is done with a checkpoint that is dequantised."""
+    it is incomplete, or stored otherwise than its config says. Says in the log what is done with a checkpoint that is
+    dequantised."""
     form = format_of_model(model_config)
     if form is None or load_config.load_format == "dummy":
         return
@@ -86,7 +87,7 @@ def check_checkpoint(model_config: ModelConfig, load_config: LoadConfig) -> None
             "it out, or use the checkpoint that this one was made from"
         )
     gguf_weights(model_config)  # Raises for a file that does not fit.
-    if (stored := stored_tensors(model_config)) and (fault := missing_tensor(form, stored)):
+    if (stored := stored_tensors(model_config)) and (fault := first_fault(form, stored)):
         raise CheckpointError(f"cannot load checkpoint {model_config.model}: {fault}")
     message = "%s weights of %s are dequantised to %s while they are loaded%s."
     note = "; activations are not quantised, though the format's own kernels do that"

@@ -6,7 +6,7 @@ import torch
 
 from model_runner_base.errors import CheckpointError
 from model_runner_base.quantized.stored import StoredTensors
-from model_runner_base.quantized.weight_format import UNUSED_ENDINGS, VALUES, WeightFormat
+from model_runner_base.quantized.weight_format import UNUSED_ENDINGS, VALUES, Parts, WeightFormat
 
 
 class Dequantiser:
@@ -22,7 +22,8 @@ class Dequantiser:
         self._dtype = dtype
         self._stored = stored
         self._held: dict[str, dict[str, torch.Tensor]] = {}
-        self._done: set[str] = set()
+        self._done: dict[str, frozenset[str]] = {}
+        """Parts that each finished weight was made of; none for one that was stored as it is."""
 
     def weights(self, source: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and weights; raises CheckpointError for a weight that lacks a part, or has one that does not
@@ -31,23 +32,32 @@ class Dequantiser:
             place = self._form.part_of(name, tensor.dtype)
             if place is None:
                 if not name.endswith(UNUSED_ENDINGS):
-                    self._done.add(name)
+                    if message := self._form.unread(name, tensor.dtype):
+                        raise CheckpointError(message)
+                    self._done[name] = frozenset()
                     yield name, tensor
                 continue
             weight, part = place
             if weight in self._done:
-                continue  # This part was read before.
+                self._check_late(weight, part, tensor)
+                continue
             parts = self._held.setdefault(weight, {})
             parts[part] = tensor
             if part == VALUES and self._stored is not None:
                 parts |= read_parts(self._form, weight, parts, self._stored)
             if not self._form.missing(weight, parts):
                 del self._held[weight]
-                self._done.add(weight)
+                self._done[weight] = frozenset(parts)
                 yield weight, dequantise(self._form, weight, parts, self._dtype)
         for weight, parts in self._held.items():
             if weight not in self._done:
-                raise CheckpointError(missing_part(self._form, weight, parts))
+                raise CheckpointError(misfit(self._form, weight, parts) or missing_part(self._form, weight, parts))
+
+    def _check_late(self, weight: str, part: str, tensor: torch.Tensor) -> None:
+        """Raises CheckpointError for a part that a weight was made without, and that says something else about it."""
+        used = self._done[weight]
+        if used and part not in used and (message := misfit(self._form, weight, {part: tensor})):
+            raise CheckpointError(message)
 
 
 def read_parts(
@@ -64,11 +74,22 @@ def read_parts(
 
 
 def dequantise(form: WeightFormat, weight: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    if message := misfit(form, weight, parts):
+        raise CheckpointError(message)
     try:
         return form.dequantise(weight, parts, dtype)
     except (IndexError, RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{weight} cannot be dequantised from {form.title}: {reason}") from error
+        raise CheckpointError(_refused(form, weight, str(error).partition("\n")[0])) from error
+
+
+def misfit(form: WeightFormat, weight: str, parts: Parts) -> str | None:
+    """Message about a weight that is stored otherwise than the config says; None if it fits."""
+    reason = form.misfit(weight, parts)
+    return None if reason is None else _refused(form, weight, reason)
+
+
+def _refused(form: WeightFormat, weight: str, reason: str) -> str:
+    return f"{weight} cannot be dequantised from {form.title}: {reason}"
 
 
 def missing_part(form: WeightFormat, weight: str, parts: dict[str, torch.Tensor]) -> str:

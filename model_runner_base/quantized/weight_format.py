@@ -29,6 +29,9 @@ UNUSED_ENDINGS = (
 """Endings of stored scales of activations, which are not quantised here, and of KV caches. 8-bit caches take theirs
 before the stream is dequantised."""
 
+WEIGHT_ENDINGS = (".weight", "_proj")
+"""Endings of the names of weights that formats quantise."""
+
 Parts = Mapping[str, torch.Tensor]
 """Stored tensors of one weight by the name of their part."""
 
@@ -66,9 +69,23 @@ class WeightFormat(ABC):
     def needed(self, weight: str, parts: Parts) -> Collection[str]:
         """Parts without which a weight cannot be computed; ``parts`` are those that are known."""
 
+    def misfit(self, weight: str, parts: Parts) -> str | None:
+        """What the config says about a weight and its known parts do not have, in words; this default finds nothing.
+
+        Only names, dtypes and shapes are compared, and the numbers of parts that are no meta tensors.
+        """
+        return None
+
     @abstractmethod
     def compute(self, weight: str, parts: Parts) -> torch.Tensor:
         """One weight, or a stack of them, in float32; raises ValueError if its parts do not fit together."""
+
+    def unread(self, name: str, dtype: torch.dtype) -> str | None:
+        """Message about a weight that is no part of a quantised one, and that is not stored in a dtype of plain ones;
+        None for a plain weight."""
+        if dtype.itemsize > 1 or dtype == torch.bool or not name.endswith(WEIGHT_ENDINGS):
+            return None
+        return f"{name} is stored in {str(dtype).removeprefix('torch.')}, and {self.title} has no such weights"
 
     def part_names(self) -> set[str]:
         """Parts that a weight may have."""

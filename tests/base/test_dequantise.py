@@ -28,8 +28,9 @@ OUT, IN = 40, 96
 
 def microscaled_config(num_bits: int) -> dict[str, object]:
     weights = {"num_bits": num_bits, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights}
     form = "mxfp4-pack-quantized" if num_bits == 4 else "mxfp8-quantized"
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"a": {"weights": weights}}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"a": group}}
 
 
 SCHEMES = {
@@ -109,7 +110,7 @@ def test_weights_are_those_of_the_packer(name: str, tmp_path: Path) -> None:
         assert_equal(dequantised(scheme, ordered), plain)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
     place = StoredTensors(tmp_path)
-    assert checks.missing_tensor(format_of(scheme), place) is None
+    assert checks.first_fault(format_of(scheme), place) is None
     assert checks.plain_shapes(format_of(scheme), place) == {name: list(each.shape) for name, each in plain.items()}
     for ordered in orders(stored):
         assert_equal(dequantised(scheme, ordered, place), plain)
@@ -187,7 +188,7 @@ def test_a_missing_part_is_named(name: str, tmp_path: Path) -> None:
         rest = {name: tensor.contiguous() for name, tensor in stored.items() if name != part}
         save_file(rest, tmp_path / "model.safetensors")
         message = f"{re.escape(part)} is missing, and .* needs it for model.layers.1.up_proj"
-        assert re.match(message, str(checks.missing_tensor(format_of(scheme), StoredTensors(tmp_path))))
+        assert re.match(message, str(checks.first_fault(format_of(scheme), StoredTensors(tmp_path))))
         with pytest.raises(CheckpointError, match=message):
             dequantised(scheme, rest)
 

@@ -1,7 +1,7 @@
 """GPTQ checkpoints: integers of 2, 4 or 8 bits, packed along the inputs, in groups that follow the inputs' order."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,13 +39,39 @@ class Gptq(WeightFormat):
         needed = (VALUES, "zeros", "scales")
         return (*needed, "groups") if self._setting(weight, "desc_act") else needed
 
-    def _setting(self, weight: str, name: str) -> Any:
-        """A setting of one layer: the first pattern of ``dynamic`` that its name begins with may have another."""
-        module = weight.removesuffix(".weight")
+    def _rule(self, weight: str) -> tuple[str, Mapping[str, Any]]:
+        """The first pattern of ``dynamic`` that a layer's name begins with, and its settings; empty if none does."""
         for pattern, settings in (self.config.get("dynamic") or {}).items():
-            if re.match(pattern.removeprefix("+:"), module):
-                return settings.get(name, self.config.get(name))
-        return self.config.get(name)
+            if re.match(re.sub(r"^[+-]:", "", pattern), weight.removesuffix(".weight")):
+                return pattern, settings or {}
+        return "", {}
+
+    def _setting(self, weight: str, name: str) -> Any:
+        """A setting of one layer, of its rule in ``dynamic`` or of the whole config."""
+        return self._rule(weight)[1].get(name, self.config.get(name))
+
+    def _group_size(self, weight: str, num_inputs: int) -> int:
+        size = self._setting(weight, "group_size")
+        return num_inputs if size in (None, -1) else int(size)
+
+    def misfit(self, weight: str, parts: Parts) -> str | None:
+        rule, bits = self._rule(weight)[0], self._setting(weight, "bits")
+        if rule.startswith("-:"):
+            return f"dynamic has {rule}, so it should be stored as it is"
+        values, zeros, scales, groups = (parts.get(part) for part in (VALUES, "zeros", "scales", "groups"))
+        if values is None and groups is not None and not (groups.is_meta or self._setting(weight, "desc_act")):
+            index = torch.arange(len(groups), device=groups.device)
+            if not groups.equal((index // self._group_size(weight, len(groups))).to(groups.dtype)):
+                return "its config says desc_act False, and its g_idx, which came last, has an order"
+        pairs = [("qzeros", zeros, 1, scales, 1, "scales"), ("qweight", values, 0, groups, 0, "g_idx")]
+        for name, packed, dim, whole, whole_dim, other in pairs:
+            if packed is None or whole is None or packed.ndim != 2 or whole.ndim <= whole_dim:
+                continue
+            count, words = whole.shape[whole_dim], packed.shape[dim]
+            if words != (wanted := -(-count // (32 // bits))):
+                found = f"{name} has {words} words for the {count} numbers of {other}"
+                return f"{found}: its config says {bits} bits, which take {wanted}"
+        return None
 
     def compute(self, weight: str, parts: Parts) -> torch.Tensor:
         bits = self._setting(weight, "bits")
@@ -59,8 +85,7 @@ class Gptq(WeightFormat):
             raise ValueError(f"{list(zeros.shape)} zero points do not fit {list(scales.shape)} scales")
         groups = parts.get("groups")
         if groups is None:
-            size = self._setting(weight, "group_size")
-            size = num_inputs if size in (None, -1) else size
+            size = self._group_size(weight, num_inputs)
             if num_groups != -(-num_inputs // size):
                 raise ValueError(f"{num_groups} groups of {size} do not make {num_inputs} inputs")
             groups = torch.arange(num_inputs, device=values.device) // size

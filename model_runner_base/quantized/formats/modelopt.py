@@ -1,6 +1,8 @@
 """Checkpoints of NVIDIA's Model Optimizer: FP8 and NVFP4, also mixed."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
     "FP8_PB_WO",
+    "FP8_BLOCK_SCALES",
     "NVFP4",
     "W4A16_NVFP4",
     "MIXED_PRECISION",
@@ -27,14 +30,24 @@ class ModelOpt(Fp8):
     title = "ModelOpt"
     endings = {".weight_scale_2": ("scale_of_scales", ".weight"), **Fp8.endings}  # noqa: RUF012
 
+    def _own(self) -> Mapping[str, Any]:
+        """The config; older files have it in a dictionary of its own."""
+        own: Mapping[str, Any] = self.config.get("quantization", self.config)
+        return own
+
     def _algorithm(self) -> str:
-        """Name of the algorithm; older files have it in a dictionary of their own."""
-        config = self.config.get("quantization", self.config)
-        return str(config.get("quant_algo", "")).upper()
+        return str(self._own().get("quant_algo", "")).upper()
+
+    @cached_property
+    def _algorithms(self) -> dict[str, str]:
+        """Algorithms of the layers that have their own, in mixed precision."""
+        layers = self._own().get("quantized_layers") or {}
+        return {layer: str(settings.get("quant_algo", "")).upper() for layer, settings in layers.items()}
 
     def unsupported_reason(self) -> str | None:
-        algorithm = self._algorithm()
-        return None if algorithm in ALGORITHMS else f"quant_algo {algorithm or 'None'}"
+        algorithms = (self._algorithm(), *self._algorithms.values())
+        others = [each for each in algorithms if each not in ALGORITHMS]
+        return f"quant_algo {others[0] or 'None'}" if others else None
 
     def rounds_activations(self) -> bool:
         return self._algorithm() not in ("FP8_PB_WO", "W4A16_NVFP4")
@@ -46,6 +59,16 @@ class ModelOpt(Fp8):
     def needed(self, weight: str, parts: Parts) -> Collection[str]:
         is_fp4 = VALUES in parts and parts[VALUES].dtype == torch.uint8
         return (VALUES, "scale", "scale_of_scales") if is_fp4 else (VALUES, "scale")
+
+    def misfit(self, weight: str, parts: Parts) -> str | None:
+        algorithm, values = self._algorithms.get(weight.removesuffix(".weight")), parts.get(VALUES)
+        if values is None:
+            return None
+        is_fp4 = values.dtype == torch.uint8
+        if algorithm is not None and is_fp4 is not algorithm.endswith("NVFP4"):
+            dtype = str(values.dtype).removeprefix("torch.")
+            return f"quantized_layers says {algorithm}, and its values are stored in {dtype}"
+        return None if is_fp4 or "scale_of_scales" not in parts else "weight_scale_2 belongs to NVFP4, and it has FP8"
 
     def compute(self, weight: str, parts: Parts) -> torch.Tensor:
         values, scale = parts[VALUES], scale_values(parts["scale"])
