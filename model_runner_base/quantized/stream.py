@@ -22,8 +22,9 @@ class Dequantiser:
         self._dtype = dtype
         self._stored = stored
         self._held: dict[str, dict[str, torch.Tensor]] = {}
-        self._done: dict[str, frozenset[str]] = {}
-        """Parts that each finished weight was made of; none for one that was stored as it is."""
+        self._done: dict[str, dict[str, torch.Tensor]] = {}
+        """Parts that each finished weight was made of, as meta tensors; none for one that was stored as it is, and for
+        one whose parts were all read where they lie."""
 
     def weights(self, source: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and weights; raises CheckpointError for a weight that lacks a part, or has one that does not
@@ -34,7 +35,7 @@ class Dequantiser:
                 if not name.endswith(UNUSED_ENDINGS):
                     if message := self._form.unread(name, tensor.dtype):
                         raise CheckpointError(message)
-                    self._done[name] = frozenset()
+                    self._done[name] = {}
                     yield name, tensor
                 continue
             weight, part = place
@@ -47,7 +48,7 @@ class Dequantiser:
                 parts |= read_parts(self._form, weight, parts, self._stored)
             if not self._form.missing(weight, parts):
                 del self._held[weight]
-                self._done[weight] = frozenset(parts)
+                self._done[weight] = _without_numbers(parts) if self._stored is None else {}
                 yield weight, dequantise(self._form, weight, parts, self._dtype)
         for weight, parts in self._held.items():
             if weight not in self._done:
@@ -56,8 +57,12 @@ class Dequantiser:
     def _check_late(self, weight: str, part: str, tensor: torch.Tensor) -> None:
         """Raises CheckpointError for a part that a weight was made without, and that says something else about it."""
         used = self._done[weight]
-        if used and part not in used and (message := misfit(self._form, weight, {part: tensor})):
+        if used and part not in used and (message := misfit(self._form, weight, used | {part: tensor})):
             raise CheckpointError(message)
+
+
+def _without_numbers(parts: Parts) -> dict[str, torch.Tensor]:
+    return {part: torch.empty_like(parts[part], device="meta") for part in parts if part != "shape"}
 
 
 def read_parts(

@@ -2,8 +2,8 @@
 
 import json
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,11 @@ class Scheme:
     """Whether a tensor of the plain checkpoint is packed, by its name."""
     own_name: str = ".weight"
     """Ending of a plain name that the endings of the stored ones replace."""
+    packs: Mapping[str, Pack] = field(default_factory=dict)
+    """How weights are packed whose names have a text in them, otherwise than by ``pack``."""
+
+    def pack_of(self, name: str) -> Pack:
+        return next((pack for text, pack in self.packs.items() if text in name), self.pack)
 
 
 def is_stack(name: str) -> bool:
@@ -116,6 +121,30 @@ def gptq(num_bits: int, group: int, has_order: bool, is_v2: bool = False) -> Pac
             ".g_idx": torch.from_numpy(index.astype(np.int32)),
         }
         return Packed(tensors, (values - zeros_of[index].T) * scales_of[index].T)
+
+    return pack
+
+
+def integers(num_bits: int, group: int, is_symmetric: bool) -> Pack:
+    """Integers as compressed-tensors packs them: weights along the inputs, zero points along the outputs."""
+
+    def pack(weight: np.ndarray, rng: np.random.Generator) -> Packed:
+        groups, half = weight.reshape(len(weight), -1, group), 2 ** (num_bits - 1)
+        low, high = groups.min(-1), groups.max(-1)
+        if is_symmetric:
+            scales, zeros = np.maximum(-low, high) / (half - 1), np.zeros_like(low)
+        else:
+            scales = (high - low) / (2 * half - 1)
+            zeros = np.clip(np.rint(-half - low / scales), -half, half - 1)
+        values = np.clip(np.rint(groups / scales[..., None] + zeros[..., None]), -half, half - 1)
+        tensors = {
+            ".weight_packed": words(values.reshape(weight.shape) + half, num_bits),
+            ".weight_shape": torch.tensor(weight.shape),
+            ".weight_scale": torch.from_numpy(scales),
+        }
+        if not is_symmetric:
+            tensors[".weight_zero_point"] = words(zeros.T + half, num_bits).T.contiguous()
+        return Packed(tensors, ((values - zeros[..., None]) * scales[..., None]).reshape(weight.shape))
 
     return pack
 
@@ -205,7 +234,7 @@ def write_checkpoints(
         if not scheme.is_packed(name):
             stored[name] = weight
             continue
-        packed = scheme.pack(weight.float().numpy(), np.random.default_rng(zlib.crc32(name.encode())))
+        packed = scheme.pack_of(name)(weight.float().numpy(), np.random.default_rng(zlib.crc32(name.encode())))
         stored |= {name.removesuffix(scheme.own_name) + end: tensor for end, tensor in packed.tensors.items()}
         plain[name] = torch.from_numpy(packed.plain)
     config = json.loads((model.path / "config.json").read_text())
@@ -225,12 +254,36 @@ def write_checkpoints(
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 48]}
 ORDERED = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}
+
+
+def grouped(groups: Mapping[str, Mapping[str, Any]], pack: Pack, **packs: Pack) -> Scheme:
+    """Scheme of compressed-tensors with settings of weights by target, in the groups' order; embeddings are packed,
+    too."""
+    own = {target: {"targets": [target], "weights": weights} for target, weights in groups.items()}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": own}
+    plain = Scheme(config, pack)
+    return replace(plain, is_packed=lambda name: plain.is_packed(name) or "embed_tokens" in name, packs=packs)
+
+
+OF_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False}
+GROUPS = {
+    "re:.*self_attn.*": OF_GROUPS | {"symmetric": True},
+    "Linear": OF_GROUPS,
+    "Embedding": OF_GROUPS | {"num_bits": 8},
+}
+PACKS = {"self_attn": integers(4, 16, True), "embed_tokens": integers(8, 16, False)}
 EXAMPLES = {
     "experts in blocks of FP8": ("qwen3-moe", Scheme(BLOCKS, fp8((16, 48), ".weight_scale_inv"))),
     "GPTQ in act order": ("qwen3", Scheme(ORDERED, gptq(4, 16, True))),
     "stacked experts in MXFP4": ("gpt-oss", Scheme({"quant_method": "mxfp4"}, mxfp4(), is_stack, "")),
+    "permuted groups": ("llama", grouped(GROUPS, integers(4, 16, False), **PACKS)),
+    "permuted groups, the class first": (
+        "llama",
+        grouped({each: GROUPS[each] for each in sorted(GROUPS)}, integers(4, 16, False), **PACKS),
+    ),
 }
-"""Tiny models and schemes that differ in how weights are found: of layers, of single experts, of stacks of experts."""
+"""Tiny models and schemes that differ in how weights are found: of layers, of single experts, of stacks of experts; and
+in where their settings are found, by the layers' names and by their class."""
 
 
 def _split(path: Path) -> None:

@@ -32,6 +32,20 @@ MUTATIONS = [
         "test_quantised_checkpoints and MXFP4",
     ),
     Mutation(
+        "what no name fits takes the first group",
+        "quantized/formats/compressed_tensors.py",
+        "target = self._targets.by_name(layer) or self._targets.by_class(layer)",
+        "target = self._targets.by_name(layer) or next(iter(self._weights))",
+        "test_quantised_checkpoints and permuted",
+    ),
+    Mutation(
+        "a group's zero points are left out",
+        "quantized/formats/compressed_tensors.py",
+        "if zero is not None:\n            shift_",
+        "if False:\n            shift_",
+        "test_quantised_checkpoints and permuted",
+    ),
+    Mutation(
         "rotary rows stay in llama.cpp's order",
         "quantized/gguf/weights.py",
         "values = processor.process(weights=self._file.read(own), name=own).weights",

@@ -59,10 +59,6 @@ class Gptq(WeightFormat):
         if rule.startswith("-:"):
             return f"dynamic has {rule}, so it should be stored as it is"
         values, zeros, scales, groups = (parts.get(part) for part in (VALUES, "zeros", "scales", "groups"))
-        if values is None and groups is not None and not (groups.is_meta or self._setting(weight, "desc_act")):
-            index = torch.arange(len(groups), device=groups.device)
-            if not groups.equal((index // self._group_size(weight, len(groups))).to(groups.dtype)):
-                return "its config says desc_act False, and its g_idx, which came last, has an order"
         pairs = [("qzeros", zeros, 1, scales, 1, "scales"), ("qweight", values, 0, groups, 0, "g_idx")]
         for name, packed, dim, whole, whole_dim, other in pairs:
             if packed is None or whole is None or packed.ndim != 2 or whole.ndim <= whole_dim:
@@ -71,7 +67,11 @@ class Gptq(WeightFormat):
             if words != (wanted := -(-count // (32 // bits))):
                 found = f"{name} has {words} words for the {count} numbers of {other}"
                 return f"{found}: its config says {bits} bits, which take {wanted}"
-        return None
+        if values is None or groups is None or not values.is_meta or groups.is_meta:
+            return None
+        # The weight was made without them.
+        in_order = torch.arange(len(groups), device=groups.device) // self._group_size(weight, len(groups))
+        return None if groups.equal(in_order.to(groups.dtype)) else "its g_idx, which came last, has an order"
 
     def compute(self, weight: str, parts: Parts) -> torch.Tensor:
         bits = self._setting(weight, "bits")
