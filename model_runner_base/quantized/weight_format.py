@@ -70,7 +70,7 @@ class WeightFormat(ABC):
         """Parts without which a weight cannot be computed; ``parts`` are those that are known."""
 
     def misfit(self, weight: str, parts: Parts) -> str | None:
-        """What the config says about a weight and its known parts do not have, in words; this default finds nothing.
+        """Contradiction of the config and the known parts of a weight, in words; this default finds none.
 
         Only names, dtypes and shapes are compared, and the numbers of parts that are no meta tensors.
         """

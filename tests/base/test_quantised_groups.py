@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from compressed_packing import library_pack
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.utils.match import is_match, match_targets
 from safetensors.torch import save_file
 from test_dequantise import FP8_CONFIG, GPTQ_CONFIG, MODELOPT_CONFIG, SCHEMES, Weights, assert_equal
 from torch import nn
@@ -63,21 +63,6 @@ def config_of(groups: dict[str, dict[str, Any]], ignore: list[str] | None = None
     return {"quant_method": "compressed-tensors", "config_groups": own, "ignore": ignore or []}
 
 
-def modules() -> nn.Module:
-    """A model with the layers, on no device."""
-    root = nn.Module()
-    for name, layer in LAYERS.items():
-        *parents, own = name.split(".")
-        place = root
-        for parent in parents:
-            if not hasattr(place, parent):
-                place.add_module(parent, nn.Module())
-            place = getattr(place, parent)
-        with torch.device("meta"):
-            place.add_module(own, type(layer)(*layer.weight.T.shape[:: 1 if type(layer) is nn.Linear else -1]))
-    return root
-
-
 def packed_by(pack: Pack, layer: str, seed: int = 0) -> tuple[Weights, Weights]:
     """Stored tensors of a layer, and its weight."""
     rng = np.random.default_rng(seed)
@@ -92,20 +77,14 @@ def read(config: dict[str, Any], stored: Weights) -> Weights:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_layers_have_the_settings_that_the_library_gave_them(name: str) -> None:
-    """The library quantises a model by a config; each order of the config's groups dequantises what it packed."""
+    """The library says by which target it quantises a layer; each order of the config's groups dequantises that."""
     groups, ignore = RECIPES[name]
-    model = modules()
-    library_config = QuantizationConfig.model_validate(config_of(groups, ignore) | {"format": "pack-quantized"})
-    apply_quantization_config(model, library_config)
     stored: Weights = {}
     plain: Weights = {}
-    for index, layer in enumerate(LAYERS):
-        scheme = getattr(model.get_submodule(layer), "quantization_scheme", None)
-        if scheme is None:
-            weight = {f"{layer}.weight": torch.full((2, 3), float(index))}
-            stored, plain = stored | weight, plain | weight
-            continue
-        tensors, weight = packed_by(library_pack(scheme.weights.model_dump(exclude_none=True)), layer, index)
+    for index, (layer, module) in enumerate(LAYERS.items()):
+        targets = [] if is_match(layer, module, ignore) else match_targets(layer, module, groups)
+        own = {f"{layer}.weight": torch.full((2, 3), float(index))}
+        tensors, weight = packed_by(library_pack(groups[targets[0]]), layer, index) if targets else (own, own)
         stored, plain = stored | tensors, plain | weight
     for order in permutations(groups):
         config = config_of({target: groups[target] for target in order}, ignore)
@@ -115,7 +94,7 @@ def test_layers_have_the_settings_that_the_library_gave_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["names, and the class", "other bits", "an embedding", "floats"])
 def test_groups_are_those_that_vllm_finds(name: str) -> None:
-    """Where no patterns overlap, vLLM's function finds the group that a weight is dequantised by."""
+    """Groups that a weight is dequantised by are those of vLLM's function, where no patterns overlap."""
     groups, ignore = RECIPES[name]
     form = registry.format_of(config_of(groups, ignore))
     for layer, module in LAYERS.items():
@@ -196,7 +175,7 @@ SEEN_IN_NUMBERS = ("groups of 32", "channels", "AWQ, groups of 16", "FP8, other 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_a_file_that_denies_its_config_is_refused(name: str, tmp_path: Path) -> None:
-    """Whatever the order of the parts, and, but for scales that do not fit, before a weight is read."""
+    """Raises the same error in each order of the parts, and before a weight is read, but for scales that do not fit."""
     config, pack, reason = CONTRADICTIONS[name]
     stored, _ = packed_by(pack, "a.up")
     message = rf"^a\.up\.weight cannot be dequantised from \S+: .*{reason}"
@@ -212,7 +191,7 @@ def test_a_file_that_denies_its_config_is_refused(name: str, tmp_path: Path) -> 
 
 
 def test_gptq_of_8_bits_without_their_order_is_refused() -> None:
-    """Without ``g_idx`` the zero points alone say how many bits there are."""
+    """Zero points alone say how many bits there are if ``g_idx`` is left out."""
     stored, _ = packed_by(gptq(4, 96, False), "a.up")
     del stored["a.up.g_idx"]
     with pytest.raises(CheckpointError, match=r"qzeros has 8 words .* 8 bits, which take 16"):

@@ -21,8 +21,7 @@ NEW_TOKENS = 16
 def test_quantised_checkpoints(
     name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], tmp_path: Path
 ) -> None:
-    """A quantised checkpoint has the tokens of its dequantised weights: FP8 in blocks, MXFP4, GPTQ in act order,
-    and settings in groups, which name layers or a class."""
+    """A quantised checkpoint has the tokens of its dequantised weights: FP8 in blocks, MXFP4, GPTQ in act order."""
     kind, scheme = EXAMPLES[name]
     quantised, plain = write_checkpoints(tiny_model(kind), scheme, tmp_path, has_shards=True)
     # Loading is under test, and graphs of three models may take minutes to compile.
