@@ -4,6 +4,7 @@ from vllm.config import VllmConfig
 
 from model_runner_base.errors import refuse
 from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
+from model_runner_base.vllm_compat.probes.backend import LAYER_TYPES, other_layer_type
 from model_runner_base.vllm_compat.probes.experts import ZeroExpertRouter
 from model_runner_base.vllm_compat.probes.unequal_heads import has_unequal_heads
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
@@ -21,6 +22,7 @@ LONGCAT = "LongcatFlashForCausalLM"
 def check_attention(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedConfigError for what a model's kind of attention is not served with."""
     model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    _check_layer_types(vllm_config)
     if model.use_mla or model.architecture in DENSE_WHERE_SHORT:
         _check_sparse(vllm_config)
     if model.use_mla:
@@ -31,6 +33,16 @@ def check_attention(vllm_config: VllmConfig) -> None:
             "leave out speculative_config": drafts and drafts.method == "mtp",
         }
         refuse(refusals)
+
+
+def _check_layer_types(vllm_config: VllmConfig) -> None:
+    """Refuses layers that vLLM's Transformers backend would have see other keys."""
+    layer_type = other_layer_type(vllm_config.model_config)
+    refusals = {
+        f"layers of type {layer_type} are not supported by vLLM's Transformers backend, whose layers are of "
+        f"{' and '.join(LAYER_TYPES)}: use a model that vLLM has a class of its own for": layer_type is not None,
+    }
+    refuse(refusals)
 
 
 def _check_sparse(vllm_config: VllmConfig) -> None:

@@ -23,18 +23,21 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.layers.cache_scales import CacheScales, has_plain_attention
 from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.layers.latent_attention import use_plain_latents
+from model_runner_base.layers.replaced_experts import check_activation, follow_activation
 from model_runner_base.multimodal.towers.placement import towers_left_out, towers_of
 from model_runner_base.quantized.checks import plain_shapes
 from model_runner_base.quantized.configuration import format_of_model, gguf_weights, reading
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.recurrent.kernels import check_kernels
 from model_runner_base.recurrent.layers import is_plain, use_plain_recurrences
+from model_runner_base.vllm_compat.patches.backend_experts import follow_experts
 from model_runner_base.vllm_compat.patches.cohere_windows import correct_windows
 from model_runner_base.vllm_compat.patches.dbrx import load_dbrx
 from model_runner_base.vllm_compat.patches.kimi_linear import use_plain_kimi_linear
 from model_runner_base.vllm_compat.patches.modernbert import correct_modernbert
 from model_runner_base.vllm_compat.patches.olmo_hybrid import load_olmo_hybrid
 from model_runner_base.vllm_compat.patches.plain_experts import allow_experts_without_gate
+from model_runner_base.vllm_compat.patches.router_biases import load_router_biases
 from model_runner_base.vllm_compat.patches.unequal_heads import use_plain_unequal_heads
 from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
 from model_runner_base.vllm_compat.patches.xielu import use_models_dtype
@@ -67,6 +70,8 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     # vLLM's own kernels read the scales that vLLM loads.
     scales = CacheScales() if use_plain_layers and _has_small_cache(vllm_config) else None
     load_dbrx(vllm_config)
+    load_router_biases()
+    follow_experts(vllm_config.model_config, follow_activation if use_plain_layers else check_activation)
     use_models_dtype(vllm_config)
     if use_plain_layers:
         allow_experts_without_gate()

@@ -36,7 +36,16 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 
 def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
     """Computes GPT-OSS's activation: gate and up numbers alternate, and both are clamped."""
-    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(min=-7.0, max=7.0)
+    return _clamped(x[..., ::2], x[..., 1::2])
+
+
+def _clamped_swiglu_of_halves(x: torch.Tensor) -> torch.Tensor:
+    """Computes the same of gate numbers that are followed by up numbers, as MiniMax M3 has them."""
+    return _clamped(*x.chunk(2, dim=-1))
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
@@ -51,6 +60,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": partial(_gated, F.gelu),
     "gelu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
     "swigluoai": _clamped_swiglu,
+    "swigluoai_uninterleave": _clamped_swiglu_of_halves,
     "swiglustep": _stepped_swiglu,
     "silu_no_mul": F.silu,
     "gelu_no_mul": F.gelu,

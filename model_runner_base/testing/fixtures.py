@@ -17,6 +17,7 @@ from model_runner_base.testing.server import flags, served
 from model_runner_base.testing.table import FAILED
 from model_runner_base.testing.tokenizer import add_tokenizer
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
+from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
 from model_runner_base.vllm_compat.probes.prompts import HAS_MIXED_PROMPTS
 from model_runner_base.vllm_compat.probes.unequal_heads import CHOOSES_BACKENDS
 
@@ -24,6 +25,7 @@ from model_runner_base.vllm_compat.probes.unequal_heads import CHOOSES_BACKENDS
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out checks of what this release of vLLM does not have."""
     is_there = {
+        "test_later_experts.py": not IS_ONE_MODULE,
         "test_later_parameters.py": HAS_SLOT_PROCESSORS,
         "test_unequal_heads.py": CHOOSES_BACKENDS,
         "test_mixed_prompts.py": HAS_MIXED_PROMPTS,

@@ -80,6 +80,33 @@ SWEPT: Configs = {
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    "laguna": lambda: hf.LagunaConfig(
+        **UNTIED | _WINDOWS,
+        **EXPERTS,
+        head_dim=16,
+        shared_expert_intermediate_size=32,
+        moe_routed_scaling_factor=2.5,
+    ),
+    "minimax-m3": lambda: hf.MiniMaxM3VLTextConfig(
+        **UNTIED | {"intermediate_size": 32},
+        head_dim=16,
+        rotary_dim=8,
+        dense_intermediate_size=128,
+        shared_intermediate_size=32,
+        mlp_layer_types=_DENSE_FIRST,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "youtu": lambda: hf.YoutuConfig(
+        # Transformers zeroes the padding token's row of its embeddings, vLLM does not (``no_reference.py``).
+        **SHAPE | {"num_key_value_heads": 4, "pad_token_id": None},
+        tie_word_embeddings=True,
+        kv_lora_rank=24,
+        q_lora_rank=20,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    ),
     "minicpm3": lambda: hf.MiniCPM3Config(
         **UNTIED | {"num_key_value_heads": 4},
         kv_lora_rank=24,

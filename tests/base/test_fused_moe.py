@@ -31,6 +31,10 @@ def clamped_swiglu(inner: np.ndarray) -> np.ndarray:
     return gate * sigmoid(1.702 * gate) * (up + 1)
 
 
+def clamped_swiglu_of_halves(inner: np.ndarray) -> np.ndarray:
+    return clamped_swiglu(np.stack((inner[:INNER], inner[INNER:]), axis=-1).ravel())
+
+
 def stepped_swiglu(inner: np.ndarray) -> np.ndarray:
     gate, up = inner[:INNER], inner[INNER:]
     return np.minimum(gate * sigmoid(gate), 7) * np.clip(up, -7, 7)
@@ -45,6 +49,7 @@ ACTIVATIONS = {
     "silu": lambda inner: inner[:INNER] * sigmoid(inner[:INNER]) * inner[INNER:],
     "gelu": lambda inner: gelu(inner[:INNER]) * inner[INNER:],
     "swigluoai": clamped_swiglu,
+    "swigluoai_uninterleave": clamped_swiglu_of_halves,
     "swiglustep": stepped_swiglu,
     "silu_no_mul": lambda inner: inner * sigmoid(inner),
     "gelu_no_mul": gelu,

@@ -237,6 +237,17 @@ def test_what_latent_attention_is_not_served_with_yet(setting: str, value: Any, 
     check_refused(config, setting, value, message)
 
 
+def test_layers_that_the_transformers_backend_takes_for_full_attention() -> None:
+    """Layers that see a part of the keys are refused where vLLM would have them see all."""
+    config: Any = deepcopy(SERVED)
+    config.model_config.using_transformers_backend = lambda: True
+    message = "layers of type chunked_attention are not supported by vLLM's Transformers .* full_attention and sliding"
+    types = ["full_attention", "chunked_attention"]
+    check_refused(config, "model_config.hf_text_config.layer_types", types, message)
+    config.model_config.using_transformers_backend = lambda: False
+    check_config(config)
+
+
 def test_sharded_adapters_of_latent_attention_are_refused() -> None:
     """Sharding is refused where there is more than one rank."""
     config: Any = deepcopy(SERVED)

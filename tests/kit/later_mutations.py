@@ -27,4 +27,20 @@ MUTATIONS = [
         "test_slot_processors",
         is_later=True,
     ),
+    Mutation(
+        "a router's bias is left out",
+        "vllm_compat/patches/router_biases.py",
+        "                default_weight_loader(self.e_score_correction_bias, weight)\n",
+        "",
+        "test_later_experts and laguna",
+        is_later=True,
+    ),
+    Mutation(
+        "experts that vLLM's Transformers backend replaces compute SwiGLU",
+        "layers/replaced_experts.py",
+        "    layer.set_activation(activation_of(replaced))",
+        "    activation_of(replaced)",
+        "test_later_experts and minimax",
+        is_later=True,
+    ),
 ]

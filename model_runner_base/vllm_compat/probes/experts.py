@@ -44,6 +44,10 @@ class ExpertsView:
     def activation(self) -> str:
         return activation_name(self.weights)
 
+    def set_activation(self, name: str) -> None:
+        """Changes the activation, which the layer has as a name or as an enumeration of names."""
+        self.weights.activation = type(self.weights.activation)(name)
+
     @property
     def use_ep(self) -> bool:
         return self.moe_config.moe_parallel_config.use_ep
@@ -56,7 +60,7 @@ class ExpertsView:
     def asks_for_more(self) -> str | None:
         """A setting of the weights' module that plain torch does not support; None if there is none."""
         limit = getattr(self.weights, "swiglu_limit", None)
-        limits = (None, 7.0) if self.activation == "swigluoai" else (None,)
+        limits = (None, 7.0) if self.activation.startswith("swigluoai") else (None,)
         wanted = {
             f"swiglu_limit={limit}": limit not in limits,
             "hash routing": getattr(self.weights, "hash_indices_table", None) is not None,

@@ -1,0 +1,40 @@
+"""Experts of vLLM's Transformers backend, compared with those of transformers in whose place they are.
+
+The backend builds transformers' own model, and puts layers of vLLM's in place of the experts. These compute SwiGLU,
+whatever the class of transformers computes.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from vllm.config import ModelConfig
+
+from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
+from model_runner_base.vllm_compat.probes.backend import uses_backend
+from model_runner_base.vllm_compat.probes.experts import ExpertsLayer, ExpertsView
+
+MODULE = "vllm.model_executor.models.transformers.moe"
+
+Follow = Callable[[ExpertsView, nn.Module], None]
+"""Function of vLLM's layer and of transformers' experts, whose weights are on the meta device."""
+
+
+def follow_experts(model_config: ModelConfig, follow: Follow) -> None:
+    """Has ``follow`` called for each layer of experts that the backend makes; does nothing for other models."""
+    if uses_backend(model_config):
+        wrap_once(import_module(MODULE).MoEMixin, "recursive_replace", lambda replace: _followed(replace, follow))
+
+
+def _followed(replace: Callable[[Any], None], follow: Follow) -> Callable[[Any], None]:
+    @wraps(replace)
+    def recursive_replace(self: Any) -> None:
+        experts = {name: part for name, part in self.model.named_modules() if name.rpartition(".")[2] == "experts"}
+        replace(self)
+        for name, own in experts.items():
+            if isinstance(layer := self.model.get_submodule(name), ExpertsLayer):
+                follow(ExpertsView(layer), own)
+
+    return recursive_replace

@@ -1,0 +1,16 @@
+"""Models that vLLM serves by transformers' own classes (its Transformers backend)."""
+
+from typing import Any
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Types of layers that the backend tells apart; it has all others see every key."""
+
+
+def uses_backend(model_config: Any) -> bool:
+    return bool(getattr(model_config, "using_transformers_backend", bool)())
+
+
+def other_layer_type(model_config: Any) -> str | None:
+    """The first type of layer that the backend would take for full attention; None if there is none."""
+    types = getattr(model_config.hf_text_config, "layer_types", None) or ()
+    return next((name for name in types if name not in LAYER_TYPES), None) if uses_backend(model_config) else None
