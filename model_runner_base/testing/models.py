@@ -24,6 +24,7 @@ from model_runner_base.testing.architectures import (
     VLLM_NAMES,
     hf,
 )
+from model_runner_base.testing.no_reference import watch
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 from model_runner_base.testing.swept_architectures import SWEPT
 
@@ -50,7 +51,7 @@ class TinyModel:
 
 @cache
 def reference_model(path: Path) -> Any:
-    """The checkpoint in HF transformers, float32."""
+    """The checkpoint in HF transformers, float32; raises NoReferenceError where it differs from published code."""
     path = own if (own := path / OF_TRANSFORMERS).exists() else path
     config = AutoConfig.from_pretrained(path)
     # The default, "sdpa", leaves soft caps out; "eager" counts ALiBi twice in Falcon.
@@ -61,6 +62,7 @@ def reference_model(path: Path) -> Any:
         model_class = getattr(hf, config.architectures[0])
         config = model_class.config_class.from_pretrained(path)
     model = model_class.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation=attention).eval()
+    watch(model, path)
     for module in model.modules():
         # vLLM's Transformers backend has a class of transformers ask for this, in objects that exist already, too.
         module.do_not_compile = True

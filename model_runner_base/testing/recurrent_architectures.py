@@ -16,7 +16,7 @@ _MAMBA2 = {
     "num_heads": 8,
     "head_dim": 16,
     "state_size": 16,
-    "n_groups": 1,
+    "n_groups": 1,  # Transformers norms several as one, published code and vLLM do not (``no_reference.py``).
     "chunk_size": 16,
     "num_hidden_layers": 2,
     **TOKENS,
@@ -31,9 +31,13 @@ DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+_NO_FLOOR = {"time_step_min": 1e-30}
+"""Least time step of transformers 5, so small that no step is below it: published code, its kernels and vLLM have no
+such limit, so transformers would be no reference at such a step (``no_reference.py``)."""
 _NEMOTRON = {
     **{name: value for name, value in UNTIED.items() if name != "num_hidden_layers"},
     "head_dim": 16,
+    **_NO_FLOOR,
     "ssm_state_size": 16,
     "mamba_num_heads": 8,
     "mamba_head_dim": 16,
@@ -89,7 +93,7 @@ _IN_BOTH_LANES: Configs = {
         num_mem_blocks=1,
         adapter_rank=8,
         use_mem_rope=True,
-        time_step_min=1e-30,  # transformers' plain torch limits time steps by it, its kernels and vLLM do not.
+        **_NO_FLOOR,
     ),
 }
 

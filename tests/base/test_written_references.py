@@ -1,7 +1,7 @@
-"""Ling, Step 3 and Step 3.5, which no class of transformers loads as they are published, against other models.
+"""Models that transformers does not compute as published, against others: Ling, Step 3, Step 3.5, Mamba 2 with groups.
 
 A user would notice wrong tokens and log probabilities where experts are chosen by groups, where a part of a head turns
-with its position, where queries are of low rank, or where activations are clamped.
+with its position, where queries are of low rank, where activations are clamped, or where a norm has groups.
 """
 
 from pathlib import Path
@@ -13,6 +13,7 @@ from conftest import engine
 from lane import HAS_OPENXLA
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from written_mamba import MAMBA_2, mamba_2
 from written_references import LING, LING_2, STEP, STEP_3, Make, Reference, ling, step, step_3, step_shapes, write
 
 from model_runner_base.testing.architectures import VOCAB_SIZE
@@ -63,6 +64,13 @@ def test_equals_reference(make: Make, config: dict[str, Any], num_tokens: int, t
         check(llm, reference, PROMPTS)
         outputs = check(llm, reference, PROMPTS[-2:])
         assert all(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
+
+
+def test_norms_by_groups(tmp_path: Path) -> None:
+    """Mamba 2 with two groups: prompts in a batch and in chunks."""
+    reference = mamba_2(tmp_path / "model", MAMBA_2)
+    with engine(tmp_path / "model", **OPTIONS, max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20) as llm:
+        check(llm, reference, PROMPTS[1:5])
 
 
 @pytest.mark.skipif(not HAS_OPENXLA, reason="compared with transformers itself")
