@@ -1,14 +1,13 @@
 """Loading of a checkpoint by vLLM's own loaders, and of another one in its place; an error names the first misfit."""
 
 import inspect
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM
-from vllm.config import ModelConfig, VllmConfig, update_config
+from vllm.config import VllmConfig, update_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -16,6 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from model_runner_base.checkpoint_record import ATTRIBUTE as RECORD
+from model_runner_base.checkpoint_record import CheckpointRecord, record_of
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import CheckpointError as CheckpointError
@@ -24,10 +25,9 @@ from model_runner_base.layers.cache_scales import CacheScales, has_plain_attenti
 from model_runner_base.layers.fused_moe import use_plain_experts
 from model_runner_base.layers.latent_attention import use_plain_latents
 from model_runner_base.layers.replaced_experts import check_activation, follow_activation
+from model_runner_base.misfits import misfit_of_config, misfit_of_reload
 from model_runner_base.multimodal.towers.placement import towers_left_out, towers_of
-from model_runner_base.quantized.checks import plain_shapes
-from model_runner_base.quantized.configuration import format_of_model, gguf_weights, reading
-from model_runner_base.quantized.stored import StoredTensors
+from model_runner_base.quantized.configuration import reading
 from model_runner_base.recurrent.kernels import check_kernels
 from model_runner_base.recurrent.layers import is_plain, use_plain_recurrences
 from model_runner_base.vllm_compat.patches.backend_experts import follow_experts
@@ -99,10 +99,12 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         model_config, speculation = vllm_config.model_config, vllm_config.speculative_config
         if is_draft and speculation is not None:
             raise CheckpointError(f"cannot load draft {speculation.model}: {_first_line(error)}") from error
-        message = f"cannot load checkpoint {model_config.model}"
-        if misfit := _misfit(model_config):
-            raise CheckpointError(f"{message}: {misfit}; save the checkpoint again, or correct config.json") from None
-        raise CheckpointError(f"{message}: {_first_line(error)}") from error
+        message = f"cannot load checkpoint {model_config.model}: {_first_line(error)}"
+        if (misfit := misfit_of_config(model_config)) and misfit not in message:
+            message += (
+                f"; compared with transformers' model, {misfit}: save the checkpoint again, or correct config.json"
+            )
+        raise CheckpointError(message) from error
 
 
 def _has_small_cache(vllm_config: VllmConfig) -> bool:
@@ -141,7 +143,7 @@ def reload_checkpoint(
             again. It may be quantised otherwise than the model's own, if that is not served by kernels.
 
         Raises CheckpointError. A misfit of a checkpoint on disk is found before any weight changes, but for scales of
-        an 8-bit KV cache, and for models with towers. A layer that gets only a part of its weights keeps its old ones.
+        an 8-bit KV cache. A layer that gets only a part of its weights keeps its old ones.
     """
     _check_reloadable(model)
     if not is_checkpoint_format:
@@ -155,32 +157,35 @@ def reload_checkpoint(
     path = weights_path or model_config.model
     scales = CacheScales() if _has_small_cache(vllm_config) and has_plain_attention(model) else None
     filtered = scales.take if scales else iter
-    with reading(model_config, path if weights_iterator is None else model_config.model), torch.device(device):
+    record = CheckpointRecord()
+    load: Any = model.load_weights
+    source = path if weights_iterator is None else model_config.model
+    with reading(model_config, source), torch.device(device), _lasting_buffers_left_out(model):
         if weights_iterator is not None:
             weights = weights_of(model_config, filtered(weights_iterator))
         else:
-            loader = make_loader(load_config, filtered)
+            loader = make_loader(load_config, filtered, record)
             if not hasattr(loader, "get_all_weights"):
                 raise CheckpointError(
                     f"load_format={load_config.load_format} cannot load a model again: hand over a weights_iterator, "
                     'or change it first, by update_config({"load_config": {"load_format": "auto"}})'
                 )
-            if reason := _misfit(model_config):
+            if reason := misfit_of_reload(model_config, model):
                 raise CheckpointError(f"cannot load checkpoint {path}: {reason}; the model keeps its weights")
+            load = record.watching(load)
             weights = loader.get_all_weights(model_config, model)
-        _forget_dropped_buffers(model)
+        names_by_parameter = _names_by_parameter(model)
         # Weights of towers are overwritten as they are read, since no device re-lays them.
-        distinct = {name for name, _ in model.named_parameters() if _is_of_checkpoint(name)}
         with towers_left_out(model):
             initialize_layerwise_reload(model)
-        # From here on each layer has the parameters of a checkpoint, and tied ones count twice.
-        wanted = distinct.intersection(name for name, _ in model.named_parameters())
+        # From here on each layer has the parameters of a checkpoint, and tied ones are distinct.
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         _expect_transforms(model)
         try:
-            loaded = model.load_weights(weights)  # type: ignore[operator]
+            loaded = load(weights)
             _check_complete(model)
-            if model_config.is_multimodal_model and weights_iterator is None:
-                _check_all_loaded(wanted, loaded)
+            if weights_iterator is None:
+                _check_all_loaded([names & known for names in names_by_parameter], loaded)
         except Exception as error:
             for module in model.modules():
                 get_layerwise_info(module).load_numel = 0  # A layer that got half of its weights keeps its old ones.
@@ -191,6 +196,8 @@ def reload_checkpoint(
         finally:
             with towers_left_out(model):
                 finalize_layerwise_reload(model, model_config)
+        if record_of(model) is None:  # It started without weights.
+            setattr(model, RECORD, record)
     if scales:
         try:
             scales.renew(model, is_whole=weights_iterator is None)
@@ -202,11 +209,11 @@ def _check_reloadable(model: nn.Module) -> None:
     """Raises CheckpointError for weights whose loading vLLM does not record, since reloading relies on that record."""
     if hasattr(model, "pooler"):
         raise CheckpointError(
-            "weights of a pooling model cannot be loaded again yet: start another engine; nothing was changed"
+            "reload_weights of a pooling model is not supported yet: start another engine; nothing was changed"
         )
     if (name := _quantised_tower_layer(model)) is not None:
         raise CheckpointError(
-            f"{name} is a quantised layer of a tower, whose weights cannot be loaded again yet: start another engine; "
+            f"{name} is a quantised layer of a tower, whose reload is not supported yet: start another engine; "
             "nothing was changed"
         )
     biased = {
@@ -217,17 +224,18 @@ def _check_reloadable(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if layer_kind(layer) and not is_plain(layer):
             raise CheckpointError(
-                f"{name} is a recurrent layer with vLLM's kernels, whose weights cannot be loaded again yet: start "
+                f"{name} is a recurrent layer with vLLM's kernels, whose reload is not supported yet: start "
                 "another engine; nothing was changed"
             )
         if layer_kind(layer).startswith("linear"):
             raise CheckpointError(
-                f"{name} is lightning attention, whose weights cannot be loaded again yet: start another engine; "
+                f"{name} is lightning attention, whose reload is not supported yet: start another engine; "
                 "nothing was changed"
             )
         if name in biased or getattr(getattr(layer, "impl", None), "sinks", None) is not None:
             raise CheckpointError(
-                f"{name} has biases or sinks that cannot be loaded again yet: start another engine; nothing was changed"
+                f"{name} has biases or sinks, whose reload is not supported yet: start another engine; nothing was "
+                "changed"
             )
 
 
@@ -242,25 +250,44 @@ def _quantised_tower_layer(model: nn.Module) -> str | None:
     return None
 
 
-def _is_of_checkpoint(name: str) -> bool:
-    """Whether a parameter must be in a whole checkpoint: scales may be left out, and a draft has a checkpoint of its
-    own."""
-    return not name.startswith(f"{DRAFT}.") and not name.endswith("_scale")
+def _names_by_parameter(model: nn.Module) -> list[set[str]]:
+    """Names of each parameter that must be in a whole checkpoint: scales may be left out, and a draft has a checkpoint
+    of its own."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(f"{DRAFT}.") and not name.endswith("_scale"):
+            names.setdefault(id(parameter), set()).add(name)
+    return list(names.values())
 
 
-def _check_all_loaded(wanted: set[str], loaded: set[str] | None) -> None:
+def _check_all_loaded(wanted: list[set[str]], loaded: set[str] | None) -> None:
     """Raises CheckpointError for a parameter that a whole checkpoint did not have; ``loaded`` are those that it had."""
-    missing = sorted(wanted - (loaded or set()))
-    if loaded is not None and missing:
-        raise CheckpointError(f"{missing[0]} is missing")
+    for names in wanted:
+        if loaded is not None and names and not names & loaded:
+            raise CheckpointError(f"{min(names)} is missing")
 
 
-def _forget_dropped_buffers(model: nn.Module) -> None:
-    """Has vLLM wait for no buffer that the base has taken off a layer, such as a view of a convolution's weight."""
-    for layer in model.modules():
+@contextmanager
+def _lasting_buffers_left_out(model: nn.Module) -> Iterator[None]:
+    """Context in which layers lack the buffers that no checkpoint has, so that vLLM neither waits for these nor
+    overwrites them; layers with a method for new weights, which may make such buffers again, and towers keep theirs."""
+    with towers_left_out(model):
+        layers = list(model.modules())
+    taken: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
+    for layer in layers:
+        has_weights = any(parameter is not None for parameter in layer._parameters.values())
+        if has_weights and not hasattr(layer, "quant_method"):
+            names = layer._non_persistent_buffers_set & layer._buffers.keys()
+            taken.append((layer, {name: layer._buffers.pop(name) for name in names}))
         info = get_layerwise_info(layer)
+        # Others were taken off when the model was loaded, such as a view of a convolution's weight.
         for name in info.restore_metadata[1].keys() - layer._buffers.keys():
             del info.restore_metadata[1][name]
+    try:
+        yield
+    finally:
+        for layer, buffers in taken:
+            layer._buffers.update(buffers)
 
 
 def _expect_transforms(model: nn.Module) -> None:
@@ -281,50 +308,3 @@ def _check_complete(model: nn.Module) -> None:
         # Embeddings are padded: their loader fills the rest with zeros, and does not count it.
         if is_part and not isinstance(layer, VocabParallelEmbedding):
             raise CheckpointError(f"only a part of the weights of {name} was given")
-
-
-def _misfit(model_config: ModelConfig) -> str | None:
-    """Describes the first tensor that is missing or has another shape than in transformers' own model; None if all
-    fit."""
-    if model_config.runner_type == "pooling" or model_config.is_multimodal_model:
-        return None  # Its tensors are not those of a model that generates, or that sees nothing.
-    directory = Path(model_config.model)
-    form = format_of_model(model_config)
-    try:
-        if gguf_weights(model_config):
-            return None  # It was compared with the config.
-        quantised = None if form is None else plain_shapes(form, StoredTensors(directory))
-    except (CheckpointError, UnsupportedConfigError) as error:
-        return str(error)
-    files = sorted(directory.glob("*.safetensors"))
-    try:
-        with torch.device("meta"):
-            wanted = AutoModelForCausalLM.from_config(model_config.hf_config).state_dict()
-        found: dict[str, Any] = dict(quantised or {})
-        for file in files if quantised is None else ():
-            with safe_open(file, "pt") as tensors:
-                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-                # A quantisation method packs several values into bytes, in a shape of its own.
-                found.update({n: None if s.get_dtype() == "U8" else s.get_shape() for n, s in slices.items()})
-    except Exception:
-        return None  # Not a model of transformers, or unreadable: the loader's own message has to do.
-    if not any(name in found for name in wanted):
-        return None  # Saved under other names, as bare models without a head are.
-    tied = "lm_head.weight" if model_config.hf_config.tie_word_embeddings else None
-    # Tensors that a quantisation method makes of a layer's may have names of their own.
-    packed = {name.rpartition(".")[0] for name in found} if model_config.quantization else set()
-    # Newer releases of transformers rename tensors of some layers, while checkpoints have the old names.
-    renamed = {_layer_of(name) for name in found if name not in wanted}
-    for name, tensor in wanted.items():
-        if name in found and found[name] not in (None, list(tensor.shape)):
-            return f"{name} has shape {found[name]}, the config asks for {list(tensor.shape)}"
-        is_known = name == tied or name.rpartition(".")[0] in packed or _layer_of(name) in renamed
-        if name not in found and not is_known:
-            return f"{name} is missing"
-    return None
-
-
-def _layer_of(name: str) -> str:
-    """A tensor's name up to the number of its layer; the whole name if it has none."""
-    parts = name.split(".")
-    return ".".join(parts[: next((index for index, part in enumerate(parts, 1) if part.isdigit()), len(parts))])

@@ -9,6 +9,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
+from model_runner_base.checkpoint_record import ATTRIBUTE, CheckpointRecord
 from model_runner_base.quantized.configuration import format_of_model, gguf_weights, stored_tensors
 from model_runner_base.quantized.stored import StoredTensors
 from model_runner_base.quantized.stream import Dequantiser
@@ -36,20 +37,24 @@ def weights_of(
     yield from source
 
 
-def make_loader(load_config: LoadConfig, filtered: Callable[[Weights], Weights] = iter) -> Any:
+def make_loader(
+    load_config: LoadConfig, filtered: Callable[[Weights], Weights] = iter, record: CheckpointRecord | None = None
+) -> Any:
     """Makes vLLM's loader of the configured format; if it has a stream, ``get_all_weights``, that goes through
-    ``filtered``, and through ``weights_of``.
+    ``filtered``, and through ``weights_of``. ``record`` notes what is read.
 
     Other loaders stay as they are: dummy and sharded_state in every release of vLLM, and runai_streamer in 0.16.
     """
     loader: Any = get_model_loader(load_config)
     read = getattr(loader, "get_all_weights", None)
     if read is not None:
+        record = record or CheckpointRecord()
 
         def get_all_weights(model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             file = gguf_weights(model_config)
             source = read(model_config, model) if file is None else file.weights(model_config.dtype)  # type: ignore[arg-type]
-            return weights_of(model_config, filtered(source), stored_tensors(model_config))
+            weights = weights_of(model_config, filtered(record.read(source)), stored_tensors(model_config))
+            return record.offer(weights)
 
         loader.get_all_weights = get_all_weights
     return loader
@@ -61,9 +66,12 @@ def get_model(
     prefix: str = "",
     filtered: Callable[[Weights], Weights] = iter,
 ) -> nn.Module:
-    """Returns the model with its weights, as vLLM's function of this name does; ``model_config`` is that of a draft
-    model, and ``filtered`` takes weights from the stream that no model has."""
-    loader, own = make_loader(vllm_config.load_config, filtered), model_config or vllm_config.model_config
+    """Returns the model with its weights and its record, as vLLM's function of this name does; ``model_config`` is that
+    of a draft model, and ``filtered`` takes weights from the stream that no model has."""
+    record, own = CheckpointRecord(), model_config or vllm_config.model_config
+    loader = make_loader(vllm_config.load_config, filtered, record)
+    loader.load_weights = record.watching(loader.load_weights)
     with without_indexer(own):
         model: nn.Module = loader.load_model(vllm_config=vllm_config, model_config=own, prefix=prefix)
+    setattr(model, ATTRIBUTE, record)
     return model

@@ -27,7 +27,8 @@ import pytest
 import quick
 from vllm import LLM
 
-from model_runner_base.testing.engine import DEFAULTS, shut_down, start, wait_for_sizes
+from model_runner_base.misfits import misfit_of_reload
+from model_runner_base.testing.engine import DEFAULTS, runner_of, shut_down, start, wait_for_sizes
 from model_runner_base.testing.fixtures import tiny_model
 
 LONGEST = """
@@ -97,12 +98,20 @@ def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
     llm = start(model, **(DEFAULTS | {"max_model_len": None} | options))
     try:
         wait_for_sizes(llm)
+        check_that_its_checkpoint_fits(llm)
         yield llm
     finally:
         if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
             llm.llm_engine.engine_core.shutdown()  # A test that still holds the engine would keep its workers busy.
         del llm
         shut_down()
+
+
+def check_that_its_checkpoint_fits(llm: LLM) -> None:
+    """Checks that a reload of the checkpoint that an engine runs, of whatever family and format, would be begun."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is not None and llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+        assert misfit_of_reload(llm.llm_engine.model_config, runner_of(llm).model) is None
 
 
 def compilations() -> object:

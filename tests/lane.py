@@ -56,6 +56,7 @@ NEWEST = [
     "base/test_recurrent_ranks.py",
     "base/test_recurrent_speculation.py",
     "base/test_refused_embeddings.py",
+    "base/test_misfits.py",
     "base/test_reload.py",
     "base/test_replaced_experts.py",
     "base/test_reload_images.py",

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from model_runner_base.loader import CheckpointError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.testing.weights import other_weights
+from model_runner_base.testing.weights import broken_weights, other_weights
 
 PROMPTS = random_prompts(20, [5, 30, 70])
 FEW_BUCKETS = {
@@ -55,7 +55,7 @@ def test_compiled_graphs_see_new_weights(name: str, tiny_model: Callable[[str], 
 
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_an_engine_that_started_without_weights_gets_them(
-    is_eager: bool, tiny_model: Callable[[str], TinyModel]
+    is_eager: bool, tiny_model: Callable[[str], TinyModel], tmp_path: Path
 ) -> None:
     model = tiny_model("llama")
     with small_engine(model, load_format="dummy", enforce_eager=is_eager) as llm:
@@ -64,7 +64,12 @@ def test_an_engine_that_started_without_weights_gets_them(
         with pytest.raises(ValueError, match=r"cache_config, model_config cannot be changed .*weights_path="):
             llm.collective_rpc("update_config", args=({"cache_config": {}, "load_config": {}, "model_config": {}},))
         llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
-        reload_weights(llm)
+        part = next(broken_weights(model, tmp_path))[0]
+        with pytest.raises(CheckpointError, match="some layers may hold new weights"):
+            reload_weights(llm, weights_path=str(part.path))  # Nothing is known yet of a whole checkpoint.
+        reload_weights(llm, weights_path=str(model.path))
+        with pytest.raises(CheckpointError, match=r"is missing, of shape .*; the model keeps its weights"):
+            reload_weights(llm, weights_path=str(part.path))
         assert generate(llm, PROMPTS) == expected(model, PROMPTS)
 
 
@@ -89,7 +94,7 @@ def test_what_does_not_fit_leaves_the_weights(tiny_model: Callable[[str], TinyMo
     (truncated.path / "model.safetensors").write_bytes(content[:-100])
     query = "model.layers.0.self_attn.q_proj.weight"
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"weights_path": str(missing.path)}, r"layers\.1\.mlp\.up_proj\.weight is missing; the model keeps"),
+        ({"weights_path": str(missing.path)}, r"layers\.1\.mlp\.up_proj\.weight is missing, .*; the model keeps"),
         ({"weights_path": str(tmp_path / "nowhere")}, "nowhere"),
         ({"weights_path": str(truncated.path)}, "truncated"),
         ({"weights_iterator": [], "is_checkpoint_format": False}, "as the checkpoint has them"),
