@@ -7,15 +7,19 @@ import pytest
 from safetensors.torch import load_file
 from vllm import LLM
 
+from model_runner_base.testing.architectures import CONFIGS
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
 from model_runner_base.testing.mismatch import check_equal
-from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.models import TinyModel, reference_model
+from model_runner_base.testing.recurrent_architectures import RECURRENT
 from model_runner_base.testing.table import refusal
-from model_runner_base.testing.weights import other_weights
+from model_runner_base.testing.weights import broken_weights, other_weights
 
 PROMPTS = random_prompts(160, [5, 30, 70])
 COUNT = 12
+FAMILIES = [name for name in ("gpt-neox", "nemotron-h", "zamba2", "gemma3n") if name in CONFIGS | RECURRENT]
+"""Models whose classes in vLLM and transformers have tensors with different names, or buffers that are computed."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,29 @@ def test_tied_weights(engine: Callable[..., LLM], tiny_model: Callable[[str], Ti
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model.path)})
     llm.reset_prefix_cache()
     check(llm, model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reload_by_family(
+    name: str, engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    """The checkpoint that runs is loaded again, then another one; a broken one is refused before a weight changes."""
+    model = tiny_model(name)
+    other = other_weights(model, tmp_path / "other")
+    reference_model(other.path)  # Before an engine: vLLM's Transformers backend changes transformers' class.
+    llm = engine(model.path)
+    check(llm, model)
+    for each in (model, other):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(each.path)})
+        llm.reset_prefix_cache()
+        check(llm, each)
+    for broken, words in broken_weights(model, tmp_path / "broken"):
+        with pytest.raises(Exception) as raised:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(broken.path)})
+        if words not in str(raised.value):
+            raise raised.value
+        llm.reset_prefix_cache()
+        check(llm, other)
 
 
 def test_a_checkpoint_that_is_not_there(text_engine: Callable[..., LLM], text_model: TinyModel, tmp_path: Path) -> None:
