@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from model_runner_base.checkpoint_record import ATTRIBUTE as RECORD
 from model_runner_base.checkpoint_record import CheckpointRecord, record_of
+from model_runner_base.config_fields import describe_lack
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import CheckpointError as CheckpointError
@@ -95,16 +96,22 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         return model
     except (NotImplementedError, UnsupportedConfigError, torch.OutOfMemoryError):
         raise  # A layer or the platform lacks something, or memory is full: no fault of the checkpoint.
-    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+    except Exception as error:
         model_config, speculation = vllm_config.model_config, vllm_config.speculative_config
+        message = f"cannot load checkpoint {model_config.model}"
         if is_draft and speculation is not None:
-            raise CheckpointError(f"cannot load draft {speculation.model}: {_first_line(error)}") from error
-        message = f"cannot load checkpoint {model_config.model}: {_first_line(error)}"
-        if (misfit := misfit_of_config(model_config)) and misfit not in message:
-            message += (
+            model_config, message = speculation.draft_model_config, f"cannot load draft {speculation.model}"
+        reason = _first_line(error)
+        if lack := describe_lack(model_config, error):
+            reason = lack if isinstance(error, AttributeError) else f"{reason}; {lack}"
+            raise CheckpointError(f"{message}: {reason}") from error
+        if not isinstance(error, AssertionError | KeyError | RuntimeError | ValueError):
+            raise  # A fault of the code.
+        if not is_draft and (misfit := misfit_of_config(model_config)) and misfit not in reason:
+            reason += (
                 f"; compared with transformers' model, {misfit}: save the checkpoint again, or correct config.json"
             )
-        raise CheckpointError(message) from error
+        raise CheckpointError(f"{message}: {reason}") from error
 
 
 def _has_small_cache(vllm_config: VllmConfig) -> bool:

@@ -24,6 +24,7 @@ NEWEST = [
     "kit/test_plain_device.py",
     "kit/test_upstream.py",
     "base/test_audio.py",
+    "base/test_config_fields.py",
     "base/test_engine_contracts.py",
     "base/test_engine_ends.py",
     "base/test_slot_processors.py",
