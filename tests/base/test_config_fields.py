@@ -123,7 +123,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     ),
 }
-"""For each architecture: the type of its config, sizes, and the fields with the values that make it start."""
+"""Type of a config by its architecture, with sizes, and the fields with the values that make it start."""
 WITHOUT_VALUE = {
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", {**SHAPE, **_MAMBA}, ["mamba", "attention"]),
     "Lfm2MoeForCausalLM": ("lfm2_moe", {**SHAPE, **EXPERTS, "num_dense_layers": 1}, ["conv", "full_attention"]),
@@ -228,7 +228,7 @@ def test_a_field_that_is_in_no_table(place: str, override: str, tiny_model: Any)
     ids=["module", "config of another model", "none", "type"],
 )
 def test_faults_of_code_stay(fault: Any, tiny_model: Any) -> None:
-    """Such an error passes as it was raised, so that its traceback shows the place."""
+    """Errors of other objects pass as they were raised, so that their traceback shows the place."""
     config = EngineArgs(str(tiny_model("llama").path), max_model_len=64).create_engine_config()
     with (
         mock.patch.object(loader, "get_model", side_effect=lambda *args, **kwargs: fault()),
