@@ -30,6 +30,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     from model_runner_base.multimodal.item_checks import check_fields, check_shares
     from model_runner_base.request_checks import RequestChecks
     from model_runner_base.vllm_compat.patches.adapter_requests import load_adapters_first
+    from model_runner_base.vllm_compat.patches.engine_processes import end_engines_with_this_process
     from model_runner_base.vllm_compat.patches.hybrid_config import choose_cache_mode
     from model_runner_base.vllm_compat.patches.item_data import keep_item_data
     from model_runner_base.vllm_compat.patches.pixel_scales import scale_in_processor
@@ -44,6 +45,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     choose_cache_mode(vllm_config)
     if not is_ours(vllm_config):
         WORKERS.append(vllm_config.parallel_config.worker_cls)
+    end_engines_with_this_process()
     model = vllm_config.model_config
     if model is None:
         return

@@ -24,6 +24,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from model_runner_base.caches.allocation import check_states_fit, states_memory
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.orphans import end_with_parent
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.recurrent.memory import recurrence_memory
 from model_runner_base.start.memory import DeviceMemoryProfiler
@@ -64,6 +65,10 @@ class ModelRunnerWorker(WorkerBase):
         raise NotImplementedError
 
     # ---- Start-up, in the order the engine calls it ----
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:
         parallel = self.parallel_config

@@ -1,0 +1,56 @@
+"""Signals by which Linux ends an engine's processes when the process that started them is gone, also if it was killed.
+
+vLLM ends them from that process. SIGKILL leaves it no time to do so, nor does SIGTERM in a script. The kernel's signal
+needs no code of the process that it ends, which may be in C++ and hold the GIL. Systems without it do as vLLM does.
+"""
+
+import fcntl
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from weakref import WeakKeyDictionary
+
+_PIPES: WeakKeyDictionary[BaseProcess, tuple[Connection, Connection]] = WeakKeyDictionary()
+"""Both ends of a pipe for each process that ends with this one. Only this process has them."""
+
+
+def end_with_this_process(process: BaseProcess) -> None:
+    """Has a process that this one started killed when this one is gone.
+
+    ``prctl(PR_SET_PDEATHSIG)`` would kill it too early: when the thread ends that started it.
+    """
+    _PIPES[process] = ends = multiprocessing.Pipe(duplex=False)
+    assert process.pid is not None
+    for end in ends:  # At its end the process closes one of them first, and that signals to the other.
+        _kill_when_closed(end.fileno(), process.pid)
+
+
+def end_with_parent() -> None:
+    """Has this process killed when its parent is gone, if it is one of several workers of an engine."""
+    parent = multiprocessing.parent_process()
+    # vLLM's name tells it from a process of a user's who has an engine in it.
+    if parent is None or not multiprocessing.current_process().name.startswith("VllmWorker"):
+        return
+    _kill_when_closed(parent.sentinel, os.getpid())
+    if not parent.is_alive():  # It ended before.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_when_closed(pipe: int, pid: int) -> None:
+    """Has a process killed when the other end of a pipe, to which nothing is written, is closed everywhere."""
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _close_pipes() -> None:
+    for ends in _PIPES.values():
+        for end in ends:
+            end.close()
+
+
+# A forked process may live longer than this one, so it must not hold them open.
+os.register_at_fork(after_in_child=_close_pipes)
