@@ -66,11 +66,8 @@ class ModelRunnerWorker(WorkerBase):
 
     # ---- Start-up, in the order the engine calls it ----
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        end_with_parent()
-        super().__init__(*args, **kwargs)
-
     def init_device(self) -> None:
+        end_with_parent()
         parallel = self.parallel_config
         PagedPlatform.num_local_workers = self.num_local_workers = self._count_local_workers()
         self.device = self.make_device()

@@ -43,6 +43,7 @@ NEWEST = [
     "base/test_mistral_files.py",
     "base/test_mistral_large.py",
     "base/test_no_reference.py",
+    "base/test_orphans.py",
     "base/test_padding.py",
     "base/test_pooling.py",
     "base/test_pooling_images.py",

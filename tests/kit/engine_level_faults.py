@@ -306,6 +306,17 @@ FAULTS = [
         r"the server ended before it was ready: .*(the device is open in another process|Engine core)",
     ),
     DeviceFault(
+        "a helper process of the worker outlives a server that is killed",
+        0,
+        with_worker(
+            'def make_device(self):\n    subprocess.Popen(["sleep", "600"])\n    return super().make_device()\n',
+            top="import subprocess",
+        ),
+        "test_processes_of_a_server_that_is_killed",
+        r"processes outlive the one that started them by 5 s: \d+ \(sleep 600\)",
+        on_both_releases=True,
+    ),
+    DeviceFault(
         "each rank draws with noise of its own",
         18,
         variant(
