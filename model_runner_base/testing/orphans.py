@@ -9,6 +9,16 @@ ALLOWED_S = 5
 """Seconds after which none of them may be left."""
 
 
+def children_with(argument: str, parent: psutil.Process) -> list[psutil.Process]:
+    """Children of a process that have an argument in their command, without those that have ended."""
+    found = []
+    for child in parent.children():
+        with suppress(psutil.NoSuchProcess):
+            if argument in child.cmdline():
+                found.append(child)
+    return found
+
+
 def check_all_end(parent: psutil.Process, *, spared: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """Sends a signal to a process, and asserts that what it started ends: engine core, workers, and their helpers.
 

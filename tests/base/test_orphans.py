@@ -13,7 +13,7 @@ import psutil
 from conftest import BUNDLED_MODEL
 from lane import ROOT, WITH_PLAIN_PLATFORM
 
-from model_runner_base.testing.orphans import check_all_end
+from model_runner_base.testing.orphans import check_all_end, children_with
 
 ENGINE = """
 import os, sys, threading, time
@@ -140,11 +140,7 @@ def test_a_server_whose_engine_has_just_been_started(tmp_path: Path) -> None:
     """An engine core that is still importing vLLM ends with ``vllm serve``."""
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(BUNDLED_MODEL), "--max-model-len", "64"]
     with running(command, tmp_path) as (server, log):
-
-        def engines() -> list[psutil.Process]:
-            children = psutil.Process(server.pid).children()
-            return [child for child in children if "--multiprocessing-fork" in child.cmdline()]
-
-        wait_for(lambda: bool(engines()), server, log)
+        process = psutil.Process(server.pid)
+        wait_for(lambda: bool(children_with("--multiprocessing-fork", process)), server, log)
         time.sleep(0.2)
-        check_all_end(psutil.Process(server.pid))
+        check_all_end(process)

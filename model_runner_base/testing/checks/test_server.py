@@ -12,7 +12,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import DEFAULTS
 from model_runner_base.testing.fixtures import Serve
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.testing.orphans import check_all_end
+from model_runner_base.testing.orphans import check_all_end, children_with
 from model_runner_base.testing.server import gauge, pieces_of, post, posted, wait_until_idle
 from model_runner_base.testing.tokenizer import make_tokenizer
 
@@ -92,6 +92,5 @@ def test_a_bad_request(server: str, text_model: TinyModel) -> None:
 
 def test_processes_of_a_server_that_is_killed(server: str) -> None:
     """The engine core, the workers and their helpers end with the server, so that the device is free. It comes last."""
-    module = "model_runner_base.testing.server_process"
-    (process,) = (child for child in psutil.Process().children() if module in child.cmdline())
+    (process,) = children_with("model_runner_base.testing.server_process", psutil.Process())
     check_all_end(process)
