@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from weakref import WeakKeyDictionary
 
 _PIPES: WeakKeyDictionary[BaseProcess, tuple[Connection, Connection]] = WeakKeyDictionary()
-"""Both ends of a pipe for each process that ends with this one. Only this process has them."""
+"""Pipe, by its two ends, for each process that ends with this one. Only this process has them."""
 
 
 def end_with_this_process(process: BaseProcess) -> None:
