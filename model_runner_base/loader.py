@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_ke
 from model_runner_base.vllm_compat.patches.xielu import use_models_dtype
 from model_runner_base.vllm_compat.probes.experts import experts_layers
 from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
-from model_runner_base.weight_stream import Weights, get_model, make_loader, weights_of
+from model_runner_base.weight_stream import Weights, get_model, keep_all, make_loader, weights_of
 
 
 def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> nn.Module:
@@ -80,7 +80,8 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         use_plain_kimi_linear(vllm_config)
         use_plain_unequal_heads(vllm_config.model_config)
     try:
-        model = get_model(vllm_config, filtered=scales.take if scales else iter)
+        with scales.places if scales else nullcontext():
+            model = get_model(vllm_config, filtered=scales.take if scales else keep_all)
         is_draft = True
         load_draft(vllm_config, model)
         is_draft = False
@@ -163,13 +164,13 @@ def reload_checkpoint(
     assert device is not None
     path = weights_path or model_config.model
     scales = CacheScales() if _has_small_cache(vllm_config) and has_plain_attention(model) else None
-    filtered = scales.take if scales else iter
+    filtered = scales.take if scales else keep_all
     record = CheckpointRecord()
     load: Any = model.load_weights
     source = path if weights_iterator is None else model_config.model
     with reading(model_config, source), torch.device(device), _lasting_buffers_left_out(model):
         if weights_iterator is not None:
-            weights = weights_of(model_config, filtered(weights_iterator))
+            weights = weights_of(model_config, filtered(model, weights_iterator))
         else:
             loader = make_loader(load_config, filtered, record)
             if not hasattr(loader, "get_all_weights"):
@@ -189,7 +190,8 @@ def reload_checkpoint(
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         _expect_transforms(model)
         try:
-            loaded = load(weights)
+            with scales.places if scales else nullcontext():
+                loaded = load(weights)
             _check_complete(model)
             if weights_iterator is None:
                 _check_all_loaded([names & known for names in names_by_parameter], loaded)

@@ -17,6 +17,13 @@ from model_runner_base.vllm_compat.patches.without_indexer import without_indexe
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Names and tensors as a checkpoint has them."""
+Filter = Callable[[nn.Module, Weights], Weights]
+"""Takes tensors that the model does not load from a stream of weights."""
+
+
+def keep_all(model: nn.Module, weights: Weights) -> Weights:
+    """Filter that takes nothing."""
+    return weights
 
 
 def weights_of(
@@ -37,9 +44,7 @@ def weights_of(
     yield from source
 
 
-def make_loader(
-    load_config: LoadConfig, filtered: Callable[[Weights], Weights] = iter, record: CheckpointRecord | None = None
-) -> Any:
+def make_loader(load_config: LoadConfig, filtered: Filter = keep_all, record: CheckpointRecord | None = None) -> Any:
     """Makes vLLM's loader of the configured format; if it has a stream, ``get_all_weights``, that goes through
     ``filtered``, and through ``weights_of``. ``record`` notes what is read.
 
@@ -53,7 +58,7 @@ def make_loader(
         def get_all_weights(model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             file = gguf_weights(model_config)
             source = read(model_config, model) if file is None else file.weights(model_config.dtype)  # type: ignore[arg-type]
-            weights = weights_of(model_config, filtered(record.read(source)), stored_tensors(model_config))
+            weights = weights_of(model_config, filtered(model, record.read(source)), stored_tensors(model_config))
             return record.offer(weights)
 
         loader.get_all_weights = get_all_weights
@@ -64,7 +69,7 @@ def get_model(
     vllm_config: VllmConfig,
     model_config: ModelConfig | None = None,
     prefix: str = "",
-    filtered: Callable[[Weights], Weights] = iter,
+    filtered: Filter = keep_all,
 ) -> nn.Module:
     """Returns the model with its weights and its record, as vLLM's function of this name does; ``model_config`` is that
     of a draft model, and ``filtered`` takes weights from the stream that no model has."""

@@ -63,6 +63,7 @@ NEWEST = [
     "base/test_replaced_experts.py",
     "base/test_reload_images.py",
     "base/test_request_errors.py",
+    "base/test_scales_by_family.py",
     "base/test_request_ranges.py",
     "base/test_right_drafts_beside_windows.py",
     "base/test_preempted_steps.py",

@@ -6,82 +6,100 @@ nothing. A layer of latents has one scale, that of keys, for whole rows.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import MLAAttention
 
 from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.layers.attention_blocks import OTHER, TOWER, AttentionBlocks
+from model_runner_base.vllm_compat.probes.attention_layers import attention_layers
+from model_runner_base.weight_places import WeightPlaces
 from model_runner_base.weight_stream import Weights
 
 logger = init_logger(f"vllm.{__name__}")
 
 _NAME = re.compile(
-    r"(?P<path>.+?)(\.attn|\.mla_attn|\.[kv]_proj|\.qkv_proj)?\.(?P<kind>k|v|kv|q|prob)_scale"
+    r"(?P<path>.+)\.(?P<kind>k|v|kv|q|prob)_scale"
     r"|(?P<old_path>.+)\.(?P<old_kind>[kv])_proj\.output_scale"
+    r"|(?P<cache_path>.+)\.(?P<cache_kind>[kv])_cache\.scale"
+    r"|(?P<query_path>.+\.self_attn)\.q\.scale"
 )
-"""Names of scales in checkpoints: of ModelOpt, AutoFP8 and compressed-tensors, and vLLM's own."""
+"""Names of scales in checkpoints: of ModelOpt, AutoFP8, compressed-tensors and Hunyuan, and vLLM's own."""
+_ZERO_POINT = re.compile(r".+\.[qkv]_zero_point")
 _OF_MISTRAL = re.compile(r".+\.(k|v|kv)_fake_quantizer\.qscale_act")
 """Names of scales in Mistral's own files, where attention blocks have other names than in the model."""
+_KNOWN_PATHS = "paths_of_attention"
+"""Attribute of a loaded model: names of attention layers, by paths of the checkpoint that it was loaded from."""
 
 
 class CacheScales:
-    """Scales in a stream of weights, by the path of the attention block that they are of."""
+    """Scales in a stream of weights, and the attention layers that they are of.
+
+    A scale is of the attention block that the model loads weights of the same path to. So a file may name its layers
+    otherwise than the model does. A path without weights, as of layers that share theirs, is the model's own.
+    """
 
     def __init__(self) -> None:
+        self.places = WeightPlaces()
+        """Context that the model must be loaded in."""
         self._found: dict[str, dict[str, float]] = {}
+        self._names: dict[str, str] = {}
+        self._layers: dict[str, Sequence[str]] = {}
+        self._of_layers: dict[str, dict[str, float]] = {}
 
-    def take(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def take(self, model: nn.Module, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the weights that are no scales, and keeps the scales; raises ValueError for one that is none, and for
-        one of Mistral's own files."""
+        scales that are not applied: with a zero point, or of Mistral's own files."""
+        blocks = AttentionBlocks(model)
+        self._layers = blocks.layers
+        self.places.expect(blocks.labels)
         for name, tensor in weights:
             if _OF_MISTRAL.fullmatch(name):
                 raise ValueError(
                     f"{name}: scales of KV caches in Mistral's own files are not applied yet: set kv_cache_dtype=auto"
                 )
+            if _ZERO_POINT.fullmatch(name):
+                if tensor.float().any():
+                    raise ValueError(f"{name}: zero points of KV caches are not applied yet: set kv_cache_dtype=auto")
+                continue
             match = _NAME.fullmatch(name)
             if match is None:
+                self.places.follow(name, tensor)
                 yield name, tensor
                 continue
             value = float(tensor) if tensor.numel() == 1 else 0.0
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} is no scale of a KV cache: it must be one number above 0")
-            kind = match["kind"] or match["old_kind"]
+            path = match["path"] or match["old_path"] or match["cache_path"] or match["query_path"]
+            kind = match["kind"] or match["old_kind"] or match["cache_kind"] or "q"
+            self._names[path] = name
             for each in ("k", "v") if kind == "kv" else (kind,):
-                self._found.setdefault(match["path"] or match["old_path"], {})[each] = value
+                self._found.setdefault(path, {})[each] = value
 
     def apply(self, model: nn.Module) -> None:
-        """Gives the layers of a loaded model their scales; raises ValueError if no scale is of a layer."""
-        unused = dict(self._found)
+        """Gives the layers of a loaded model their scales; raises ValueError for a scale that is of no layer."""
+        self._assign(model)
         for layer in _attention_layers(model):
-            unused.pop(_path(layer.layer_name), None)
             if (scales := self._scales_of(layer)) != (1.0, 1.0):
                 for name, scale in zip(_BUFFERS, scales, strict=True):
                     layer.register_buffer(name, torch.tensor(scale), persistent=False)
                 layer.impl.forward = scaled(layer.impl.forward)
-        if unused and len(unused) == len(self._found):
-            raise ValueError(
-                f"scales of the KV cache have other names than the layers, such as {next(iter(unused))}: set "
-                "kv_cache_dtype=auto"
-            )
-        if unused:
-            logger.warning(
-                "Scales of %s belong to no attention layer of the model, and are left out.", next(iter(unused))
-            )
 
     def renew(self, model: nn.Module, is_whole: bool) -> None:
         """Overwrites the scales of layers after a reload: all, with 1 where there is none, if the reload ``is_whole``;
         else those of layers that it has scales for.
 
-        Raises ValueError for scales of a layer that was loaded without.
+        Raises ValueError for a scale that is of no layer, and for scales of a layer that was loaded without.
         """
+        self._assign(model)
         for layer in _attention_layers(model):
             scales = self._scales_of(layer)
             if hasattr(layer, _BUFFERS[0]):
-                if is_whole or self._found.get(_path(_owner(layer)), {}).keys() & {"k", "v"}:
+                if is_whole or self._of_layers.get(_owner(layer), {}).keys() & {"k", "v"}:
                     for name, scale in zip(_BUFFERS, scales, strict=True):
                         getattr(layer, name).copy_(torch.tensor(scale))
             elif scales != (1.0, 1.0):
@@ -90,17 +108,64 @@ class CacheScales:
                     "another engine, since the weights are replaced already"
                 )
 
+    def _assign(self, model: nn.Module) -> None:
+        """Finds the layers of all scales; raises ValueError for a scale that is of none."""
+        written: dict[str, set[str]] = {}
+        for name, labels in self.places.found.items():
+            while name := name.rpartition(".")[0]:
+                written.setdefault(name, set()).update(labels)
+        known = getattr(model, _KNOWN_PATHS, {}) | {
+            path: self._layers[label]
+            for path, labels in written.items()
+            for label in labels
+            if len(labels) == 1 and label in self._layers
+        }
+        setattr(model, _KNOWN_PATHS, known)
+        left_out, assigned = [], []
+        for path, scales in self._found.items():
+            candidates = [path]
+            for _ in range(2):  # Names may go on with a projection, or with vLLM's layers of attention.
+                candidates.append(candidates[-1].rpartition(".")[0])
+            layers = next((each for name in candidates if (each := known.get(name) or self._layers.get(name))), None)
+            if layers is not None:
+                assigned.append((layers, scales))
+            elif any(written.get(name, {OTHER}) <= {TOWER} for name in candidates):
+                left_out.append(self._names[path])
+            else:
+                raise ValueError(
+                    f"{self._names[path]} is a scale of a KV cache, and of no attention layer of the model: leave it "
+                    "out of the checkpoint, or set kv_cache_dtype=auto"
+                )
+        # A scale of one layer comes after a scale of all layers with the same weights.
+        for layers, scales in sorted(assigned, key=lambda pair: -len(pair[0])):
+            for layer in layers:
+                self._of_layers.setdefault(layer, {}).update(scales)
+        if left_out:
+            logger.warning(
+                "%s and %s other scales of KV caches are left out, as the layers are that they belong to.",
+                left_out[0],
+                len(left_out) - 1,
+            )
+
     def _scales_of(self, layer: Any) -> tuple[float, float]:
         """Scales of a layer's keys and values; 1 where the checkpoint has none, and for keys of an encoder's outputs,
         which are written as they are."""
         if layer.impl.is_cross:
             return 1.0, 1.0
-        found = self._found.get(_path(_owner(layer)), {})
+        found = self._of_layers.get(_owner(layer), {})
         key = found.get("k", 1.0)
         return key, key if isinstance(layer, MLAAttention) else found.get("v", 1.0)
 
 
 _BUFFERS = ("cache_key_scale", "cache_value_scale")
+
+
+def scales_by_layer(model: nn.Module) -> dict[str, tuple[float, ...]]:
+    """Scales of keys and values that the attention layers of a loaded model have; 1 where the checkpoint has none."""
+    return {
+        layer.layer_name: tuple(float(getattr(layer, name, 1.0)) for name in _BUFFERS)
+        for layer in _attention_layers(model)
+    }
 
 
 def has_plain_attention(model: nn.Module) -> bool:
@@ -109,19 +174,15 @@ def has_plain_attention(model: nn.Module) -> bool:
 
 
 def _attention_layers(model: nn.Module) -> Iterator[Any]:
-    for layer in model.modules():
-        if isinstance(layer, Attention | MLAAttention) and isinstance(layer.impl, PagedAttentionImpl):
+    layers = {layer.layer_name: layer for _, layer in attention_layers(model)}
+    for layer in layers.values():
+        if isinstance(layer.impl, PagedAttentionImpl):
             yield layer
 
 
 def _owner(layer: Any) -> str:
     """Name of the layer whose cache a layer reads: its own, or that of another."""
     return getattr(layer, "kv_sharing_target_layer_name", None) or layer.layer_name
-
-
-def _path(name: str) -> str:
-    """Path of the attention block that a layer is in."""
-    return name.rpartition(".")[0]
 
 
 def scaled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

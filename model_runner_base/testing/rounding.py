@@ -5,19 +5,19 @@ round a number up that the reference rounds down. So most log probabilities are 
 differ by what such a number changes.
 """
 
+import inspect
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.models.deepseek_v2 import modeling_deepseek_v2
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
 from vllm import LLM, SamplingParams
 
 from model_runner_base.testing.engine import generate
@@ -29,6 +29,8 @@ Scales = dict[int, tuple[float, float]]
 """Scales of keys and of values, by layer; 1 for other layers."""
 SCALES: Scales = {0: (0.037, 0.011), 1: (0.3, 60.0)}
 """Scales that ``enlarge_values`` writes; the last is too small for some of the values."""
+TEXT_ALONE = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 0, "video": 0}}
+"""Options of an engine with a model of images that gets none."""
 TOLERANCE = 2e-3
 """Largest error of a token's log probabilities if engine and reference round all numbers alike."""
 LEAST_SHARE = 0.95
@@ -63,18 +65,17 @@ def rounded_reference(model: TinyModel, name: str, scales: Scales) -> Iterator[A
         return note
 
     patch, hooks = pytest.MonkeyPatch(), []
-    for index, layer in enumerate(reference.model.layers):
-        attention = layer.self_attn
-        hooks.append(attention.register_forward_pre_hook(enter(index)))
+    layers = [module for module in reference.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    attentions = [layer for layer in layers if hasattr(layer, "v_proj") or hasattr(layer, "kv_a_layernorm")]
+    for attention in attentions:
+        hooks.append(attention.register_forward_pre_hook(enter(attention.layer_idx)))
         if hasattr(attention, "kv_a_layernorm"):
             hooks.append(attention.kv_a_layernorm.register_forward_hook(lambda _, __, out: near(out, 0)))
         else:
             hooks.append(attention.v_proj.register_forward_hook(lambda _, __, out: near(out, 1)))
-    for module, function in (
-        (modeling_llama, "apply_rotary_pos_emb"),
-        (modeling_mistral, "apply_rotary_pos_emb"),
-        (modeling_deepseek_v2, "apply_rotary_emb"),
-    ):
+        if _rotation(attention) is None:
+            hooks.append(attention.k_proj.register_forward_hook(lambda _, __, out: near(out, 0)))
+    for module, function in {rotation for each in attentions if (rotation := _rotation(each))}:
         plain = getattr(module, function)
 
         def rotate(*args: Any, plain: Any = plain, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,6 +89,14 @@ def rounded_reference(model: TinyModel, name: str, scales: Scales) -> Iterator[A
         patch.undo()
         for hook in hooks:
             hook.remove()
+
+
+def _rotation(attention: Any) -> tuple[ModuleType, str] | None:
+    """Module and name of the function by which an attention layer rotates keys; None if it does not."""
+    names = {"apply_rotary_pos_emb", "apply_rotary_emb"}.intersection(
+        inspect.unwrap(type(attention).forward).__code__.co_names
+    )
+    return (sys.modules[type(attention).__module__], names.pop()) if names else None
 
 
 @torch.no_grad()

@@ -82,4 +82,4 @@ def test_tokens_are_those_of_plain_weights(tiny_model: Callable[[str], TinyModel
 def test_scales_of_caches_are_refused() -> None:
     name = "layers.0.attention.kv_fake_quantizer.qscale_act"
     with pytest.raises(ValueError, match=f"{name}: .* set kv_cache_dtype=auto"):
-        list(CacheScales().take([("output.weight", torch.ones(1)), (name, torch.ones(1))]))
+        list(CacheScales().take(torch.nn.Module(), [("output.weight", torch.ones(1)), (name, torch.ones(1))]))
