@@ -53,4 +53,11 @@ MUTATIONS = [
         "",
         "test_cache_formats and eight_bits",
     ),
+    Mutation(
+        "scales of 8-bit caches are looked for under the model's own names alone",
+        "layers/cache_scales.py",
+        "each := known.get(name) or self._layers.get(name)",
+        "each := self._layers.get(name)",
+        "test_cache_formats and scales_by_family",
+    ),
 ]
