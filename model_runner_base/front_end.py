@@ -30,7 +30,10 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     from model_runner_base.multimodal.item_checks import check_fields, check_shares
     from model_runner_base.request_checks import RequestChecks
     from model_runner_base.vllm_compat.patches.adapter_requests import load_adapters_first
-    from model_runner_base.vllm_compat.patches.engine_processes import end_engines_with_this_process
+    from model_runner_base.vllm_compat.patches.engine_processes import (
+        end_servers_and_engines_with_this_process,
+        end_workers_with_this_process,
+    )
     from model_runner_base.vllm_compat.patches.hybrid_config import choose_cache_mode
     from model_runner_base.vllm_compat.patches.item_data import keep_item_data
     from model_runner_base.vllm_compat.patches.pixel_scales import scale_in_processor
@@ -45,7 +48,9 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     choose_cache_mode(vllm_config)
     if not is_ours(vllm_config):
         WORKERS.append(vllm_config.parallel_config.worker_cls)
-    end_engines_with_this_process()
+    end_servers_and_engines_with_this_process(is_ours)
+    if vllm_config.parallel_config.world_size > 1:
+        end_workers_with_this_process(is_ours)  # Those of an engine in this process.
     model = vllm_config.model_config
     if model is None:
         return
@@ -62,10 +67,18 @@ def register() -> None:
     """Entry point of ``vllm.general_plugins``."""
     from vllm import platforms
 
+    from model_runner_base.vllm_compat.patches.engine_processes import end_workers_with_this_process, is_process_of_core
+
     quiet_scheduler_warning()
     platform = type(platforms.current_platform)
-    if not getattr(platform, "stands_before_requests", False):
+    knows_us = getattr(platform, "stands_before_requests", False)
+    if not knows_us:
         _extend(platform)
+    if is_process_of_core():
+        # This process was not prepared for its engine, whose config came as it is.
+        end_workers_with_this_process(
+            lambda vllm_config: knows_us or _is_our_worker(vllm_config.parallel_config.worker_cls)
+        )
 
 
 def quiet_scheduler_warning() -> None:

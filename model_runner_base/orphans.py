@@ -13,7 +13,10 @@ from multiprocessing.process import BaseProcess
 from weakref import WeakKeyDictionary
 
 _PIPES: WeakKeyDictionary[BaseProcess, tuple[Connection, Connection]] = WeakKeyDictionary()
-"""Pipe, by its two ends, for each process that ends with this one. Only this process has them."""
+"""Both ends of a pipe for each process that ends with this one. Only this process has them."""
+_NAMES = ("EngineCore", "VllmWorker")
+"""Beginnings of the names that vLLM gives to processes of engines. They tell these from a process of a user's who has
+an engine in it."""
 
 
 def end_with_this_process(process: BaseProcess) -> None:
@@ -21,17 +24,20 @@ def end_with_this_process(process: BaseProcess) -> None:
 
     ``prctl(PR_SET_PDEATHSIG)`` would kill it too early: when the thread ends that started it.
     """
+    if process.pid is None or process.exitcode is not None:
+        return
     _PIPES[process] = ends = multiprocessing.Pipe(duplex=False)
-    assert process.pid is not None
     for end in ends:  # At its end the process closes one of them first, and that signals to the other.
         _kill_when_closed(end.fileno(), process.pid)
 
 
 def end_with_parent() -> None:
-    """Has this process killed when its parent is gone, if it is one of several workers of an engine."""
+    """Has this process killed when its parent is gone, if vLLM started it for an engine.
+
+    The parent sees to that itself. This is for a parent that did not get so far, or that does not know this library.
+    """
     parent = multiprocessing.parent_process()
-    # vLLM's name tells it from a process of a user's who has an engine in it.
-    if parent is None or not multiprocessing.current_process().name.startswith("VllmWorker"):
+    if parent is None or not multiprocessing.current_process().name.startswith(_NAMES):
         return
     _kill_when_closed(parent.sentinel, os.getpid())
     if not parent.is_alive():  # It ended before.
@@ -40,10 +46,14 @@ def end_with_parent() -> None:
 
 def _kill_when_closed(pipe: int, pid: int) -> None:
     """Has a process killed when the other end of a pipe, to which nothing is written, is closed everywhere."""
-    if hasattr(fcntl, "F_SETSIG"):
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    try:
         fcntl.fcntl(pipe, fcntl.F_SETOWN, pid)
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:
+        pass  # The process has ended, or a sandbox lacks this.
 
 
 def _close_pipes() -> None:

@@ -1,6 +1,8 @@
 """Check that a process that is killed takes the processes of its engine with it."""
 
 import signal
+import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import psutil
@@ -19,20 +21,31 @@ def children_with(argument: str, parent: psutil.Process) -> list[psutil.Process]
     return found
 
 
-def check_all_end(parent: psutil.Process, *, spared: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
+def check_all_end(parent: psutil.Process, *, spared: Collection[int] = (), by: signal.Signals = signal.SIGKILL) -> None:
     """Sends a signal to a process, and asserts that what it started ends: engine core, workers, and their helpers.
 
     Args:
-        spared: a process that is not looked at.
+        spared: processes that are not looked at.
     """
-    children = [child for child in parent.children(recursive=True) if child.pid != spared]
-    assert children, "it has no engine in a process of its own"
+    left = [child for child in parent.children(recursive=True) if child.pid not in spared]
+    assert left, "it has no engine in a process of its own"
     parent.send_signal(by)
-    _, left = psutil.wait_procs([parent, *children], timeout=ALLOWED_S)
+    deadline = time.monotonic() + ALLOWED_S
+    while (left := _running(left)) and time.monotonic() < deadline:
+        time.sleep(0.02)
     names = []
     for process in left:
         with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:  # It has ended, and nothing has asked for its status.
-                names.append(f"{process.pid} ({' '.join(process.cmdline())[:80]})")
-                process.kill()
+            names.append(f"{process.pid} ({' '.join(process.cmdline())[:80]})")
+            process.kill()
     assert not names, f"processes outlive the one that started them by {ALLOWED_S} s: {', '.join(names)}"
+
+
+def _running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended. A zombie has, and nothing has asked for its status."""
+    running = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running

@@ -6,14 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 from conftest import BUNDLED_MODEL
 from lane import ROOT, WITH_PLAIN_PLATFORM
 
-from model_runner_base.testing.orphans import check_all_end, children_with
+from model_runner_base.testing.orphans import check_all_end
 
 ENGINE = """
 import os, sys, threading, time
@@ -49,14 +49,19 @@ for hook in ("load_model", "capture_model", "execute_model", "idle"):
         say("idle0")
         time.sleep(600)
     say(f"{hook}-{pid}")
-    os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status), f"the script held in {hook} ended by itself"
 """
 )
 RANKS = (
     ENGINE
     + """
 if __name__ == "__main__":
-    generate(start(tensor_parallel_size=2, enforce_eager=True))
+    llm = start(tensor_parallel_size=2, enforce_eager=True)
+    if (bystander := os.fork()) == 0:
+        time.sleep(600)
+    say(f"bystander-{bystander}")
+    generate(llm)
 """
 )
 
@@ -84,7 +89,8 @@ def running(command: list[str], folder: Path, **environment: str) -> Iterator[tu
         yield process, log
     finally:
         for left in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            left.kill()
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
         process.kill()
         process.wait()
 
@@ -92,6 +98,15 @@ def running(command: list[str], folder: Path, **environment: str) -> Iterator[tu
 def pid_of(name: str, folder: Path) -> int:
     (said,) = folder.glob(f"{name}-*")
     return int(said.name.removeprefix(f"{name}-"))
+
+
+def num_tied(pid: int) -> int:
+    """Number of processes that end with a process: it has both ends of a pipe for each."""
+    flags = []
+    for info in Path(f"/proc/{pid}/fdinfo").iterdir():
+        with suppress(OSError):
+            flags.append(int(info.read_text().split("flags:")[1].split()[0], 8))
+    return sum(bool(each & os.O_ASYNC) for each in flags) // 2
 
 
 def test_a_script(tmp_path: Path) -> None:
@@ -110,7 +125,7 @@ def test_a_script(tmp_path: Path) -> None:
                 continue
             bystander = psutil.Process(pid_of("bystander", tmp_path))
             try:
-                check_all_end(script, spared=bystander.pid, by=signal.SIGTERM)
+                check_all_end(script, spared=[bystander.pid], by=signal.SIGTERM)
                 assert bystander.is_running() and bystander.status() != psutil.STATUS_ZOMBIE
             finally:
                 bystander.kill()
@@ -118,13 +133,18 @@ def test_a_script(tmp_path: Path) -> None:
 
 
 def test_ranks(tmp_path: Path) -> None:
-    """Two ranks that are in a step end with the script that is killed, and leave no shared memory."""
+    """Two ranks that are in a step end with the script that has the engine, and leave no shared memory.
+
+    A process that was forked from the script goes on, and keeps no rank alive.
+    """
     (tmp_path / "script.py").write_text(RANKS)
     command = [sys.executable, str(tmp_path / "script.py"), str(BUNDLED_MODEL)]
     shared = set(os.listdir("/dev/shm"))
-    with running(command, tmp_path, HELD_HOOK="execute_model") as (script, log):
+    own = {"HELD_HOOK": "execute_model", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with running(command, tmp_path, **own) as (script, log):
         for rank in range(2):
             wait_for((tmp_path / f"execute_model{rank}").exists, script, log)
+        bystander = psutil.Process(pid_of("bystander", tmp_path))
         # Which names are this engine's: processes of other tests make some, too.
         mapped = {
             Path(each.path).name
@@ -132,15 +152,36 @@ def test_ranks(tmp_path: Path) -> None:
             for each in child.memory_maps()
             if each.path.startswith("/dev/shm/")
         }
-        check_all_end(psutil.Process(script.pid))
+        assert mapped - shared
+        # Python's own, which removes shared memory once the last process is gone that may have some, forked ones too.
+        children = psutil.Process(script.pid).children()
+        trackers = [child for child in children if "resource_tracker" in " ".join(child.cmdline())]
+        try:
+            check_all_end(psutil.Process(script.pid), spared=[each.pid for each in (bystander, *trackers)])
+        finally:
+            bystander.kill()
+        psutil.wait_procs(trackers, timeout=30)
     assert not (mapped - shared) & set(os.listdir("/dev/shm"))
 
 
-def test_a_server_whose_engine_has_just_been_started(tmp_path: Path) -> None:
-    """An engine core that is still importing vLLM ends with ``vllm serve``."""
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(BUNDLED_MODEL), "--max-model-len", "64"]
+def test_ranks_that_start(tmp_path: Path) -> None:
+    """Two ranks that are still importing end with the script, whose engine core is a process of its own."""
+    (tmp_path / "script.py").write_text(RANKS)
+    command = [sys.executable, str(tmp_path / "script.py"), str(BUNDLED_MODEL)]
+    with running(command, tmp_path) as (script, log):
+
+        def are_tied() -> bool:
+            cores = [each for each in psutil.Process(script.pid).children() if num_tied(each.pid) == 2]
+            return len(cores) == 1
+
+        wait_for(are_tied, script, log)
+        check_all_end(psutil.Process(script.pid))
+
+
+def test_a_server_that_starts(tmp_path: Path) -> None:
+    """An engine core and two API servers that are still importing vLLM end with ``vllm serve``."""
+    options = ["--max-model-len", "64", "--api-server-count", "2"]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(BUNDLED_MODEL), *options]
     with running(command, tmp_path) as (server, log):
-        process = psutil.Process(server.pid)
-        wait_for(lambda: bool(children_with("--multiprocessing-fork", process)), server, log)
-        time.sleep(0.2)
-        check_all_end(process)
+        wait_for(lambda: num_tied(server.pid) == 3, server, log)
+        check_all_end(psutil.Process(server.pid))
