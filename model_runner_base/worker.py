@@ -82,6 +82,7 @@ class ModelRunnerWorker(WorkerBase):
                 current_platform.dist_backend,
             )
             ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        use_groups(self)
         self._look_at_scheduler()
         set_random_seed(self.model_config.seed)
         self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
@@ -216,7 +217,6 @@ class ModelRunnerWorker(WorkerBase):
         # Building and profiling the model must not change the random numbers that follow.
         set_random_seed(self.model_config.seed)
         self.model_runner.background_compiler.start()
-        use_groups(self)
         return CompilationTimes(time.perf_counter() - start, 0.0)
 
     # ---- Steps ----

@@ -47,6 +47,7 @@ def test_weights_of_every_engine_are_freed() -> None:
 TWO = """
 import sys
 from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
 def start(model):
     return LLM(model, max_model_len=64, max_num_seqs=2, kv_cache_memory_bytes=1 << 20, enforce_eager=True,
@@ -66,11 +67,15 @@ others = run(other)
 print("DENSE", run(llm) == alone)
 del llm
 print("EXPERTS", run(other) == others)
+del other
+cleanup_dist_env_and_memory()
+print("LEFT", model_parallel_is_initialized())
 """
 
 
 def test_an_engine_goes_on_when_another_one_ends(tiny_model: Callable[[str], TinyModel]) -> None:
-    """An engine runs on when one that started before it ends, also if one of them needs groups of experts."""
+    """An engine runs on when one that started before it ends, also if one of them needs groups of experts. The process
+    groups end with the last engine."""
     out = subprocess.run(
         [sys.executable, "-c", TWO, BUNDLED_MODEL, tiny_model("mixtral").path],
         env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
@@ -78,5 +83,5 @@ def test_an_engine_goes_on_when_another_one_ends(tiny_model: Callable[[str], Tin
         text=True,
         timeout=300,
     )
-    said = [line for line in out.stdout.splitlines() if line.startswith(("AFTER", "DENSE", "EXPERTS"))]
-    assert said == ["AFTER True", "DENSE True", "EXPERTS True"], out.stdout + out.stderr[-3000:]
+    said = [line for line in out.stdout.splitlines() if line.startswith(("AFTER", "DENSE", "EXPERTS", "LEFT"))]
+    assert said == ["AFTER True", "DENSE True", "EXPERTS True", "LEFT False"], out.stdout + out.stderr[-3000:]
