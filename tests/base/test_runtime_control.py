@@ -87,7 +87,7 @@ def test_cache_without_a_block_for_a_request_is_refused(tiny_model: Callable[[st
     block_bytes = 32 * 2 * 2 * 16 * 4 * 2
     limits = {"max_model_len": 32, "kv_cache_memory_bytes": block_bytes, "enforce_eager": True}
     with (
-        pytest.raises(ValueError, match="the KV cache has no block for a request"),
+        pytest.raises(ValueError, match="the KV cache has too few blocks for any request"),
         engine(tiny_model("llama").path, **limits),
     ):
         pass

@@ -37,9 +37,9 @@ class RequestFailures(StepHooks):
         self._ended_sessions: dict[str, None] = {}
         """Ids of the latest sessions that were aborted or failed, oldest first."""
         longest = longest_request(self, self.kv_cache_config, self.kv_cache_manager.block_pool.num_gpu_blocks)
-        if longest <= num_sampled_tokens(self):
+        if longest <= num_sampled_tokens(self) and longest < self.max_model_len:
             raise ValueError(
-                "the KV cache has no block for a request, since block 0 is given to none: raise "
+                "the KV cache has too few blocks for any request, since block 0 is given to none: raise "
                 "kv_cache_memory_bytes or num_gpu_blocks_override"
             )
         if longest < self.max_model_len:
