@@ -12,13 +12,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _WRITES = ("copy_", "fill_", "__setitem__", "__set__")
-"""Names of torch's functions that write to their first argument; the last one assigns to ``.data``."""
+"""Names of torch's functions that write to their first argument; the last one assigns to an attribute, as ``.data``."""
 
 
 class WeightPlaces(TorchFunctionMode):
     """Context in which tensors of a checkpoint are followed to parameters, each of which has a label.
 
-    What is computed of a followed tensor is followed too, and a view of a parameter counts as the parameter.
+    Whatever is computed of a followed tensor, or gets it written into it, is followed too. A view of a parameter counts
+    as the parameter.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,9 @@ class WeightPlaces(TorchFunctionMode):
         if is_write and label is not None:
             for name in names:
                 self.found[name].add(label)
+        elif is_write and names:
+            for written in filter(torch.is_tensor, (inputs[0], inputs[0]._base)):  # A view, and what it is a view of.
+                self._names[written] = names.union(self._names.get(written, ()))
         for output in outputs:
             if names:
                 self._names[output] = names

@@ -47,9 +47,13 @@ class CacheScales:
         self.places = WeightPlaces()
         """Context that the model must be loaded in."""
         self._found: dict[str, dict[str, float]] = {}
+        """Scales by path in the checkpoint, and what they scale: keys, values, queries or probabilities."""
         self._names: dict[str, str] = {}
+        """Stored name of a scale by its path."""
         self._layers: dict[str, Sequence[str]] = {}
+        """Names of the model's layers by paths in the model."""
         self._of_layers: dict[str, dict[str, float]] = {}
+        """Scales by the name of their layer."""
 
     def take(self, model: nn.Module, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the weights that are no scales, and keeps the scales; raises ValueError for one that is none, and for
@@ -132,10 +136,9 @@ class CacheScales:
             elif any(written.get(name, {OTHER}) <= {TOWER} for name in candidates):
                 left_out.append(self._names[path])
             else:
-                raise ValueError(
-                    f"{self._names[path]} is a scale of a KV cache, and of no attention layer of the model: leave it "
-                    "out of the checkpoint, or set kv_cache_dtype=auto"
-                )
+                raise ValueError(_of_no_layer(self._names[path]))
+        if left_out and not assigned:
+            raise ValueError(_of_no_layer(left_out[0]))
         # A scale of one layer comes after a scale of all layers with the same weights.
         for layers, scales in sorted(assigned, key=lambda pair: -len(pair[0])):
             for layer in layers:
@@ -155,6 +158,13 @@ class CacheScales:
         found = self._of_layers.get(_owner(layer), {})
         key = found.get("k", 1.0)
         return key, key if isinstance(layer, MLAAttention) else found.get("v", 1.0)
+
+
+def _of_no_layer(name: str) -> str:
+    return (
+        f"{name} is a scale of a KV cache, and of no attention layer of the model: leave it out of the checkpoint, or "
+        "set kv_cache_dtype=auto"
+    )
 
 
 _BUFFERS = ("cache_key_scale", "cache_value_scale")

@@ -18,6 +18,8 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
         instances = getattr(module, "attention_instances", None)
         if isinstance(instances, dict):
-            places = {each.layer_idx: name for name, each in module.named_modules() if hasattr(each, "layer_idx")}
+            numbered = [(name, each) for name, each in module.named_modules() if hasattr(each, "layer_idx")]
+            places = {each.layer_idx: name for name, each in numbered}
+            places |= {each.layer_idx: name for name, each in numbered if "Attention" in type(each).__name__}
             for index, layer in instances.items():
-                yield ".".join(filter(None, (path, places[index], "attn"))), layer
+                yield ".".join(filter(None, (path, places.get(index), "attn"))), layer
