@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig, update_config
+from vllm.config import ModelConfig, VllmConfig, update_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -31,7 +31,7 @@ from model_runner_base.multimodal.towers.placement import towers_left_out, tower
 from model_runner_base.quantized.configuration import reading
 from model_runner_base.recurrent.kernels import check_kernels
 from model_runner_base.recurrent.layers import is_plain, use_plain_recurrences
-from model_runner_base.vllm_compat.patches.backend_experts import follow_experts
+from model_runner_base.vllm_compat.patches.backend_experts import adapt_experts
 from model_runner_base.vllm_compat.patches.cohere_windows import correct_windows
 from model_runner_base.vllm_compat.patches.dbrx import load_dbrx
 from model_runner_base.vllm_compat.patches.kimi_linear import use_plain_kimi_linear
@@ -45,6 +45,9 @@ from model_runner_base.vllm_compat.patches.xielu import use_models_dtype
 from model_runner_base.vllm_compat.probes.experts import experts_layers
 from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
 from model_runner_base.weight_stream import Weights, get_model, keep_all, make_loader, weights_of
+
+EXPLAINED = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of a model's class that a config or a checkpoint may be at fault for."""
 
 
 def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> nn.Module:
@@ -72,7 +75,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
     scales = CacheScales() if use_plain_layers and _has_small_cache(vllm_config) else None
     load_dbrx(vllm_config)
     load_router_biases()
-    follow_experts(vllm_config.model_config, follow_activation if use_plain_layers else check_activation)
+    adapt_experts(_models_of(vllm_config), follow_activation if use_plain_layers else check_activation)
     use_models_dtype(vllm_config)
     if use_plain_layers:
         allow_experts_without_gate()
@@ -103,16 +106,24 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         if is_draft and speculation is not None:
             model_config, message = speculation.draft_model_config, f"cannot load draft {speculation.model}"
         reason = _first_line(error)
-        if lack := describe_lack(model_config, error):
+        may_be_of_config = isinstance(error, EXPLAINED) and not isinstance(error, CheckpointError)
+        if may_be_of_config and (lack := describe_lack(model_config, error)):
             reason = lack if isinstance(error, AttributeError) else f"{reason}; {lack}"
             raise CheckpointError(f"{message}: {reason}") from error
-        if not isinstance(error, AssertionError | KeyError | RuntimeError | ValueError):
+        if isinstance(error, AttributeError | TypeError) or not isinstance(error, EXPLAINED):
             raise  # A fault of the code.
         if not is_draft and (misfit := misfit_of_config(model_config)) and misfit not in reason:
             reason += (
                 f"; compared with transformers' model, {misfit}: save the checkpoint again, or correct config.json"
             )
         raise CheckpointError(f"{message}: {reason}") from error
+
+
+def _models_of(vllm_config: VllmConfig) -> list[ModelConfig]:
+    """Configs of the model, and of its draft model if there is one."""
+    speculation = vllm_config.speculative_config
+    draft = None if speculation is None else speculation.draft_model_config
+    return [vllm_config.model_config, *([] if draft is None else [draft])]
 
 
 def _has_small_cache(vllm_config: VllmConfig) -> bool:

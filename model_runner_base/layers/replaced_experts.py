@@ -22,6 +22,8 @@ PRODUCTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's products that vLLM loads."""
 SPREAD = 6.0
 """Standard deviation of the numbers that are tried: many exceed the limits of 7 and 10 at which models clamp."""
+LARGE = (-1000.0, -200.0, -50.0, 50.0, 200.0, 1000.0)
+"""Numbers that are tried with each other, for models that clamp at larger ones."""
 
 
 def follow_activation(layer: ExpertsView, replaced: nn.Module) -> None:
@@ -43,9 +45,15 @@ def activation_of(experts: nn.Module) -> str:
     if (activation := _activation(experts)) is not None:
         numbers = torch.Generator("cpu").manual_seed(0)
         inner = SPREAD * torch.randn(64, 64, generator=numbers, device="cpu", dtype=torch.float32)
-        got = activation(inner)
+        large = torch.tensor(LARGE, device="cpu", dtype=torch.float32)
+        inner[0] = torch.cat((large.repeat_interleave(len(LARGE))[:32], large.repeat(len(LARGE))[:32]))
+        try:
+            got = activation(inner)
+        except Exception:  # Code of any model, which may want more than these numbers.
+            got = inner
         for name, compute in GATED.items():
-            if torch.allclose(got, compute(inner), rtol=1e-4, atol=1e-4):
+            wanted = compute(inner)
+            if got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-4):
                 return name
     raise UnsupportedConfigError(
         f"experts of {type(experts).__name__} are not supported by vLLM's Transformers backend, which computes other "

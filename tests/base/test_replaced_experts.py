@@ -41,6 +41,13 @@ class NormedExpert(Expert):
         return self.norm(super().forward(x))
 
 
+class ExpertOfTwo(Expert):
+    """An expert that is given more than its input."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("expert", "name"),
     [
@@ -48,6 +55,8 @@ class NormedExpert(Expert):
         (Expert(F.gelu), "gelu"),
         (Expert(F.relu), None),
         (Expert(F.silu, limit=10.0), None),
+        (Expert(F.silu, limit=100.0), None),
+        (ExpertOfTwo(F.silu), None),
         (NormedExpert(), None),
         (nn.Linear(8, 8), None),
     ],

@@ -4,7 +4,7 @@ The backend builds transformers' own model, and puts layers of vLLM's in place o
 whatever the class of transformers computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -18,23 +18,28 @@ from model_runner_base.vllm_compat.probes.experts import ExpertsLayer, ExpertsVi
 
 MODULE = "vllm.model_executor.models.transformers.moe"
 
-Follow = Callable[[ExpertsView, nn.Module], None]
-"""Function of vLLM's layer and of transformers' experts, whose weights are on the meta device."""
+Adapt = Callable[[ExpertsView, nn.Module], None]
+"""Function of vLLM's layer and of transformers' experts, whose weights are on the meta device. It adapts the layer, or
+raises an error."""
+_adapt: Adapt
+"""Function for the models that are made from now on."""
 
 
-def follow_experts(model_config: ModelConfig, follow: Follow) -> None:
-    """Has ``follow`` called for each layer of experts that the backend makes; does nothing for other models."""
-    if uses_backend(model_config):
-        wrap_once(import_module(MODULE).MoEMixin, "recursive_replace", lambda replace: _followed(replace, follow))
+def adapt_experts(model_configs: Iterable[ModelConfig], adapt: Adapt) -> None:
+    """Has ``adapt`` called for each layer of experts that the backend makes; does nothing for other models."""
+    global _adapt
+    if any(map(uses_backend, model_configs)):
+        _adapt = adapt
+        wrap_once(import_module(MODULE).MoEMixin, "recursive_replace", _adapted)
 
 
-def _followed(replace: Callable[[Any], None], follow: Follow) -> Callable[[Any], None]:
+def _adapted(replace: Callable[[Any], None]) -> Callable[[Any], None]:
     @wraps(replace)
     def recursive_replace(self: Any) -> None:
         experts = {name: part for name, part in self.model.named_modules() if name.rpartition(".")[2] == "experts"}
         replace(self)
         for name, own in experts.items():
             if isinstance(layer := self.model.get_submodule(name), ExpertsLayer):
-                follow(ExpertsView(layer), own)
+                _adapt(ExpertsView(layer), own)
 
     return recursive_replace

@@ -7,7 +7,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def uses_backend(model_config: Any) -> bool:
-    return bool(getattr(model_config, "using_transformers_backend", bool)())
+    return bool(model_config.using_transformers_backend())
 
 
 def other_layer_type(model_config: Any) -> str | None:

@@ -60,9 +60,14 @@ class ExpertsView:
     def asks_for_more(self) -> str | None:
         """A setting of the weights' module that plain torch does not support; None if there is none."""
         limit = getattr(self.weights, "swiglu_limit", None)
-        limits = (None, 7.0) if self.activation.startswith("swigluoai") else (None,)
+        is_clamped = self.activation.startswith("swigluoai")
+        alpha, beta = (
+            getattr(self.weights, f"swiglu_{name}", None) if is_clamped else None for name in ("alpha", "beta")
+        )
         wanted = {
-            f"swiglu_limit={limit}": limit not in limits,
+            f"swiglu_limit={limit}": limit not in ((None, 7.0) if is_clamped else (None,)),
+            f"swiglu_alpha={alpha}": alpha not in (None, 1.702),
+            f"swiglu_beta={beta}": beta not in (None, 1.0),
             "hash routing": getattr(self.weights, "hash_indices_table", None) is not None,
         }
         return next((what for what, is_wanted in wanted.items() if is_wanted), None)
