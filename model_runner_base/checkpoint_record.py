@@ -51,7 +51,8 @@ class CheckpointRecord:
 
 
 class _Watch(TorchFunctionMode):
-    """Context in which a tensor counts as taken once an operation reads it: a model passes over others by name."""
+    """Context in which a tensor counts as taken once an operation on it writes or returns a tensor: a model passes over
+    others by name, or by their shape."""
 
     def __init__(self, record: CheckpointRecord) -> None:
         super().__init__()
@@ -60,11 +61,22 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, torch.Tensor) and (name := getattr(tensor, _NAME, None)) is not None:
-                    self._record.shapes[name] = list(tensor.shape)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if result is not None and not any(isinstance(each, torch.Tensor) for each in _flat((result,))):
+            return result
+        for tensor in _flat((*args, *(kwargs or {}).values())):
+            if isinstance(tensor, torch.Tensor) and (name := getattr(tensor, _NAME, None)) is not None:
+                self._record.shapes[name] = list(tensor.shape)
+        return result
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in lists of them."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
 
 
 def record_of(model: nn.Module) -> CheckpointRecord | None:

@@ -29,7 +29,7 @@ class Model(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
-            if not name.startswith("mtp."):
+            if tensor.dim() and not name.startswith("mtp."):
                 torch.empty(tensor.shape).copy_(tensor)
 
 

@@ -32,6 +32,7 @@ LAYERS = {
     "model.layers.0.mlp.experts.1.down_proj": nn.Linear(96, 64),
     "model.layers.1.mlp.down_proj": nn.Linear(96, 64),
     "model.per_layer_embedding_proj": nn.Linear(96, 64),
+    "embed_out": nn.Linear(96, 64),
     "lm_head": nn.Linear(96, 64),
 }
 """Layers of a model, and their classes in transformers."""

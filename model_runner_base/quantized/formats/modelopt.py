@@ -16,7 +16,6 @@ ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
     "FP8_PB_WO",
-    "FP8_BLOCK_SCALES",
     "NVFP4",
     "W4A16_NVFP4",
     "MIXED_PRECISION",

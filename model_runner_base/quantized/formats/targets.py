@@ -8,6 +8,8 @@ _RENAMED = {"model", "language_model"}
 names that its layers had."""
 _EMBEDDINGS = {"wte", "wpe"}
 """Names of embeddings without "embed" in them."""
+_HEADS = {"embed_out"}
+"""Names of heads with "embed" in them."""
 
 
 class Targets:
@@ -38,7 +40,7 @@ def _own_parts(layer: str) -> str:
 def _classes(layer: str) -> tuple[str, ...]:
     """Classes of a layer's module in transformers or vLLM, told by the layer's name."""
     own = layer.rpartition(".")[2]
-    if own in _EMBEDDINGS or ("embed" in own and "proj" not in own):
+    if own in _EMBEDDINGS or ("embed" in own and "proj" not in own and own not in _HEADS):
         return ("Embedding",)
     # vLLM's classes of experts, which take the settings of Linear where no group has theirs.
     return ("RoutedExperts", "FusedMoE", "Linear") if ".experts." in layer else ("Linear",)
