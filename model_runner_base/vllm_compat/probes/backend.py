@@ -7,7 +7,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def uses_backend(model_config: Any) -> bool:
-    return bool(model_config.using_transformers_backend())
+    # A model within another one, such as the text model of Idefics 3, may have no architecture of its own.
+    return bool(model_config.architectures and model_config.using_transformers_backend())
 
 
 def other_layer_type(model_config: Any) -> str | None:
