@@ -100,6 +100,17 @@ def pid_of(name: str, folder: Path) -> int:
     return int(said.name.removeprefix(f"{name}-"))
 
 
+def trackers_of(pid: int) -> list[psutil.Process]:
+    """Python's own process that removes shared memory, once the last process is gone that may have some. A forked
+    process may."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):
+            if any("resource_tracker" in argument for argument in child.cmdline()):
+                found.append(child)
+    return found
+
+
 def num_tied(pid: int) -> int:
     """Number of processes that end with a process: it has both ends of a pipe for each."""
     flags = []
@@ -125,7 +136,8 @@ def test_a_script(tmp_path: Path) -> None:
                 continue
             bystander = psutil.Process(pid_of("bystander", tmp_path))
             try:
-                check_all_end(script, spared=[bystander.pid], by=signal.SIGTERM)
+                spared = [each.pid for each in (bystander, *trackers_of(script.pid))]
+                check_all_end(script, spared=spared, by=signal.SIGTERM)
                 assert bystander.is_running() and bystander.status() != psutil.STATUS_ZOMBIE
             finally:
                 bystander.kill()
@@ -153,9 +165,7 @@ def test_ranks(tmp_path: Path) -> None:
             if each.path.startswith("/dev/shm/")
         }
         assert mapped - shared
-        # Python's own, which removes shared memory once the last process is gone that may have some, forked ones too.
-        children = psutil.Process(script.pid).children()
-        trackers = [child for child in children if "resource_tracker" in " ".join(child.cmdline())]
+        trackers = trackers_of(script.pid)
         try:
             check_all_end(psutil.Process(script.pid), spared=[each.pid for each in (bystander, *trackers)])
         finally:
