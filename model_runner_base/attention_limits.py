@@ -37,9 +37,7 @@ def check_attention(vllm_config: VllmConfig) -> None:
 
 def _check_layer_types(vllm_config: VllmConfig) -> None:
     """Refuses layers that vLLM's Transformers backend would have see other keys."""
-    drafts = vllm_config.speculative_config
-    models = filter(None, (vllm_config.model_config, drafts and drafts.draft_model_config))
-    layer_type = next(filter(None, map(other_layer_type, models)), None)
+    layer_type = other_layer_type(vllm_config.model_config)
     refusals = {
         f"layers of type {layer_type} are not supported by vLLM's Transformers backend, whose layers are of "
         f"{' and '.join(LAYER_TYPES)}: use a model that vLLM has a class of its own for": layer_type is not None,

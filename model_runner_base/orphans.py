@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from weakref import WeakKeyDictionary
 
 _PIPES: WeakKeyDictionary[BaseProcess, tuple[Connection, Connection]] = WeakKeyDictionary()
-"""Both ends of a pipe for each process that ends with this one. Only this process has them."""
+"""Pipe for each process that ends with this one, which has both of its ends alone."""
 _NAMES = ("EngineCore", "VllmWorker")
 """Beginnings of the names that vLLM gives to processes of engines. They tell these from a process of a user's who has
 an engine in it."""

@@ -42,7 +42,7 @@ def check_all_end(parent: psutil.Process, *, spared: Collection[int] = (), by: s
 
 
 def _running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended. A zombie has, and nothing has asked for its status."""
+    """Processes that have not ended. A zombie has ended, and nothing has asked for its status."""
     running = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -240,6 +240,7 @@ def test_what_latent_attention_is_not_served_with_yet(setting: str, value: Any, 
 def test_layers_that_the_transformers_backend_takes_for_full_attention() -> None:
     """Layers that see a part of the keys are refused where vLLM would have them see all."""
     config: Any = deepcopy(SERVED)
+    config.model_config.architectures = ["AnyForCausalLM"]
     config.model_config.using_transformers_backend = lambda: True
     message = "layers of type chunked_attention are not supported by vLLM's Transformers .* full_attention and sliding"
     types = ["full_attention", "chunked_attention"]

@@ -14,4 +14,5 @@ def uses_backend(model_config: Any) -> bool:
 def other_layer_type(model_config: Any) -> str | None:
     """The first type of layer that the backend would take for full attention; None if there is none."""
     types = getattr(model_config.hf_text_config, "layer_types", None) or ()
-    return next((name for name in types if name not in LAYER_TYPES), None) if uses_backend(model_config) else None
+    other = next((name for name in types if name not in LAYER_TYPES), None)
+    return other if other is not None and uses_backend(model_config) else None
