@@ -1,6 +1,7 @@
 """Fixtures: tiny checkpoints, and real engines that are shut down after use."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 import quick
+from transformers import PreTrainedModel
 from vllm import LLM
 
 from model_runner_base.misfits import misfit_of_reload
@@ -91,11 +93,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @contextmanager
+def unchanged_classes() -> Iterator[None]:
+    """Context after which classes of transformers are as before. vLLM's Transformers backend changes them in place, and
+    no later test of this process could make a model of one."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    members = {id(each): each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    kept = [(each, each.__bases__, dict(vars(each))) for each in members.values() if issubclass(each, PreTrainedModel)]
+    try:
+        yield
+    finally:
+        for each, bases, own in kept:
+            if each.__bases__ != bases:
+                each.__bases__ = bases
+                for name in ("__init__", "__call__"):
+                    if name in own:
+                        setattr(each, name, own[name])
+                    else:
+                        delattr(each, name)
+
+
+@contextmanager
 def engine(model: str | Path, **options: Any) -> Iterator[LLM]:
     """A real engine on token ids, as small as the kit's unless asked otherwise; the model's length is its own.
 
     All of its sizes are compiled.
     """
+    with unchanged_classes():
+        yield from _running(model, **options)
+
+
+def _running(model: str | Path, **options: Any) -> Iterator[LLM]:
     llm = start(model, **(DEFAULTS | {"max_model_len": None} | options))
     try:
         wait_for_sizes(llm)
@@ -124,4 +151,4 @@ def compilations() -> object:
     return CompilationCount.now()
 
 
-__all__ = ["BUNDLED_MODEL", "compilations", "engine", "tiny_model"]
+__all__ = ["BUNDLED_MODEL", "compilations", "engine", "tiny_model", "unchanged_classes"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import engine
+from conftest import engine, unchanged_classes
 from lane import HAS_OPENXLA
 from safetensors.torch import load_file
 from test_reload import reload_weights
@@ -73,7 +73,8 @@ def loaded(path: Path, **options: Any) -> nn.Module:
             init_distributed_environment(1, 0, f"file://{path}/store", 0, "gloo")
         destroy_model_parallel()  # A model with experts has one group more.
         ensure_model_parallel_initialized(1, 1)
-        return load_checkpoint(config)
+        with unchanged_classes():
+            return load_checkpoint(config)
 
 
 def written(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
