@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from model_runner_base.weight_places import tensors_in
+
 ATTRIBUTE = "checkpoint_record"
 """Attribute of a loaded model that holds its record."""
 _NAME = "name_in_checkpoint"
@@ -62,21 +64,12 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if result is not None and not any(isinstance(each, torch.Tensor) for each in _flat((result,))):
+        if result is not None and next(tensors_in((result,)), None) is None:
             return result
-        for tensor in _flat((*args, *(kwargs or {}).values())):
-            if isinstance(tensor, torch.Tensor) and (name := getattr(tensor, _NAME, None)) is not None:
+        for tensor in tensors_in((*args, *(kwargs or {}).values())):
+            if (name := getattr(tensor, _NAME, None)) is not None:
                 self._record.shapes[name] = list(tensor.shape)
         return result
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Values, and those in lists of them."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
 
 
 def record_of(model: nn.Module) -> CheckpointRecord | None:

@@ -47,10 +47,10 @@ class WeightPlaces(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_write = func.__name__ in _WRITES
-        outputs = [] if is_write else [x for x in _tensors((result,)) if not isinstance(x, nn.Parameter)]
+        outputs = [] if is_write else [x for x in tensors_in((result,)) if not isinstance(x, nn.Parameter)]
         if not is_write and not outputs:
             return result
-        inputs = [*_tensors((*args, *(kwargs or {}).values()))]
+        inputs = [*tensors_in((*args, *(kwargs or {}).values()))]
         names = set().union(*(self._names.get(tensor, ()) for tensor in inputs))
         label = self._labels.get(inputs[0]) if inputs else None
         if is_write and label is not None:
@@ -67,10 +67,10 @@ class WeightPlaces(TorchFunctionMode):
         return result
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Tensors among values, and in lists of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
