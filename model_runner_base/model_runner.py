@@ -26,8 +26,9 @@ from model_runner_base.caches.allocation import allocate
 from model_runner_base.caches.contiguous import useful_memory
 from model_runner_base.caches.factory import make_caches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.pair_shapes import attention_memory
 from model_runner_base.caches.spans import BidirectionalSpans
-from model_runner_base.caches.step_limits import step_limits
+from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.background import BackgroundCompiler
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
@@ -224,7 +225,9 @@ class ModelRunnerBase:
     def step_limits(self, num_lines: int = 0) -> StepLimits:
         """Limits of a step; ``num_lines`` are the lines of a contiguous cache, if decode may read all of them."""
         tiles = self.KV_TILE, self.CHUNK_QUERY_TILE, self.CHUNK_KV_TILE
-        return step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
+        limits = step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
+        memory = attention_memory(self.vllm_config, self.device_ops.memory_info().total)
+        return in_pieces(limits, memory, self.get_kv_cache_spec().values(), self.vllm_config)
 
     @contextmanager
     def changing_adapters(self) -> Iterator[Adapters]:

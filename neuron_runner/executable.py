@@ -20,6 +20,8 @@ import torch
 import torch_xla
 from torch_xla import _XLAC
 
+from model_runner_base.attention.pieces import loops_run_by
+from neuron_runner.loops import loop_of_device
 from neuron_runner.metrics import num_lowered
 
 
@@ -41,7 +43,8 @@ class Executable:
         contents = [contents_of(x) for x in tensors]
         if any(contents.count(contents_of(arguments[i])) > 1 for i in varying):
             raise UnsupportedGraphError("a compiled function may not be given a tensor twice: give it a clone")
-        outputs = list(graph(*arguments))
+        with loops_run_by(loop_of_device()):
+            outputs = list(graph(*arguments))
         _check(tensors, outputs)
         place_of = {_XLAC._xla_get_tensor_id(x): i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)}
         ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)

@@ -44,6 +44,13 @@ class PairPlan:
     """[C] place of each token's output in the flattened tiles; None: tokens are in the tiles' order."""
     line_tiles: int = 0
     """Number of KV tiles that are read at the front of each cache line, where ``pair_blocks`` is None."""
+    piece: int = 0
+    """Largest number of pairs that attention in plain torch holds at a time (attention/pieces.py); 0: all of them."""
+
+    @property
+    def is_one_piece(self) -> bool:
+        """Whether all pairs may be held at a time."""
+        return not self.piece or self.pair_tile.shape[0] <= self.piece
 
     @property
     def pair_last(self) -> torch.Tensor:

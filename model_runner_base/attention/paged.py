@@ -23,13 +23,14 @@ from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.attention.capture import OneNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.numbers import numbers_of
-
-MASK_VALUE = -1e30
-SEES_NOTHING = -1e29
-"""Value above ``MASK_VALUE`` and below any score."""
-MAX_DIAGONAL_KV_HEADS = 8
-"""Largest number of KV heads for which one product over all heads costs less than one product per head, although most
-of it is with zeros."""
+from model_runner_base.attention.pieces import (
+    MASK_VALUE,
+    MAX_DIAGONAL_KV_HEADS,
+    SEES_NOTHING,
+    Partial,
+    attend_in_pieces,
+    merge,
+)
 
 
 class NoBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
@@ -196,40 +197,32 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
     def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
         """Attention of decode rows. Takes [rows, H * D], and returns [rows, H * V]."""
-        is_diagonal = self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS
-        attend = self._attend_diagonally if is_diagonal else self._attend_pairs
-        partial = attend(query, kv_cache, plan)
-        for tree in plan.merge_tree:
-            partial = _merge(*partial, tree)
-        out, maximum, total = partial
-        if self.sinks is not None:
-            scale, total = self._sink(maximum, total)
-            out = out * scale
-        # A padding row sees nothing: its sum is 0, and its output must stay finite.
-        out = out / total.clamp(min=1e-30)
-        group = self.num_heads // self.num_kv_heads
-        out = out.view(-1, self.num_kv_heads, plan.last.shape[1], group, self.value_size).transpose(1, 2)
-        out = out.reshape(-1, self.num_heads * self.value_size)
+        attend = self._attend_diagonally if self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS else self._attend_rows
+        if plan.is_one_piece:
+            partial = attend(query, kv_cache, plan)
+            for tree in plan.merge_tree:
+                partial = merge(partial, tree)
+        else:
+            shape = self._tiles_shape(query.shape[0] // plan.last.shape[1], plan)
+            partial = attend_in_pieces(attend, query, kv_cache, plan, shape)
+        out = self._finish(partial, plan)
         return (out if plan.token_slots is None else out[plan.token_slots]).to(query.dtype)
 
-    def _attend_pairs(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Partial results of every pair: unnormalised output [P, K, Q * G, V], maximum and sum [P, K, Q * G, 1]."""
-        kv_heads, num_queries = self.num_kv_heads, plan.last.shape[1]
+    def _attend_rows(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
+        """Partial results of every pair, with rows' queries [rows, H * D]."""
+        num_queries, kv_heads = plan.last.shape[1], self.num_kv_heads
         tiles = query.view(-1, num_queries, kv_heads, self.num_heads // kv_heads, self.head_size).transpose(1, 2)
-        tiles = tiles.reshape(tiles.shape[0], kv_heads, -1, self.head_size)[plan.pair_tile]
-        scores, visible, values = self._score(tiles, kv_cache, plan)
+        return self._attend_pairs(tiles.reshape(tiles.shape[0], kv_heads, -1, self.head_size), kv_cache, plan)
+
+    def _attend_pairs(self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
+        """Partial results of every pair, with query tiles [NT, K, Q * G, D]."""
+        scores, visible, values = self._score(tiles[plan.pair_tile], kv_cache, plan)
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
-        total = weights.sum(dim=-1, keepdim=True)
-        out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2))
-        return out.float(), maximum, total
+        return Partial(torch.matmul(weights, values.transpose(1, 2)), maximum, weights.sum(dim=-1, keepdim=True))
 
-    def _attend_diagonally(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Does as ``_attend_pairs`` where KV heads are few; Q * G rows for each KV head.
+    def _attend_diagonally(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
+        """Does as ``_attend_rows`` where KV heads are few.
 
         Each pair's keys and values stay the matrices [S, K * D] that the gather makes. Queries are laid out
         block-diagonally: zero except in the columns of their own KV head. Of the output only those columns are kept.
@@ -251,35 +244,43 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             slopes = slopes.view(kv_heads, 1, group).expand(-1, num_queries, -1).reshape(-1)
         scores, visible = self._mask(products, position.unsqueeze(-1), first, self._by_column(plan.last), slopes)
 
-        values = torch.where(_is_own(plan, position).unsqueeze(-1), values, 0.0)
+        values = torch.where(_is_own(plan, position).unsqueeze(-1), values, 0.0).float()
         maximum = scores.amax(dim=1, keepdim=True)
         weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
         total = weights.sum(dim=1)
-        out = torch.matmul(weights.to(values.dtype).transpose(1, 2), values)
+        out = torch.matmul(weights.transpose(1, 2), values)
         out = out.view(-1, kv_heads, num_queries * group, kv_heads, self.value_size)
         out = torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1)
         rows = (-1, kv_heads, num_queries * group, 1)
-        return out.float(), maximum.view(rows), total.view(rows)
+        return Partial(out, maximum.view(rows), total.view(rows))
 
     # ---- Chunk tiles: scores are taken relative to their tile's maximum, so partial outputs need only be added ----
 
     def attend_chunks(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
-        """Attention of chunks' tokens. Takes [C, H * D], and returns [C, H * V].
+        """Attention of chunks' tokens. Takes [C, H * D], and returns [C, H * V]."""
+        assert plan.tile_tokens is not None and plan.token_slots is not None
+        kv_heads = self.num_kv_heads
+        num_tiles, tile = plan.tile_tokens.shape
+        tiles = query.view(-1, kv_heads, self.num_heads // kv_heads, self.head_size)[plan.tile_tokens.view(-1)]
+        # [NT, Q, K, G, D] -> [NT, K, Q * G, D]
+        tiles = tiles.view(num_tiles, tile, kv_heads, -1, self.head_size).transpose(1, 2)
+        tiles = tiles.reshape(num_tiles, kv_heads, -1, self.head_size)
+        if plan.is_one_piece:
+            partial = self._attend_tiles(tiles, kv_cache, plan)
+        else:
+            shape = self._tiles_shape(num_tiles, plan)
+            partial = attend_in_pieces(self._attend_pairs, tiles, kv_cache, plan, shape)
+        return self._finish(partial, plan)[plan.token_slots].to(query.dtype)
+
+    def _attend_tiles(self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
+        """Results of query tiles [NT, K, Q * G, D].
 
         The maxima of scores are small tensors, so merging them by the tree costs next to nothing. Partial outputs are
         large, and are added up by one product with the matrix that says which pair is of which tile.
         """
-        assert plan.tile_tokens is not None and plan.token_slots is not None
-        kv_heads, head_size = self.num_kv_heads, self.head_size
-        group = self.num_heads // kv_heads
-        num_tiles, tile = plan.tile_tokens.shape
-        tiles = query.view(-1, kv_heads, group, head_size)[plan.tile_tokens.view(-1)]
-        # [NT, Q, K, G, D] -> [NT, K, Q * G, D]
-        tiles = tiles.view(num_tiles, tile, kv_heads, group, head_size).transpose(1, 2)
-        tiles = tiles.reshape(num_tiles, kv_heads, tile * group, head_size)[plan.pair_tile]
-        scores, _, values = self._score(tiles, kv_cache, plan)
-
-        number = torch.arange(num_tiles, dtype=torch.int32, device=query.device).view(-1, 1)
+        scores, _, values = self._score(tiles[plan.pair_tile], kv_cache, plan)
+        num_tiles, kv_heads, rows, _ = tiles.shape
+        number = torch.arange(num_tiles, dtype=torch.int32, device=tiles.device).view(-1, 1)
         is_of = (number == plan.pair_tile.view(1, -1)).float()
         maximum = scores.amax(dim=3)
         for tree in plan.merge_tree:
@@ -287,22 +288,37 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         # So every weight is 0 also where a row sees nothing at all.
         maximum = maximum.clamp(min=SEES_NOTHING)
         # Back to the pairs by a product, not a gather: a compiler would take the maxima again for every score.
-        reference = torch.matmul(is_of.t(), maximum.flatten(1)).view(-1, kv_heads, tile * group, 1)
+        reference = torch.matmul(is_of.t(), maximum.flatten(1)).view(-1, kv_heads, rows, 1)
         weights = torch.exp(scores - reference)
-        out = torch.matmul(weights.to(values.dtype), values.transpose(1, 2)).float()
-        out = torch.matmul(is_of, out.flatten(1)).view(num_tiles, kv_heads, tile * group, self.value_size)
-        total = torch.matmul(is_of, weights.sum(dim=3).flatten(1)).view(num_tiles, kv_heads, tile * group, 1)
+        out = torch.matmul(weights, values.transpose(1, 2))
+        out = torch.matmul(is_of, out.flatten(1)).view(num_tiles, kv_heads, rows, self.value_size)
+        total = torch.matmul(is_of, weights.sum(dim=3).flatten(1)).view(num_tiles, kv_heads, rows, 1)
+        return Partial(out, maximum.unsqueeze(3), total)
+
+    # ---- Both ----
+
+    def _tiles_shape(self, num_tiles: int, plan: PairPlan) -> tuple[int, ...]:
+        """[NT, K, Q * G, V]"""
+        rows = plan.last.shape[1] * self.num_heads // self.num_kv_heads
+        return num_tiles, self.num_kv_heads, rows, self.value_size
+
+    def _finish(self, partial: Partial, plan: PairPlan) -> torch.Tensor:
+        """Outputs [NT * Q, H * V] of query tiles, from their sums over all keys."""
+        out, maximum, total = partial
         if self.sinks is not None:
-            scale, total = self._sink(maximum.unsqueeze(3), total)
+            scale, total = self._sink(maximum, total)
             out = out * scale
-        out = (out / total.clamp(min=1e-30)).view(num_tiles, kv_heads, tile, group, self.value_size)
-        return out.transpose(1, 2).reshape(-1, self.num_heads * self.value_size)[plan.token_slots].to(query.dtype)
+        # A padding row sees nothing: its sum is 0, and its output must stay finite.
+        out = out / total.clamp(min=1e-30)
+        group = self.num_heads // self.num_kv_heads
+        out = out.view(-1, self.num_kv_heads, plan.last.shape[1], group, self.value_size).transpose(1, 2)
+        return out.reshape(-1, self.num_heads * self.value_size)
 
     def _score(
         self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores and visibility [P, K, Q * G, S] of pairs' queries [P, K, Q * G, D], and the pairs' values [P, S, K,
-        V]."""
+        """Scores and visibility [P, K, Q * G, S] of pairs' queries [P, K, Q * G, D], and the pairs' values [P, S, K, V]
+        in float32."""
         group, query_tile = self.num_heads // self.num_kv_heads, plan.last.shape[1]
         keys, values = self.cache_format.read(kv_cache, plan)
         position = torch.arange(keys.shape[1], dtype=torch.int32, device=tiles.device)
@@ -314,8 +330,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         first = None if plan.first is None else _by_query(plan.first, group)
         last = _by_query(plan.last, group)
         scores, visible = self._mask(products, position.view(1, 1, 1, -1), first, last, slopes)
-        values = torch.where(_is_own(plan, position.view(1, -1)).view(-1, values.shape[1], 1, 1), values, 0.0)
-        return scores, visible, values
+        is_own = _is_own(plan, position.view(1, -1)).view(-1, values.shape[1], 1, 1)
+        return scores, visible, torch.where(is_own, values, 0.0).float()
 
     def _slopes(self, device: torch.device) -> torch.Tensor | None:
         """[H] float32 ALiBi slopes; float32 whatever the model's dtype, since distances are long."""
@@ -381,13 +397,3 @@ def _is_own(plan: PairPlan, position: torch.Tensor) -> torch.Tensor:
     is_own = position <= plan.pair_last.view(-1, 1)
     first = plan.pair_first
     return is_own if first is None else is_own & (position >= first.view(-1, 1))
-
-
-def _merge(
-    out: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor, tree: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merges one level of the tree: nodes that share a parent are rescaled to a common maximum and added."""
-    child_max = maximum[tree]
-    new_max = child_max.amax(dim=1)
-    scale = torch.exp(child_max - new_max.unsqueeze(1))
-    return (out[tree] * scale).sum(dim=1), new_max, (total[tree] * scale).sum(dim=1)

@@ -28,9 +28,17 @@ NO_TOKEN = -1
 def contiguous_sizes(limits: StepLimits) -> list[StepSize]:
     """Sizes of decode by whole lines: all requests, contexts of 4, 6, 8, 12, 16, ... KV tiles; shorter ones gain
     nothing."""
-    reqs = min(limits.max_num_reqs, limits.num_lines)
-    tiles = geometric(4, limits.max_kv_tiles) + geometric(6, limits.max_kv_tiles)
-    return [_line_size(limits, reqs, count) for count in sorted(set(tiles)) if limits.num_lines]
+    reqs, most = min(limits.max_num_reqs, limits.num_lines), _most_tiles(limits)
+    tiles = {*geometric(4, most), *geometric(6, most)} if most else ()
+    return [_line_size(limits, reqs, count) for count in sorted(tiles)]
+
+
+def _most_tiles(limits: StepLimits) -> int:
+    """Largest number of KV tiles that attention may hold of every line at a time. Longer contexts are read by pairs."""
+    if not limits.num_lines:
+        return 0
+    at_once = limits.decode_piece or limits.num_lines * limits.max_kv_tiles
+    return min(limits.max_kv_tiles, at_once // limits.num_lines)
 
 
 def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:
@@ -58,6 +66,8 @@ class ContiguousDecode(CacheKind):
         if not batch.is_decode:
             return []
         longest = -(-int(batch.seq_lens.max()) // self._limits.decode.keys)
+        if longest > _most_tiles(self._limits):
+            return []
         return [_line_size(self._limits, batch.num_reqs, longest)]
 
     def _kv_tiles(self, size: StepSize) -> int:

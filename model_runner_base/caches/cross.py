@@ -37,7 +37,7 @@ class CrossCaches(CacheKind):
 
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
         self._groups = groups
-        self._chunk_query = limits.chunk.query
+        self._limits = limits
 
     # ---- On the host ----
 
@@ -56,7 +56,7 @@ class CrossCaches(CacheKind):
         for index, group in enumerate(self._groups):
             _fill_blocks(group.block_table, batch.rows[:decodes], views[f"{ROW_BLOCKS}.{index}"])
             if size.kind == StepKind.MIXED:
-                tiles = -(-batch.query_len[decodes:] // self._chunk_query)
+                tiles = -(-batch.query_len[decodes:] // self._limits.chunk.query)
                 rows = batch.rows[decodes:].repeat(tiles)
                 _fill_blocks(group.block_table, rows, views[f"{TILE_BLOCKS}.{index}"])
 
@@ -77,11 +77,14 @@ class CrossCaches(CacheKind):
                 tile_blocks = call.arrays[f"{TILE_BLOCKS}.{index}"]
                 chunks = _plan(group, group.chunk_kv_tile, tile_blocks, tiles.is_token)
                 chunks.tile_tokens, chunks.token_slots = tiles.tokens, tiles.slots
+                chunks.piece = self._limits.chunk_pairs_at_once(group.chunk_kv_tile)
+            decode = _plan(group, group.kv_tile, call.arrays[f"{ROW_BLOCKS}.{index}"], is_row)
+            decode.piece = self._limits.decode_pairs_at_once(group.kv_tile)
             metadata = PagedAttentionMetadata(
                 slot_blocks=nowhere,
                 slot_offsets=nowhere,
                 num_decode_tokens=rows.positions.numel(),
-                decode=_plan(group, group.kv_tile, call.arrays[f"{ROW_BLOCKS}.{index}"], is_row),
+                decode=decode,
                 chunks=chunks,
             )
             call.metadata.update(dict.fromkeys(group.layer_names, metadata))

@@ -73,6 +73,9 @@ class _Planned(NamedTuple):
     chunk: PairGeometry
     decode_names: _Names
     chunk_names: _Names
+    decode_piece: int
+    """Largest number of pairs of decode rows that attention holds at a time; 0: all."""
+    chunk_piece: int
 
 
 class _Counted(NamedTuple):
@@ -116,7 +119,8 @@ class PlannedCaches(CacheKind):
             )
         )
         names = _Names.of(f"{label}decode", index, decode), _Names.of(f"{label}chunk", index, chunk)
-        return _Planned(group, decode, chunk, *names)
+        pieces = limits.decode_pairs_at_once(decode.kv_tile), limits.chunk_pairs_at_once(chunk.kv_tile)
+        return _Planned(group, decode, chunk, *names, *pieces)
 
     # ---- On the host ----
 
@@ -304,6 +308,7 @@ def _decode_plan(planned: _Planned, call: ModelCall, rows: DecodeRows) -> PairPl
         last=last[pair_tile] - kv_start,
         first=None if first is None else first[pair_tile] - kv_start,
         merge_tree=_merge_tree(call, names),
+        piece=planned.decode_piece,
     )
 
 
@@ -329,6 +334,7 @@ def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles, spans: Bi
         merge_tree=_merge_tree(call, names),
         tile_tokens=tiles.tokens,
         token_slots=tiles.slots,
+        piece=planned.chunk_piece,
     )
 
 

@@ -1,10 +1,15 @@
 """Limits of one step, from vLLM's config and the device's tiles."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
 from vllm.config import VllmConfig
 
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.caches.builders import decode_dims
 from model_runner_base.caches.paged import plan_dims
+from model_runner_base.caches.pair_shapes import pair_shapes, pairs_that_fit
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile
 from model_runner_base.recurrent.layers import is_plain
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
@@ -41,4 +46,14 @@ def step_limits(
         # A prompt comes whole in the step in which its sound is encoded.
         decodes=decodes,
         max_arrivals=max(1, scheduler.max_num_encoder_input_tokens // cross_len) if cross_len else None,
+    )
+
+
+def in_pieces(limits: StepLimits, memory: int, specs: Iterable[Any], vllm_config: VllmConfig) -> StepLimits:
+    """``limits`` with as many pairs at a time as take ``memory`` bytes in a layer with one of these KV-cache specs."""
+    shapes = pair_shapes(specs, vllm_config.model_config)
+    return replace(
+        limits,
+        decode_piece=pairs_that_fit(memory, shapes, limits.longest_row, limits.decode.keys, is_of_row=True),
+        chunk_piece=pairs_that_fit(memory, shapes, limits.chunk.query, limits.chunk.keys, is_of_row=False),
     )

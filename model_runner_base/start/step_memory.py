@@ -5,10 +5,12 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
+from model_runner_base.attention.pieces import PairShape
+from model_runner_base.caches.pair_shapes import pair_shapes
 from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, is_of_latents, larger_head, layer_caches
+from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
 
 def estimate_step_memory(
@@ -22,58 +24,62 @@ def estimate_step_memory(
 
     ``specs`` are what ``get_kv_cache_spec`` returns; ``limits`` are those that the sizes were made with.
 
-    Counted in float32: the gathered KV tiles and a transposed copy of them, attention scores and their exponentials,
-    the pairs' partial outputs, a few hidden states and an MLP's two inner activations, what experts gather and compute;
-    logits, eight more arrays of their shape that a sampler with top-p makes, and the token counts that penalties keep;
-    the pool of prompt embeddings, where they are enabled; queries and outputs of latent attention. A pooling model has
-    rows of hidden states for logits.
+    Counted in float32: the pairs that attention holds at a time, with what a query tile keeps between two pieces; a few
+    hidden states and an MLP's two inner activations, what experts gather and compute; logits, eight more arrays of
+    their shape that a sampler with top-p makes, and the token counts that penalties keep; the pool of prompt
+    embeddings, where they are enabled; queries and outputs of latent attention. A pooling model has rows of hidden
+    states for logits.
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
     """
     hidden = model_config.get_hidden_size()
     inner = _largest(model_config, "intermediate_size") or 4 * hidden
-    heads = model_config.model_arch_config.total_num_attention_heads
     width = model_config.get_vocab_size() if limits.decodes else hidden
-    shapes = _cache_shapes(specs, limits, model_config)
     if not sizes:
         return 0
+    own, cross = _shapes(specs, limits, model_config)
     worst = 0
     for size in sizes:
         step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * width
         step += _experts(model_config, size.num_tokens)
-        pairs = limits.named(size)
-        worst = max(worst, 4 * step)
-        for num_kv_heads, head_size, num_halves, is_cross in shapes:
-            # A layer that keeps one row a token, of latents, has queries and outputs as long as the row.
-            attention = 2 * size.num_tokens * heads * head_size if num_halves == 1 else 0
-            counts = limits.cross_pairs(size) if is_cross else pairs
-            decode_query = max(limits.decode.query, limits.pass_tokens)  # A pass of drafting may take more of a row.
-            for query, keys, count in (
-                (decode_query, limits.decode.keys, counts["decode_pairs"]),
-                (limits.chunk.query, limits.chunk.keys, counts["chunk_pairs"]),
-            ):
-                gathered = 2 * keys * num_halves * num_kv_heads * head_size
-                scores = 2 * query * heads * keys
-                partial = 2 * query * heads * head_size
-                attention += count * (partial + (gathered + scores if gathers_cache else keys))
-            worst = max(worst, 4 * (step + attention))
+        dims = limits.named(size)
+        of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
+        of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
+        worst = max(worst, 4 * (step + max(of_layer, default=0)))
     return worst + embeddings_memory(model_config, limits.max_num_tokens)
 
 
-def _cache_shapes(
+def _shapes(
     specs: Mapping[str, Any], limits: StepLimits, model_config: ModelConfig
-) -> set[tuple[int, int, int, bool]]:
-    """KV heads, head size and number of halves (keys and values; latents have one) of each different layer, and
-    whether its keys are an encoder's.
+) -> tuple[set[PairShape], set[PairShape]]:
+    """Shapes of the layers' pairs, and of those of cross-attention layers.
 
     Where requests do not decode, layers may have no spec: they attend to the step's own keys, in a scratch cache.
     """
-    shapes = {
-        (layer.num_kv_heads, larger_head(layer.spec), 1 if is_of_latents(layer.spec) else 2, is_of_encoder(layer.spec))
-        for layer in layer_caches(specs).values()
-    }
-    if shapes or limits.decodes:
-        return shapes
-    return {(model_config.get_total_num_kv_heads(), model_config.get_head_size(), 2, False)}
+    layers = [layer.spec for layer in layer_caches(specs).values()]
+    own, cross = ([spec for spec in layers if is_of_encoder(spec) == of_encoder] for of_encoder in (False, True))
+    has_own = own or (not layers and not limits.decodes)
+    return pair_shapes(own, model_config) if has_own else set(), pair_shapes(cross, model_config) if cross else set()
+
+
+def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, gathers_cache: bool) -> int:
+    """Numbers that one layer's attention takes at a time, with decode rows and chunk tiles."""
+    # A layer that keeps one row a token, of latents, has queries and outputs as long as the row.
+    numbers = 2 * dims["tokens"] * shape.num_heads * shape.head_size if shape.num_halves == 1 else 0
+    row, chunk = (limits.longest_row, limits.decode.keys, True), (limits.chunk.query, limits.chunk.keys, False)
+    for pair, pairs, tiles, piece in (
+        (row, dims["decode_pairs"], dims["decode_rows"], limits.decode_piece),
+        (chunk, dims["chunk_pairs"], dims["chunk_tiles"], limits.chunk_piece),
+    ):
+        query, keys, _ = pair
+        rows = query * shape.num_heads
+        if not gathers_cache:
+            numbers += pairs * (2 * rows * shape.head_size + keys)
+            continue
+        held = min(pairs, piece) if piece else pairs
+        numbers += held * shape.numbers(*pair) + 3 * tiles * rows * shape.head_size
+        if held < pairs:
+            numbers += tiles * held * (rows + 1)  # Which pair is of which tile, and the tiles' maxima in a piece.
+    return numbers
 
 
 def _experts(model_config: ModelConfig, num_tokens: int) -> int:

@@ -83,9 +83,12 @@ def profile_largest_step(runner: Starting) -> None:
 def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
     """Makes every size that serving waits for, and all that sampling may need for it, and shows a progress bar.
 
-    The other sizes are left to ``runner.background_compiler``.
+    The other sizes are left to ``runner.background_compiler``. Where nothing is captured, pairs beyond two pieces would
+    be arithmetic on padding alone, and are left out.
     """
     policy = runner.graph_policy
+    if not policy.sizes:
+        sizes = map(runner.step_limits().in_two_pieces, sizes)
     largest_first = sorted(sizes, reverse=True)
     with compiling():
         compile_host_loops(runner)

@@ -132,6 +132,11 @@ class StepLimits:
     """Largest number of requests that may have a chunk in one step, each with its whole prompt; None: any request may
     have a chunk of any part of its prompt."""
 
+    decode_piece: int = 0
+    """Largest number of pairs of decode rows that attention in plain torch holds at a time (attention/pieces.py); 0:
+    all."""
+    chunk_piece: int = 0
+    """Largest number of pairs of chunk tiles that attention in plain torch holds at a time; 0: all."""
     decodes: bool = True
     """Whether requests decode; False: all tokens are of prompts, so that a step has no decode rows."""
 
@@ -151,6 +156,19 @@ class StepLimits:
         """Number of positions that a decode row may touch in one step. There may be more than it has tokens: the host
         does not know its exact position, and drafting reaches further."""
         return self.unread + self.decode.query + self.ahead
+
+    @property
+    def longest_row(self) -> int:
+        """Largest number of tokens of a decode row that a pass takes; one of drafting may take more than a step."""
+        return max(self.decode.query, self.pass_tokens)
+
+    def decode_pairs_at_once(self, kv_tile: int) -> int:
+        """``decode_piece`` for KV tiles of ``kv_tile`` positions, which may be more than ``decode.keys``."""
+        return max(1, self.decode_piece * self.decode.keys // kv_tile) if self.decode_piece else 0
+
+    def chunk_pairs_at_once(self, kv_tile: int) -> int:
+        """``chunk_piece`` for KV tiles of ``kv_tile`` positions, which may be more than ``chunk.keys``."""
+        return max(1, self.chunk_piece * self.chunk.keys // kv_tile) if self.chunk_piece else 0
 
     @property
     def max_kv_tiles(self) -> int:
@@ -228,6 +246,12 @@ class StepLimits:
         """Largest number of query tiles of ``num_chunks`` chunks that have ``num_tokens`` tokens in all. Each chunk's
         last tile may be partly filled."""
         return num_tokens // self.chunk.query + min(num_chunks, num_tokens)
+
+    def in_two_pieces(self, size: StepSize) -> StepSize:
+        """``size`` with no more pairs than attention works through in two pieces."""
+        dims = self.named(size)
+        pieces = {"decode_pairs": self.decode_piece, "chunk_pairs": self.chunk_piece}
+        return self.but(size, **{name: min(dims[name], 2 * piece) for name, piece in pieces.items() if piece})
 
     @property
     def largest_sizes(self) -> tuple[StepSize, ...]:

@@ -23,8 +23,9 @@ from model_runner_base.step.sizes import Tiling
     st.booleans(),
     st.sampled_from([None, -3.0, 3.0, 200.0]),
     st.integers(0, 40),
+    st.sampled_from([0, 1, 2, 5, 16]),
 )
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_paged_attention_equals_dense(
     case: Case,
     heads: tuple[int, int],
@@ -33,9 +34,10 @@ def test_paged_attention_equals_dense(
     has_slopes: bool,
     sink: float | None,
     padding: int,
+    piece: int,
 ) -> None:
     """Paged attention equals dense attention with padding tokens, tiles and pairs, NaN in unused cache entries, and
-    blocks scattered over the cache. Values may have another head size than keys."""
+    blocks scattered over the cache, at once and in pieces. Values may have another head size than keys."""
     if has_slopes:
         case = case._replace(spans={})  # No model has both.
     batch, key_range, table = case.batch, case.key_range, case.table
@@ -46,6 +48,8 @@ def test_paged_attention_equals_dense(
     row = (2 * num_kv_heads, head_size) if is_equal else (num_kv_heads, head_size + value_size)
     size, metadata, _, tokens = pack(case, padding)
     num_tokens = size.num_tokens
+    for plan in filter(None, (metadata.decode, metadata.chunks)):
+        plan.piece = piece
 
     def split(rows: np.ndarray) -> list[np.ndarray]:
         """Keys and values of tokens."""

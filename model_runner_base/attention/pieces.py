@@ -1,0 +1,169 @@
+"""Attention in pieces: pairs are worked through so many at a time, and their partial results are merged as they come.
+
+A pair's keys and values take thousands of times the memory of a query, so a step that holds those of all pairs takes
+memory for whatever the limits allow. A piece holds a fixed number of pairs. Between two pieces only the online-softmax
+state of every query is kept (arXiv:2205.14135): the largest score so far, and sums relative to it.
+
+    new maximum = max(maximum, those of the piece)
+    out         = out * exp(maximum - new maximum)
+                  + sum over the piece's pairs of their out * exp(their maximum - new maximum)
+
+Sums over a query tile's pairs are products with the matrix that says which pair is of which tile. Pieces follow each
+other in a loop: Python's, ``torch.while_loop`` where Dynamo traces, or that of a device that traces in a way of its own
+(``loops_run_by``). A loop in a graph ends with the last piece that has a pair, so padding costs nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from model_runner_base.attention.loops import FAR
+from model_runner_base.attention.metadata import NEVER, PairPlan
+
+MASK_VALUE = -1e30
+SEES_NOTHING = -1e29
+"""Value above ``MASK_VALUE`` and below any score."""
+MAX_DIAGONAL_KV_HEADS = 8
+"""Largest number of KV heads for which one product over all heads costs less than one product per head, although most
+of it is with zeros."""
+
+State = tuple[torch.Tensor, ...]
+Body = Callable[[torch.Tensor, State, State], State]
+"""Type of a loop's body: from the number of the piece, an int32 scalar, the state, and the tensors that it reads, it
+makes the next state, of the same shapes."""
+Loop = Callable[[torch.Tensor, int, Body, State, State], State]
+"""Type of a loop: takes the number of rounds that count, an int32 scalar, the largest number of them, the body, the
+first state, and the tensors that the body reads. Further rounds change nothing."""
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys, float32: unnormalised outputs [N, K, R, V], and by row the largest score and the
+    sum of exponentials, [N, K, R, 1].
+
+    N pairs or query tiles, K KV heads, R rows: query tokens times heads of a group; V head size of values.
+    """
+
+    out: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """Sizes of a layer's heads, on which the memory of its pairs depends."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    """Head size of keys or of values, whichever is larger."""
+    num_halves: int = 2
+    """2 for keys and values; 1 where one row of a cache is both, as with latents."""
+
+    def numbers(self, query: int, keys: int, is_of_row: bool) -> int:
+        """Largest number of float32 numbers that a pair of ``query`` tokens and ``keys`` cache positions takes.
+
+        Keys and values are counted twice, since they are gathered and then masked or transposed; scores four times;
+        queries and outputs three times, for all KV heads where those of decode rows are laid out block-diagonally.
+        """
+        heads = self.num_kv_heads if is_of_row and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS else 1
+        gathered = 2 * keys * self.num_halves * self.num_kv_heads * self.head_size
+        return gathered + query * self.num_heads * (4 * keys + 3 * heads * self.head_size)
+
+
+_loop_of_tracer: Loop | None = None
+
+
+@contextmanager
+def loops_run_by(loop: Loop) -> Iterator[None]:
+    """Makes ``loop`` run the loops of attention that is called inside the block.
+
+    It is for a device that traces operations in a way of its own, with tensors that have no contents yet.
+    """
+    global _loop_of_tracer
+    before, _loop_of_tracer = _loop_of_tracer, loop
+    try:
+        yield
+    finally:
+        _loop_of_tracer = before
+
+
+def attend_in_pieces(
+    attend: Callable[[torch.Tensor, torch.Tensor, PairPlan], Partial],
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: PairPlan,
+    shape: Sequence[int],
+) -> Partial:
+    """Attention of all query tiles, ``plan.piece`` pairs at a time.
+
+    ``attend`` makes the partial results of the pairs of a plan, from ``query`` and ``kv_cache``. ``shape`` is that of
+    the outputs, [NT, K, R, V].
+    """
+    assert plan.pair_start is not None
+    names = [
+        name for name in ("pair_tile", "pair_start", "pair_blocks", "last", "first") if getattr(plan, name) is not None
+    ]
+    reads = (query, kv_cache, *(getattr(plan, name) for name in names))
+    num_pairs, size = plan.pair_tile.shape[0], plan.piece
+
+    def body(piece: torch.Tensor, state: State, reads: State) -> State:
+        query, kv_cache, *arrays = reads
+        index = piece * size + torch.arange(size, dtype=torch.int32, device=piece.device)
+        is_pair, index = index < num_pairs, index.clamp(max=num_pairs - 1)
+        part = replace(plan, merge_tree=[], **{name: array[index] for name, array in zip(names, arrays, strict=True)})
+        part.last = torch.where(is_pair.unsqueeze(1), part.last, NEVER)
+        return tuple(_add(Partial(*state), attend(query, kv_cache, part), part.pair_tile))
+
+    zeros = torch.zeros(shape, dtype=torch.float32, device=query.device)
+    total = zeros[..., :1].clone()
+    state = zeros, total + MASK_VALUE, total
+    rounds = ((plan.pair_start < FAR).sum(dtype=torch.int32) + (size - 1)) // size
+    loop = _loop_of_tracer or (_while_loop if torch.compiler.is_dynamo_compiling() else unrolled)
+    return Partial(*loop(rounds, -(-num_pairs // size), body, state, reads))
+
+
+def unrolled(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
+    """Python's own loop: of eager steps, and of graphs for compilers that know no loops."""
+    for piece in range(most):
+        state = body(torch.tensor(piece, dtype=torch.int32, device=rounds.device), state, reads)
+    return state
+
+
+def _while_loop(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
+    """Loop of torch's own, for graphs of Dynamo."""
+
+    def goes_on(piece: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
+        return piece < rounds
+
+    def once(piece: torch.Tensor, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return piece + 1, *body(piece, state, reads)
+
+    return torch.while_loop(goes_on, once, (torch.zeros_like(rounds), *state))[1:]  # type: ignore[attr-defined]
+
+
+def _add(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Partial:
+    """Adds the partial results of a piece's pairs to those of the query tiles ``pair_tile`` [P]."""
+    num_tiles = state.out.shape[0]
+    number = torch.arange(num_tiles, dtype=torch.int32, device=pair_tile.device).view(-1, 1)
+    is_of = number == pair_tile.view(1, -1)
+    rows = piece.maximum.flatten(1)
+    largest = torch.where(is_of.unsqueeze(2), rows.unsqueeze(0), MASK_VALUE).amax(dim=1).view_as(state.maximum)
+    maximum = torch.maximum(state.maximum, largest)
+    of_tile = is_of.float()
+    # Back to the pairs by a product: a gather of what is reduced here costs a compiler the reduction for every row.
+    scale = torch.exp(rows - torch.matmul(of_tile.t(), maximum.flatten(1))).view_as(piece.maximum)
+    kept = torch.exp(state.maximum - maximum)
+    out = state.out * kept + torch.matmul(of_tile, (piece.out * scale).flatten(1)).view_as(state.out)
+    total = state.total * kept + torch.matmul(of_tile, (piece.total * scale).flatten(1)).view_as(state.total)
+    return Partial(out, maximum, total)
+
+
+def merge(partial: Partial, tree: torch.Tensor) -> Partial:
+    """Merges one level of the merge tree: nodes that share a parent are rescaled to a common maximum and added."""
+    child_max = partial.maximum[tree]
+    maximum = child_max.amax(dim=1)
+    scale = torch.exp(child_max - maximum.unsqueeze(1))
+    return Partial((partial.out[tree] * scale).sum(dim=1), maximum, (partial.total[tree] * scale).sum(dim=1))
