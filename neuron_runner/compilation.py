@@ -30,7 +30,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from model_runner_base.attention.capture import attention_as_one_node
 from model_runner_base.step.sizes import StepSize
 from neuron_runner.communicator import run_on_host
-from neuron_runner.cutting import CutExecutable, CutGraph, donate, is_collective
+from neuron_runner.cutting import CutExecutable, CutGraph, donate, starts_of_pieces
 from neuron_runner.executable import Compiler, Executable
 from neuron_runner.masks import select_by_where
 
@@ -78,8 +78,14 @@ class Capture:
         self.state_order = [sources[i].place for i in state_inputs]
         """Indices of the state tensors that the first outputs replace, in the order of those outputs."""
         self._cut: CutGraph | None = None
-        if run_on_host() and any(map(is_collective, self._graph.graph.nodes)):
-            self._cut = CutGraph(self._graph, state_inputs)
+        weights = {
+            node: source.constant
+            for node, source in zip(placeholders, sources, strict=True)
+            if isinstance(source.constant, torch.Tensor)
+        }
+        starts = starts_of_pieces(self._graph, weights, state_inputs) if run_on_host() else set()
+        if starts:
+            self._cut = CutGraph(self._graph, state_inputs, starts)
         else:
             donate(self._graph, state_inputs)
 

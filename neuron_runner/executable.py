@@ -69,6 +69,10 @@ class Executable:
         finally:
             self._traced.clear()  # A sync would run it.
 
+    def forgo_compilation(self) -> None:
+        """Takes the graph that was compiled for an executable of the same hash."""
+        self._traced.clear()
+
     def stand_ins(self, start: int) -> list[torch.Tensor]:
         """Zeros in place of a run's results from ``start`` on."""
         return [zeros(shape, dtype) for shape, dtype in self._results[start:]]
@@ -141,11 +145,18 @@ class Compiler:
 
     def __init__(self) -> None:
         self.states: list[Sequence[torch.Tensor]] = []
-        self.hashes: set[bytes] = set()
-        """Hashes of all executables; torch_xla keeps one graph for executables of equal hashes."""
+        self._compilations: dict[bytes, Future[None]] = {}
+        """Compilation by hash of the graph; torch_xla keeps one graph for executables of equal hashes."""
         self._submit: Callable[[Callable[[], None]], None] | None = None
+        self._awaited: list[Future[None]] = []
+        """Compilations that the present ``ahead`` or ``in_background`` waits for."""
         # torch_xla's switch for donated inputs is one for all threads, and is read while a thread compiles.
         _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of different graphs that were made."""
+        return len(self._compilations)
 
     @property
     def is_ahead(self) -> bool:
@@ -164,20 +175,29 @@ class Compiler:
     def make(self, *arguments: Any) -> Executable:
         """Makes ``Executable(*arguments)``. It is compiled now, unless ``ahead`` or ``in_background`` is active."""
         executable = Executable(*arguments)
-        self.hashes.add(executable.hash)
-        if self._submit:
+        known = self._compilations.get(executable.hash)
+        if known is not None:
+            executable.forgo_compilation()
+            self._awaited.append(known)
+        elif self._submit:
             self._submit(executable.compile)
+            self._compilations[executable.hash] = self._awaited[-1]
         else:
             executable.compile()
+            self._compilations[executable.hash] = Future()
+            self._compilations[executable.hash].set_result(None)
         return executable
 
     @contextmanager
-    def _submitting(self, submit: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-        self._submit = submit
+    def _submitting(
+        self, submit: Callable[[Callable[[], None]], None], futures: "list[Future[None]]"
+    ) -> Iterator[None]:
+        """``submit`` appends the compilation to ``futures``."""
+        self._submit, self._awaited = submit, futures
         try:
             yield
         finally:
-            self._submit = None
+            self._submit, self._awaited = None, []
 
     @contextmanager
     def ahead(self) -> Iterator[list[Future[None]]]:
@@ -196,7 +216,7 @@ class Compiler:
                 futures.append(pool.submit(task))
 
             try:
-                with self._submitting(submit):
+                with self._submitting(submit, futures):
                     yield futures
                 for future in futures:
                     future.result()
@@ -222,7 +242,7 @@ class Compiler:
                 time.sleep(0.0005)
             _lower_priority(thread)
 
-        with UNCOMPILED.another(), self._submitting(submit):
+        with UNCOMPILED.another(), self._submitting(submit, futures):
             yield futures
 
 

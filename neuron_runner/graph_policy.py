@@ -63,7 +63,7 @@ class OpenXlaPolicy(NeuronBuckets):
                 for compilation in compilations[:last]:
                     compilation.result()
                 yield
-        made, kept = len(self._compiler.hashes), _XLAC._xla_get_num_cached_compilation_graph()
+        made, kept = self._compiler.num_graphs, _XLAC._xla_get_num_cached_compilation_graph()
         if made > kept:
             raise RuntimeError(
                 f"{made} graphs were compiled, and torch_xla keeps {kept}: set {CACHE_SIZE} above {made}, or give "
@@ -78,7 +78,7 @@ class OpenXlaPolicy(NeuronBuckets):
         return self.largest_sizes(sizes)
 
     def compile_in_background(self, run: Callable[[], None]) -> Wait:
-        made, kept = len(self._compiler.hashes), int(os.environ[CACHE_SIZE])
+        made, kept = self._compiler.num_graphs, int(os.environ[CACHE_SIZE])
         if made + GRAPHS_A_SIZE > kept:
             enough = GRAPHS_A_SIZE * len(self.sizes)
             raise RuntimeError(f"torch_xla keeps {kept} graphs: set {CACHE_SIZE} to {enough}, or leave it out")

@@ -1,8 +1,8 @@
 """Loop of a graph that is traced lazily: XLA's While, built with torch_xla's builder.
 
 The body is traced once, on placeholders, and lowered to a computation of its own. ``torch.while_loop`` is no way to it
-here: torch_xla's loop puts a body's constants among the state, whose shapes then do not agree. Compilers for Neuron take
-no loops of unknown length, so there the rounds are traced one by one.
+here: torch_xla's loop puts a body's constants among the state, whose shapes then do not agree. Compilers for Neuron
+take no loops of unknown length, so there the rounds are traced one by one.
 """
 
 import torch

@@ -16,7 +16,7 @@ other in a loop: Python's, ``torch.while_loop`` where Dynamo traces, or that of 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -113,7 +113,8 @@ def attend_in_pieces(
         query, kv_cache, *arrays = reads
         index = piece * size + torch.arange(size, dtype=torch.int32, device=piece.device)
         is_pair, index = index < num_pairs, index.clamp(max=num_pairs - 1)
-        part = replace(plan, merge_tree=[], **{name: array[index] for name, array in zip(names, arrays, strict=True)})
+        of_piece: dict[str, Any] = {name: array[index] for name, array in zip(names, arrays, strict=True)}
+        part = replace(plan, merge_tree=[], **of_piece)
         part.last = torch.where(is_pair.unsqueeze(1), part.last, NEVER)
         return tuple(_add(Partial(*state), attend(query, kv_cache, part), part.pair_tile))
 
