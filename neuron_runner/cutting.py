@@ -53,7 +53,8 @@ def starts_of_pieces(
         )
     layers = _starts_of_layers(graph)
     in_layers = sum(tensor.nbytes for node, tensor in weights.items() if any(map(_layer_of, node.users)))
-    is_worth_it = len(layers) > 2 and in_layers >= LARGE_LAYER * len(layers)
+    num_layers = len(set(filter(None, map(_layer_of, layers))))
+    is_worth_it = num_layers > 1 and in_layers >= LARGE_LAYER * num_layers
     return collectives | layers if is_worth_it and _view_across(graph, state_inputs, layers) is None else collectives
 
 

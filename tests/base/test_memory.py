@@ -23,6 +23,8 @@ from model_runner_base import (
 )
 from model_runner_base.adapters.adapters import NO_ADAPTERS
 from model_runner_base.caches.paged import plan_dims
+from model_runner_base.caches.pair_shapes import attention_memory
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.multimodal.encoder import NO_ENCODER
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, Tiling
@@ -187,15 +189,19 @@ def model_config(**text_config: int) -> Any:
     )
 
 
-def attention(tiling: Tiling, num_pairs: int, num_kv_heads: int, head_size: int, gathers_cache: bool = True) -> int:
-    """Numbers that one layer's pairs take, array by array."""
+def attention(
+    tiling: Tiling, num_pairs: int, num_kv_heads: int, head_size: int, num_tiles: int, kernel: bool = False
+) -> int:
+    """Numbers that one layer's pairs take, array by array, and the results of ``num_tiles`` query tiles."""
     total = 0
+    outputs = tiling.query * HEADS * head_size
+    # Queries of rows are laid out for all KV heads at once, and so are their outputs.
+    laid_out = outputs * (num_kv_heads if tiling.keys == DECODE.keys else 1)
     for _ in range(num_pairs):
         keys_and_values = tiling.keys * 2 * num_kv_heads * head_size
         scores = tiling.query * HEADS * tiling.keys
-        outputs = tiling.query * HEADS * head_size
-        total += 2 * outputs + (2 * keys_and_values + 2 * scores if gathers_cache else tiling.keys)
-    return total
+        total += 2 * outputs + tiling.keys if kernel else 2 * keys_and_values + 4 * scores + 3 * laid_out
+    return total if kernel else total + 3 * num_tiles * outputs
 
 
 def spec(num_kv_heads: int, head_size: int, window: int | None = None) -> KVCacheSpec:
@@ -215,8 +221,8 @@ def test_step_memory_counts_the_pairs_of_rows_and_of_chunks(gathers_cache: bool)
     for size in (decode, mixed):
         dims = LIMITS.named(size)
         assert (size.num_tokens, size.num_logits) == (tokens[size], logits[size])
-        layer = attention(DECODE, dims["decode_pairs"], 3, 16, gathers_cache)
-        layer += attention(CHUNK, dims["chunk_pairs"], 3, 16, gathers_cache)
+        layer = attention(DECODE, dims["decode_pairs"], 3, 16, dims["decode_rows"], not gathers_cache)
+        layer += attention(CHUNK, dims["chunk_pairs"], 3, 16, dims["chunk_tiles"], not gathers_cache)
         rest = tokens[size] * (6 * HIDDEN + 2 * INNER) + 10 * logits[size] * VOCABULARY
         wanted[size] = 4 * (rest + layer)
         assert estimate_step_memory([size], LIMITS, specs, model_config(), gathers_cache) == wanted[size]
@@ -229,9 +235,45 @@ def test_step_memory_counts_a_pass_that_drafts_in_parallel() -> None:
     """A pass that drafts in parallel takes more tokens of a row than verification does."""
     specs, size = {"layer": spec(2, 8)}, LIMITS.decode_size(8, 40)
     wider = replace(LIMITS, pass_tokens=DECODE.query + 3)
-    row, passed = attention(DECODE, 1, 2, 8), attention(DECODE._replace(query=DECODE.query + 3), 1, 2, 8)
+    counts = LIMITS.named(size)["decode_pairs"], 2, 8, 8
+    row, passed = attention(DECODE, *counts), attention(DECODE._replace(query=DECODE.query + 3), *counts)
     more = [estimate_step_memory([size], limits, specs, model_config()) for limits in (LIMITS, wider)]
-    assert more[1] - more[0] == 4 * LIMITS.named(size)["decode_pairs"] * (passed - row)
+    assert more[1] - more[0] == 4 * (passed - row)
+
+
+def test_attention_in_pieces_takes_no_more_at_larger_limits() -> None:
+    """With a number of pairs at a time, requests and contexts that are sixteen times as long take a plan's numbers
+    more."""
+    specs, in_pieces = {"layer": spec(2, 8)}, replace(LIMITS, decode_piece=10, chunk_piece=4)
+    longer = replace(in_pieces, max_model_len=16 * LIMITS.max_model_len)
+    few, many = (
+        [estimate_step_memory([size], limits, specs, model_config()) for size in limits.largest_sizes]
+        for limits in (in_pieces, longer)
+    )
+    assert few == many
+    whole = [estimate_step_memory([size], LIMITS, specs, model_config()) for size in LIMITS.largest_sizes]
+    assert few[0] < whole[0] / 2 and few[1] < whole[1] / 2
+    # A piece's own pairs count as before.
+    (size,) = [LIMITS.decode_size(2, 5)]
+    assert estimate_step_memory([size], in_pieces, specs, model_config()) == estimate_step_memory(
+        [size], LIMITS, specs, model_config()
+    )
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "1", float("inf"), float("nan")])
+def test_attention_memory_that_is_no_size_is_refused(size: object) -> None:
+    config: Any = SimpleNamespace(additional_config={"attention_memory_gib": size})
+    with pytest.raises(UnsupportedConfigError, match=r"attention_memory_gib=.* give GiB above 0"):
+        attention_memory(config, 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("asked", "total", "expected"),
+    [(0.5, 1 << 40, 1 << 29), (None, 1 << 40, 256 << 20), (None, 6 << 30, 96 << 20), (None, 0, 256 << 20)],
+)
+def test_attention_memory_follows_the_device_unless_it_is_set(asked: float | None, total: int, expected: int) -> None:
+    config: Any = SimpleNamespace(additional_config={} if asked is None else {"attention_memory_gib": asked})
+    assert attention_memory(config, total) == expected
 
 
 def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:

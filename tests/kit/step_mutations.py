@@ -193,10 +193,24 @@ MUTATIONS = [
     ),
     Mutation(
         "partial results of a decode row are merged without a common maximum",
-        "attention/paged.py",
-        "scale = torch.exp(child_max - new_max.unsqueeze(1))",
+        "attention/pieces.py",
+        "scale = torch.exp(child_max - maximum.unsqueeze(1))",
         "scale = torch.ones_like(child_max)",
         STEPS,
+    ),
+    Mutation(
+        "all pairs are held at a time",
+        "attention/metadata.py",
+        "return not self.piece or self.pair_tile.shape[0] <= self.piece",
+        "return True",
+        "test_attention_memory",
+    ),
+    Mutation(
+        "a piece's pairs do not rescale what came before them",
+        "attention/pieces.py",
+        "kept = torch.exp(state.maximum - maximum)",
+        "kept = torch.ones_like(maximum)",
+        "test_attention_memory",
     ),
     Mutation(
         "partial results of a chunk are added up without a common maximum",

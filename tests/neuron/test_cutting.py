@@ -1,5 +1,6 @@
 """Graphs cut at their collectives give what the whole function gives, and refuse what a cut would get wrong."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import CutVocabulary
 from model_runner_base.step.sizes import StepKind, StepSize
-from neuron_runner import communicator
+from neuron_runner import communicator, cutting
 from neuron_runner.communicator import CollectiveError, NeuronCommunicator
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.cutting import CutExecutable, _HostCollective
@@ -214,3 +215,42 @@ def test_two_processes_exchange(tmp_path: Path) -> None:
         assert wide.equal(torch.cat((zero, one), dim=1))
         assert tall.equal(torch.cat((zero, one), dim=0))
         assert part.equal((zero + one)[:, 2 * rank : 2 * rank + 2])
+
+
+class Layers(torch.nn.Module):
+    """Four layers that are alike, and one more product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head = torch.nn.Linear(width, 3)
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+@pytest.mark.parametrize("crosses", [True, False])
+def test_large_layers_are_compiled_once(is_large: bool, crosses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with weights of a given size are pieces of their own, unless a view of the state crosses them."""
+    width = 16
+    monkeypatch.setattr(cutting, "LARGE_LAYER", 4 * width * width + (0 if is_large else 1))
+    torch.manual_seed(0)
+    host = Layers(width)
+    device = copy.deepcopy(host).to(torch_xla.device())
+    state, expected_state = [torch.ones(4, width).to(torch_xla.device())], [torch.ones(4, width)]
+
+    def step(model: Layers, state: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        view = state[0][:2]
+        for layer in model.layers:
+            x = torch.tanh(layer(x)) + (view if crosses else state[0][:2]).sum()
+            state[0].mul_(0.5)
+        return model.head(x)
+
+    compiled = CompiledFunction(partial(step, device, state), state)
+    with torch.no_grad():
+        for seed in range(3):
+            x = torch.randn(5, width, generator=torch.Generator().manual_seed(seed))
+            torch.testing.assert_close(compiled(x.to(torch_xla.device())).cpu(), step(host, expected_state, x))
+            torch.testing.assert_close(state[0].cpu(), expected_state[0])
+    is_cut = is_large and not crosses
+    assert [isinstance(made, CutExecutable) for made, _ in compiled._executables.values()] == [is_cut]
+    # The first piece makes nothing, the layers are one graph, and the head is another.
+    assert compiled._compiler.num_graphs == (2 if is_cut else 1)
