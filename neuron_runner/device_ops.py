@@ -42,7 +42,7 @@ class XlaDeviceOps(DeviceOps):
 
     def place(self, module: torch.nn.Module) -> None:
         weights.transpose_linear_weights(module)
-        weights.move(module, self.device)
+        weights.move(module, self.device, self.synchronize)
 
     def overwrite(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
         tensor.data = contents  # A copy in place would be a graph; compiled ones read what the tensor holds.

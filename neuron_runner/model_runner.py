@@ -53,7 +53,7 @@ class NeuronModelRunner(ModelRunnerBase):
             if not self.model_config.enforce_eager:
                 if config.runs_on_xla:
                     weights.transpose_linear_weights(self.model)
-                weights.move(self.model, self.device)
+                weights.move(self.model, self.device, self.device_ops.synchronize)
             weights.refuse_loading(self.model)
 
     def profile_run(self) -> int:

@@ -4,6 +4,7 @@ XLA:CPU multiplies a few rows by a [out, in] weight several times slower than by
 rows. A weight that is also an embedding table keeps its layout for look-ups and gets a transposed copy for the logits.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ from model_runner_base.layers.fused_moe import PlainExpertsMethod
 from model_runner_base.layers.latent_attention import AbsorbedProjection
 from model_runner_base.loader import CheckpointError
 from neuron_runner import environment
+from neuron_runner.allocator import give_back_freed_memory
 
 UNPACKED_ROWS = 24
 """Largest number of rows of a fast product, measured on XLA:CPU. With one more row a product takes twice as long,
 longer than two products of half the rows."""
 PACKED_ROWS = 32
 """Largest number of rows for which two products are faster than one."""
+
+GIVEN_BACK = 1 << 28
+"""Bytes of weights that are moved before the memory that they had on the host is given back to the system."""
 
 
 @torch.library.custom_op("neuron_runner::matmul", mutates_args=())
@@ -99,20 +104,30 @@ def transpose_linear_weights(model: nn.Module) -> None:
                 module.weight_transposed = head.weight_transposed
 
 
-def move(model: nn.Module, device: torch.device) -> None:
+def move(model: nn.Module, device: torch.device, wait: Callable[[], None] = lambda: None) -> None:
     """Moves a model. Parameters stay the same objects, since others hold them too: modules that share one, and
     attention, which holds its sinks.
 
     vLLM's scales of quantised KV caches stay on the host: they are not read here, and vLLM sets them, one small graph
     each, whenever weights are loaded.
+
+    ``wait`` waits for copies to the device. What the host frees is given back as the model moves, because it lies in
+    pieces, of which a device in the same memory could use few: both would hold the whole model.
     """
     if device.type == "cpu":
         return  # It was loaded there.
     layers = [module for module in model.modules() if isinstance(module, Attention | MLAAttention)]
     scales = [(layer, {name: getattr(layer, name) for name in _SCALES if hasattr(layer, name)}) for layer in layers]
     torch.__future__.set_swap_module_params_on_conversion(True)
+    moved = 0
     try:
-        model.to(device)
+        for module in model.modules():
+            module._apply(lambda tensor: tensor.to(device), recurse=False)
+            moved += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+            if moved > GIVEN_BACK:
+                wait()  # Until copied, weights stay on the host.
+                give_back_freed_memory()
+                moved = 0
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     for module, buffers in scales:
