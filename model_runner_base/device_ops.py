@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
+
+from model_runner_base.host_memory import host_memory
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ class DeviceOps:
         return self.device
 
     def memory_info(self) -> MemoryInfo:
-        memory = psutil.virtual_memory()
-        return MemoryInfo(free=memory.available, total=memory.total)
+        return MemoryInfo(*host_memory())
 
     def memory_pool(self, tag: str) -> AbstractContextManager:
         """Context in which "weights" or "kv_cache" are allocated, by ``tag``. A device that sleeps sets these pools

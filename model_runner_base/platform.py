@@ -47,7 +47,8 @@ class PagedPlatform(Platform):
     default_block_size = 32
     default_max_num_batched_tokens = 512
     default_max_num_seqs = 64
-    default_kv_cache_gib = 1.0
+    default_memory_share = 0.5
+    """Share of the host's free memory for the KV cache, if the user sets no size and no share."""
 
     num_local_workers = 1
     """Number of workers on this host, which a worker sets when it starts."""
@@ -62,8 +63,8 @@ class PagedPlatform(Platform):
 
     @classmethod
     def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:
-        """Whether the device's memory is the host's, so that the KV cache takes a fixed amount of it and not a
-        share."""
+        """Whether the device's memory is the host's, which other processes use too, and other workers of
+        the engine."""
         return True
 
     @classmethod
@@ -274,21 +275,23 @@ class PagedPlatform(Platform):
         if model.quantization is None:
             vllm_config.quant_config = None
         if not cache.kv_cache_memory_bytes and cls.shares_host_memory(vllm_config):
-            cache.kv_cache_memory_bytes = int(cls._kv_cache_gib() * GIB)
+            cache.kv_cache_memory_bytes = cls._kv_cache_bytes()
         assert isinstance(model.dtype, torch.dtype)
         cls.check_if_supports_dtype(model.dtype)
 
     @classmethod
-    def _kv_cache_gib(cls) -> float:
-        """Size in GiB of a KV cache in the host's memory; raises ValueError if the environment variable is no size."""
-        asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or cls.default_kv_cache_gib
+    def _kv_cache_bytes(cls) -> int | None:
+        """Bytes of a KV cache in the host's memory, as the environment says; raises ValueError if that is no size."""
+        asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        if not asked:
+            return None
         try:
             gib = float(asked)
         except ValueError:
             gib = math.nan
         if not 0 < gib < math.inf:
             raise ValueError(f"VLLM_CPU_KVCACHE_SPACE={asked} is not a size in GiB: give a number above 0")
-        return gib
+        return int(gib * GIB)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: "VllmConfig") -> None:

@@ -22,11 +22,13 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import WorkerBase
 
 from model_runner_base.caches.allocation import check_states_fit, states_memory
+from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.orphans import end_with_parent
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.recurrent.memory import recurrence_memory
+from model_runner_base.start.cache_memory import host_cache_memory, memory_line, weights_memory
 from model_runner_base.start.memory import DeviceMemoryProfiler
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
 from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
@@ -59,6 +61,8 @@ class ModelRunnerWorker(WorkerBase):
     profiler_activities: Sequence[TorchProfilerActivity] = ("CPU",)
     """Activities that torch's profiler can record on this device."""
     _profiler: WorkerProfiler | None = None
+    _step_memory: int | None = None
+    """Bytes that the largest step needs; None until the engine asks for the memory of the KV cache."""
 
     def make_device(self) -> torch.device:
         """Returns the torch device of this worker's rank."""
@@ -116,11 +120,13 @@ class ModelRunnerWorker(WorkerBase):
         return len(os.environ[current_platform.device_control_env_var].split(","))
 
     def measure_at_start(self) -> None:
-        """Notes the free memory; raises ValueError if it is less than the share of the device that the engine may
-        use."""
+        """Notes the free memory; raises ValueError if a device has less than the share of its own that the engine may
+        use. Of the host's memory the engine takes what is free."""
         self._memory_at_start = memory = self.model_runner.device_ops.memory_info()
         if not memory.total and not self.cache_config.kv_cache_memory_bytes:
             raise ValueError("the device does not report its memory: set kv_cache_memory_bytes")
+        if self._shares_host_memory():
+            return
         utilization = self.cache_config.gpu_memory_utilization
         self._allowed_memory = math.ceil(memory.total * utilization)
         if not self.cache_config.kv_cache_memory_bytes and memory.free < self._allowed_memory:
@@ -143,7 +149,9 @@ class ModelRunnerWorker(WorkerBase):
             # slots.
             self.model_runner.load_encoder()
             self.model_runner.load_adapters()
-        logger.info("Loading the model took %.2f GiB of device memory.", profiler.consumed_memory / GiB_bytes)
+        # Other processes take and free the host's memory meanwhile.
+        counted = weights_memory(self.model_runner.get_model())
+        self._weights_memory = counted if self._shares_host_memory() else profiler.consumed_memory
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return self.model_runner.get_supported_tasks()
@@ -156,13 +164,15 @@ class ModelRunnerWorker(WorkerBase):
         and step.
 
         It is never more than can be used. The share counts as in vLLM: it is a share of the whole device, and it must
-        have been free at the start; memory of other processes is not part of it.
+        have been free at the start; memory of other processes is not part of it. For the host's memory see
+        ``host_cache_memory``.
         """
         with current_platform.inference_mode():
             step_memory = self.model_runner.profile_run() + self.model_runner.adapters.step_memory()
             step_memory += self.model_runner.encoder.step_memory()
         if recurrent := recurrent_layers(self.vllm_config):
             step_memory += recurrence_memory(recurrent.values(), self.model_runner.step_limits())
+        self._step_memory = step_memory
         memory = self.model_runner.device_ops.memory_info()
         useful, states = self.model_runner.useful_cache_memory(), states_memory(self.vllm_config)
         if asked := self.cache_config.kv_cache_memory_bytes:
@@ -178,14 +188,22 @@ class ModelRunnerWorker(WorkerBase):
                     "KV cache alone: give a number)"
                 )
             return asked
+        if self._shares_host_memory():
+            parts, share = self._num_sharing(), current_platform.default_memory_share
+            memory = MemoryInfo(free=memory.free // parts, total=memory.total // parts)
+            specs, needed = self.model_runner.get_kv_cache_spec(), step_memory + states
+            return min(useful, host_cache_memory(self.vllm_config, specs, memory, self._weights_memory, needed, share))
         taken = self._memory_at_start.free - memory.free
         return int(min(useful, max(0, self._allowed_memory - taken - step_memory - states)))
 
+    def _shares_host_memory(self) -> bool:
+        """Whether the device's memory is the host's."""
+        # No getattr: vLLM's platforms return None for attributes that they do not have.
+        return isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory(self.vllm_config)
+
     def _num_sharing(self) -> int:
         """Number of workers, this one included, that share one device memory."""
-        # No getattr: vLLM's platforms return None for attributes that they do not have.
-        shares = isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory(self.vllm_config)
-        return self.num_local_workers if shares else 1
+        return self.num_local_workers if self._shares_host_memory() else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         states = states_memory(self.vllm_config)
@@ -196,6 +214,9 @@ class ModelRunnerWorker(WorkerBase):
                 f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization}: raise it, or lower max_num_seqs"
             )
         self.model_runner.initialize_kv_cache(kv_cache_config)
+        if self.is_driver_worker:
+            weights, step = self._weights_memory, self._step_memory
+            logger.info(memory_line(self.vllm_config, kv_cache_config, weights, step, states))
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         self.cache_config.num_gpu_blocks = num_gpu_blocks

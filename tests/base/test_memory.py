@@ -88,6 +88,7 @@ def test_available_memory(asked: int | None, used: int, step: int, useful: float
         _memory_at_start=MemoryInfo(free=1000, total=1000),
         _allowed_memory=900,
         _num_sharing=lambda: sharing,
+        _shares_host_memory=lambda: False,
         vllm_config=WITHOUT_LAYERS,
     )
     assert ModelRunnerWorker.determine_available_memory(worker) == expected  # type: ignore[arg-type]
@@ -109,6 +110,7 @@ def test_workers_share_the_hosts_memory_and_no_devices(
 ) -> None:
     monkeypatch.setattr(model_runner_base.worker, "current_platform", platform)
     worker = SimpleNamespace(num_local_workers=2, vllm_config=None)
+    worker._shares_host_memory = lambda: ModelRunnerWorker._shares_host_memory(worker)  # type: ignore[arg-type]
     assert ModelRunnerWorker._num_sharing(worker) == sharing  # type: ignore[arg-type]
 
 
@@ -119,6 +121,7 @@ def test_device_without_a_report_needs_to_be_told() -> None:
         model_runner=runner_that_needs(700, ops),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
         _num_sharing=lambda: 1,
+        _shares_host_memory=lambda: False,
         vllm_config=WITHOUT_LAYERS,
     )
     with pytest.raises(ValueError, match="does not report its memory: set kv_cache_memory_bytes"):
@@ -137,6 +140,7 @@ def test_too_little_free_memory_is_an_error_before_anything_is_loaded(
     worker: Any = SimpleNamespace(
         model_runner=SimpleNamespace(device_ops=ops),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=asked, gpu_memory_utilization=0.9),
+        _shares_host_memory=lambda: False,
     )
     with pytest.raises(ValueError, match="lower it, or free the device") if is_refused else nullcontext():
         ModelRunnerWorker.measure_at_start(worker)

@@ -124,6 +124,7 @@ def test_kv_cache_gets_what_vllms_worker_would_give_it(
         worker = object.__new__(GPUWorker)
         worker.cache_config, worker.model_runner = cache_config, runner  # type: ignore[assignment]
         worker.num_local_workers = 1
+        patch.setattr(worker, "_shares_host_memory", lambda: False)
         worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))  # type: ignore
         worker.measure_at_start()
         load(gpu)

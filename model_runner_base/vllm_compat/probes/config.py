@@ -76,3 +76,9 @@ def set_default_block_size(cache_config: Any, block_size: int) -> None:
     """Sets the block size if the user gave none; some releases set a default themselves, and note that in a flag."""
     if not getattr(cache_config, "user_specified_block_size", cache_config.block_size is not None):
         cache_config.block_size = block_size
+
+
+def asked_memory_share(cache_config: Any) -> float | None:
+    """``gpu_memory_utilization``, if it is another than vLLM's default; None means that the user set none."""
+    share = cache_config.gpu_memory_utilization
+    return None if share == type(cache_config).gpu_memory_utilization else share

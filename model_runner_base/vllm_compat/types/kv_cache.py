@@ -45,6 +45,7 @@ __all__ = [
     "attends_to_encoder",
     "attention_layers",
     "bind_cache",
+    "bytes_for_requests",
     "cacheless_layers",
     "collect_specs",
     "cross_length",
@@ -54,6 +55,7 @@ __all__ = [
     "layer_caches",
     "raise_limit_for_encoder",
     "read_layout",
+    "room_for_requests",
     "shared_caches",
     "useful_bytes",
 ]
@@ -229,7 +231,34 @@ def useful_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_lin
     if not specs or num_lines is None:
         return math.inf
     groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
+    return (num_lines * len(groups) + 1) * _block_bytes(groups)
+
+
+def bytes_for_requests(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_requests: int) -> int:
+    """Bytes of a KV cache that holds ``num_requests`` requests of ``max_model_len`` tokens, and the null block."""
+    if not specs:
+        return 0
+    groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
+    return (num_requests * _blocks_of_request(vllm_config, groups) + 1) * _block_bytes(groups)
+
+
+def room_for_requests(vllm_config: VllmConfig, config: KVCacheConfig) -> tuple[int, float]:
+    """Bytes of a planned KV cache, and the number of requests of ``max_model_len`` tokens that it holds."""
+    groups = config.kv_cache_groups
+    if not groups:
+        return 0, 0.0
+    usable = config.num_blocks - 1  # No request gets the null block.
+    return config.num_blocks * _block_bytes(groups), usable / _blocks_of_request(vllm_config, groups)
+
+
+def _blocks_of_request(vllm_config: VllmConfig, groups: Sequence[Any]) -> int:
+    """Blocks of a request of ``max_model_len`` tokens: all groups take theirs from one pool."""
+    specs = [group.kv_cache_spec for group in groups]
+    return sum(math.ceil(spec.max_memory_usage_bytes(vllm_config) / spec.page_size_bytes) for spec in specs)
+
+
+def _block_bytes(groups: Sequence[Any]) -> int:
+    """Bytes of a block, in the layers of the largest group."""
     if isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs):
-        return (num_lines + 1) * groups[0].kv_cache_spec.page_size_bytes
-    largest = max(len(group.layer_names) for group in groups)
-    return (num_lines * len(groups) + 1) * largest * groups[0].kv_cache_spec.page_size_bytes
+        return groups[0].kv_cache_spec.page_size_bytes
+    return max(len(group.layer_names) for group in groups) * groups[0].kv_cache_spec.page_size_bytes
