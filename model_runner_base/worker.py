@@ -192,7 +192,8 @@ class ModelRunnerWorker(WorkerBase):
             parts, share = self._num_sharing(), current_platform.default_memory_share
             memory = MemoryInfo(free=memory.free // parts, total=memory.total // parts)
             specs, needed = self.model_runner.get_kv_cache_spec(), step_memory + states
-            return min(useful, host_cache_memory(self.vllm_config, specs, memory, self._weights_memory, needed, share))
+            weights = self._weights_memory
+            return int(min(useful, host_cache_memory(self.vllm_config, specs, memory, weights, needed, share)))
         taken = self._memory_at_start.free - memory.free
         return int(min(useful, max(0, self._allowed_memory - taken - step_memory - states)))
 
