@@ -12,7 +12,7 @@ NAMES = {
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
     "v2": ("memory.max", "memory.current", ("active_file", "inactive_file")),
 }
-"""For each version of control groups: the files of the limit and of the usage, and the counts of cached files."""
+"""Files of the limit and of the usage, and counts of cached files, for each version of control groups."""
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

@@ -64,7 +64,8 @@ def _check_room(
 
 
 def memory_line(vllm_config: VllmConfig, config: KVCacheConfig, weights: int, step: int | None, states: int) -> str:
-    """What an engine's memory is used for; ``step`` is None where it was not asked for, as without a KV cache."""
+    """Line of the log with the uses of a worker's memory; ``step`` is None if the engine did not ask for it, as without
+    a KV cache."""
     parts = [f"weights {weights / GiB_bytes:.2f} GiB"]
     if step is not None:
         parts.append(f"largest step {step / GiB_bytes:.2f} GiB")
