@@ -10,12 +10,15 @@ from model_runner_base.vllm_compat.types.kv_cache import (
     KVCacheConfig,
     KVCacheSpec,
     bytes_for_requests,
-    room_for_requests,
+    held_requests,
 )
 
 KEPT = 2
 """How many times the running requests fit a cache in the host's memory: what they leave keeps prefixes of ended ones.
 """
+
+MOST = 0.9
+"""Largest share of what the step leaves free that the cache takes without a setting."""
 
 
 def weights_memory(model: nn.Module) -> int:
@@ -39,14 +42,18 @@ def host_cache_memory(
         default_share: share of what the step leaves free, if the user set no ``gpu_memory_utilization``.
     """
     left, share = memory.free - needed, asked_memory_share(vllm_config.cache_config)
-    found = left * default_share if share is None else min(left, memory.total * share - weights - needed)
+    if share is None:
+        # One request of the longest length, if it fits, is served without a setting.
+        found = max(left * default_share, min(left * MOST, bytes_for_requests(vllm_config, specs, 1)))
+    else:
+        found = min(left, memory.total * share - weights - needed)
     most = KEPT * bytes_for_requests(vllm_config, specs, vllm_config.scheduler_config.max_num_seqs)
     available = int(min(found, most) if specs else found)
-    _check_room(vllm_config, specs, memory, needed, available)
+    _check_one_fits(vllm_config, specs, memory, needed, available)
     return available
 
 
-def _check_room(
+def _check_one_fits(
     vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], memory: MemoryInfo, needed: int, available: int
 ) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -71,7 +78,7 @@ def memory_line(vllm_config: VllmConfig, config: KVCacheConfig, weights: int, st
         parts.append(f"largest step {step / GiB_bytes:.2f} GiB")
     if states:
         parts.append(f"states of recurrent layers {states / GiB_bytes:.2f} GiB")
-    num_bytes, num_requests = room_for_requests(vllm_config, config)
+    num_bytes, num_requests = held_requests(vllm_config, config)
     if num_bytes:
         length = vllm_config.model_config.max_model_len
         parts.append(

@@ -55,7 +55,7 @@ __all__ = [
     "layer_caches",
     "raise_limit_for_encoder",
     "read_layout",
-    "room_for_requests",
+    "held_requests",
     "shared_caches",
     "useful_bytes",
 ]
@@ -242,7 +242,7 @@ def bytes_for_requests(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], n
     return (num_requests * _blocks_of_request(vllm_config, groups) + 1) * _block_bytes(groups)
 
 
-def room_for_requests(vllm_config: VllmConfig, config: KVCacheConfig) -> tuple[int, float]:
+def held_requests(vllm_config: VllmConfig, config: KVCacheConfig) -> tuple[int, float]:
     """Bytes of a planned KV cache, and the number of requests of ``max_model_len`` tokens that it holds."""
     groups = config.kv_cache_groups
     if not groups:
