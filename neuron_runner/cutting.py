@@ -179,7 +179,7 @@ class CutGraph:
                 traced = _Traced(part.module)
                 at = {index: place[node] for index, node in enumerate(part.inputs) if node in place}
                 executable = compiler.make(traced, given, at)
-                new = traced.with_stand_ins(executable)[len(part.state) :]
+                new = traced.with_stand_ins(executable, len(part.state))
             values.update(zip(part.outputs, new, strict=True))
             crossing = [node for node in part.outputs if isinstance(values[node], torch.Tensor)]
             place.update({node: num_given + index for index, node in enumerate(crossing)})
@@ -279,10 +279,13 @@ class _Traced:
         tensors = [x for x in self._results if isinstance(x, torch.Tensor)]
         return [x.clone() if contents_of(x) in known else x for x in tensors]
 
-    def with_stand_ins(self, executable: Executable) -> list[Any]:
-        """The results of the trace with zeros in place of tensors; the traced tensors are dropped."""
-        stand_ins = iter(executable.stand_ins(0))
-        results, self._results = self._results, []
+    def with_stand_ins(self, executable: Executable, start: int) -> list[Any]:
+        """The results of the trace from ``start`` on, the first that is no state, with zeros in place of tensors.
+
+        The traced tensors are dropped.
+        """
+        stand_ins = iter(executable.stand_ins(start))
+        results, self._results = self._results[start:], []
         return [next(stand_ins) if isinstance(x, torch.Tensor) else x for x in results]
 
 
