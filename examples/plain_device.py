@@ -22,7 +22,6 @@ class PlainPlatform(PagedPlatform):
     device_name = "cpu"
     device_type = "cpu"
     worker_cls = f"{__name__}.PlainWorker"
-    dtypes = (torch.float32,)
 
 
 def __getattr__(name: str) -> Any:

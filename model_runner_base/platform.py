@@ -41,9 +41,10 @@ class PagedPlatform(Platform):
     """Qualified name of the worker, which vLLM imports in the worker's process."""
     scheduler_cls: str = SCHEDULER
     """Qualified name of the scheduler's class, or of a function that makes it, if the user names none."""
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    """Dtypes that a model may run in; ``dtype="auto"`` chooses from ``supported_dtypes``, which are these by
-    default."""
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    """Dtypes that a model may run in. ``dtype="auto"`` takes the checkpoint's; of a checkpoint in float32, or in a
+    dtype that is not listed, the first. A device that emulates a dtype leaves it out of ``supported_dtypes``, so that a
+    user has to ask for it."""
     default_block_size = 32
     default_max_num_batched_tokens = 512
     default_max_num_seqs = 64
@@ -166,6 +167,7 @@ class PagedPlatform(Platform):
 
         from model_runner_base.quantized.configuration import set_aside
         from model_runner_base.quantized.gguf.engine_args import serve_gguf_files
+        from model_runner_base.vllm_compat.patches.auto_dtype import take_dtypes_in_order
         from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
         from model_runner_base.vllm_compat.patches.forced_backends import leave_backend_open
         from model_runner_base.vllm_compat.patches.hybrid_config import (
@@ -188,6 +190,7 @@ class PagedPlatform(Platform):
             if option is not None:
                 option.choices = None
         EngineArgs.get_batch_defaults = staticmethod(batch_defaults)  # type: ignore[assignment, method-assign]
+        take_dtypes_in_order()
         recognise_marked_heads(EngineArgs)
         before_a_method_is_chosen(set_aside)
         keep_block_size()

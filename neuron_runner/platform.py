@@ -31,8 +31,9 @@ class NeuronPlatform(PagedPlatform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Candidates of ``dtype="auto"``. PJRT CPU emulates bfloat16, 25 times slower than float32."""
-        return [torch.bfloat16, torch.float32] if environment.neuron_device_visible() else [torch.float32]
+        """Candidates of ``dtype="auto"``. PJRT CPU emulates the others, bfloat16 25 times slower than float32."""
+        on_neuron = environment.neuron_device_visible()
+        return [torch.bfloat16, torch.float32, torch.float16] if on_neuron else [torch.float32]
 
     @classmethod
     def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:

@@ -10,6 +10,7 @@ halves the files; they are meant to be run in float32. The printed validation lo
 """
 
 import argparse
+import json
 import math
 import re
 import subprocess
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
 VOCAB_SIZE = 2048
@@ -141,8 +142,15 @@ def train(size: Size, tokens: np.ndarray, held_out: np.ndarray, tokens_per_step:
         rows = torch.from_numpy(held_out[: len(held_out) // 512 * 512].reshape(-1, 512))
         losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
     model.generation_config.do_sample = False
-    model.to(torch.bfloat16).save_pretrained(HERE / size.directory)
+    save(model, HERE / size.directory)
     return float(np.mean(losses))
+
+
+def save(model: PreTrainedModel, path: Path) -> None:
+    """Writes a model in bfloat16, with a config that says float32, in which it is meant to be run."""
+    model.to(torch.bfloat16).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
 
 
 def main() -> None:

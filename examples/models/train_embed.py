@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
-from train import read_chapters
+from train import read_chapters, save
 from train_adapter import modern
 from transformers import AutoTokenizer, LlamaModel, PreTrainedTokenizerBase
 
@@ -87,11 +87,11 @@ def train(
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
-def save(model: LlamaModel) -> None:
+def save_embedder(model: LlamaModel) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BASE)  # Another, which no call has told to pad or to cut.
     model.config.max_position_embeddings = tokenizer.model_max_length = MAX_LENGTH
     tokenizer.chat_template = None
-    model.to(torch.bfloat16).save_pretrained(MODEL)
+    save(model, MODEL)
     tokenizer.save_pretrained(MODEL)
     pooling = {"word_embedding_dimension": model.config.hidden_size, "pooling_mode_mean_tokens": True}
     (MODEL / "1_Pooling").mkdir(exist_ok=True)
@@ -117,7 +117,7 @@ def main() -> None:
     before = share_found(model, tokenizer, held_out)
     train(model, tokenizer, verses, args)
     after = share_found(model.eval(), tokenizer, held_out)
-    save(model)
+    save_embedder(model)
     print(
         f"found first of {len(held_out)}: {before:.2f} before, {after:.2f} after; {time.perf_counter() - started:.0f} s"
     )

@@ -20,6 +20,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
+from train import save
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 MODEL = Path(__file__).parent / "shapes"
@@ -193,7 +194,7 @@ def main() -> None:
     processor = make_processor()
     model = make_model(processor)
     train(model, processor, args.steps, args.rows_per_step, args.learning_rate)
-    model.eval().to(torch.bfloat16).save_pretrained(MODEL)
+    save(model.eval(), MODEL)
     processor.save_pretrained(MODEL)
     PICTURES.mkdir(exist_ok=True)
     rng = random.Random(2)

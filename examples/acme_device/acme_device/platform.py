@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import torch
-
 from model_runner_base.platform import PagedPlatform
 
 
 class AcmePlatform(PagedPlatform):
     device_name = device_type = "cpu"  # the type of torch.device
     worker_cls = "acme_device.worker.AcmeWorker"
-    dtypes = (torch.float32,)
 
     @classmethod
     def shares_host_memory(cls, vllm_config: Any) -> bool:
