@@ -42,7 +42,7 @@ from model_runner_base.vllm_compat.patches.router_biases import load_router_bias
 from model_runner_base.vllm_compat.patches.unequal_heads import use_plain_unequal_heads
 from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
 from model_runner_base.vllm_compat.patches.xielu import use_models_dtype
-from model_runner_base.vllm_compat.probes.experts import experts_layers
+from model_runner_base.vllm_compat.probes.experts import experts_layers, wrong_in_float16
 from model_runner_base.vllm_compat.types.recurrent import has_states, layer_kind
 from model_runner_base.weight_stream import Weights, get_model, keep_all, make_loader, weights_of
 
@@ -89,6 +89,10 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         load_draft(vllm_config, model)
         is_draft = False
         assert isinstance(vllm_config.model_config.dtype, torch.dtype)
+        if vllm_config.model_config.dtype == torch.float16 and (layer := wrong_in_float16(model)):
+            raise UnsupportedConfigError(
+                f"{layer}: vLLM adds shared experts with a wrong weight in float16: set dtype to bfloat16 or float32"
+            )
         correct_modernbert(model, vllm_config.model_config.dtype)
         correct_windows(model)
         if use_plain_layers:

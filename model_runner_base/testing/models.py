@@ -52,16 +52,21 @@ class TinyModel:
 @cache
 def reference_model(path: Path) -> Any:
     """The checkpoint in HF transformers, float32; raises NoReferenceError where it differs from published code."""
+    return load_reference(path, torch.float32)
+
+
+def load_reference(path: Path, dtype: torch.dtype, attention: str | None = None) -> Any:
+    """The checkpoint in HF transformers, as ``reference_model`` but in any dtype, and with an attention of choice."""
     path = own if (own := path / OF_TRANSFORMERS).exists() else path
     config = AutoConfig.from_pretrained(path)
     # The default, "sdpa", leaves soft caps out; "eager" counts ALiBi twice in Falcon.
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    attention = attention or ("eager" if getattr(config, "attn_logit_softcapping", None) else None)
     writes_text_alone = type(config) in AutoModelForCausalLM._model_mapping
     model_class: Any = AutoModelForCausalLM if writes_text_alone else AutoModelForImageTextToText
     if type(config).__module__.startswith("vllm."):  # vLLM puts its own config in place of transformers'.
         model_class = getattr(hf, config.architectures[0])
         config = model_class.config_class.from_pretrained(path)
-    model = model_class.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation=attention).eval()
+    model = model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention).eval()
     watch(model, path)
     for module in model.modules():
         # vLLM's Transformers backend has a class of transformers ask for this, in objects that exist already, too.

@@ -23,7 +23,7 @@ def states_in(runner: Any, index: int) -> States:
         cache = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
         parts = [cache] if isinstance(cache, torch.Tensor) else cache
         number = next(int(part) for part in name.split(".") if part.isdecimal())
-        states[number] = [runner.device_ops.to_host(part[index]).copy() for part in parts]
+        states[number] = [runner.device_ops.to_host(part[index].float()).copy() for part in parts]
     return states
 
 

@@ -24,6 +24,9 @@ except ImportError:  # Older releases compute such experts in a layer class of t
     ZeroExpertRouter = None
 """Router of a layer in which experts without weights return their input; None in releases without it."""
 
+DIVIDING_LAYERS = {"DeepseekV2DecoderLayer", "AXK1DecoderLayer", "OpenPanguDecoderLayer"}
+"""Decoder layers that divide all that they add to the residual, in float16, as vLLM divides their shared experts."""
+
 ChooseAndRun = Callable[["ExpertsView", torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes a layer, hidden states [T, hidden] and the router's logits [T, experts]; returns the sum of routed experts."""
 
@@ -137,3 +140,18 @@ def experts_layers(model: nn.Module) -> Iterator[tuple[str, ExpertsView]]:
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLayer):
             yield name, ExpertsView(module)
+
+
+def wrong_in_float16(model: nn.Module) -> str | None:
+    """Name of a layer whose shared experts are added with a wrong weight in float16; None if there is none.
+
+    Lest sums overflow, vLLM then divides shared experts by ``routed_scaling_factor`` in place of multiplying routed ones.
+    That is right only if the decoder layer divides all else, too.
+    """
+    if any(base.__name__ in DIVIDING_LAYERS for module in model.modules() for base in type(module).__mro__):
+        return None
+    for name, module in model.named_modules():
+        divides = type(module).__name__ == "NemotronHMoE" if IS_ONE_MODULE else isinstance(module, ExpertsLayer)
+        if divides and module.routed_scaling_factor != 1.0 and module.shared_experts is not None:
+            return name
+    return None
