@@ -24,6 +24,8 @@ FEATURES = {
     "embeddings, classes, scores": ("tests", NOT_RUN, NO_CUDA, "tests"),
     "tensor parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "contiguous KV cache": ("tests", NOT_RUN, "-", NOT_TESTED),
+    "bfloat16": ("tests", NOT_RUN, H200, "tests"),
+    "float16": ("refused", "refused", NOT_TESTED, "tests"),
     "quantised checkpoints, dequantised": ("tests", NOT_RUN, "-", "tests"),
     "latent attention (MLA)": ("tests", NOT_RUN, "refused", "tests"),
     "8-bit KV cache": ("tests", NOT_RUN, NOT_TESTED, "tests"),

@@ -60,4 +60,11 @@ MUTATIONS = [
         "each := self._layers.get(name)",
         "test_cache_formats and scales_by_family",
     ),
+    Mutation(
+        "logits stay in the model's dtype",
+        "heads/generate.py",
+        "self.model.compute_logits(hidden_states[indices]).float())",
+        "self.model.compute_logits(hidden_states[indices]))",
+        "test_half_precision",
+    ),
 ]

@@ -1,4 +1,4 @@
-"""What ``dtype="auto"`` means on a platform of this library: the checkpoint's dtype, or the device's first one."""
+"""Meaning of ``dtype="auto"`` on a platform of this library: the checkpoint's dtype, or the device's first one."""
 
 from collections.abc import Callable
 from functools import wraps
