@@ -1,9 +1,9 @@
 """Models in bfloat16 and float16: log probabilities and greedy tokens against HF transformers in the same dtype.
 
 Sums of the same numbers in another order are rounded otherwise, so no two programs agree. The bar is what transformers
-differs by from itself: in eager attention from SDPA, and in the dtype from float32. A device that rounds less often than
-transformers does is nearer to float32. A rounding may change which experts a token gets, and with them all that follows.
-So the differences of most tokens are compared, not of all.
+differs by from itself: in eager attention from SDPA, and in the dtype from float32. A device that rounds less often
+than transformers does is nearer to float32. A rounding may change which experts a token gets, and with them all that
+follows. So the differences of most tokens are compared, not of all.
 """
 
 from collections.abc import Sequence

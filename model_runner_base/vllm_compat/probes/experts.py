@@ -145,8 +145,8 @@ def experts_layers(model: nn.Module) -> Iterator[tuple[str, ExpertsView]]:
 def wrong_in_float16(model: nn.Module) -> str | None:
     """Name of a layer whose shared experts are added with a wrong weight in float16; None if there is none.
 
-    Lest sums overflow, vLLM then divides shared experts by ``routed_scaling_factor`` in place of multiplying routed ones.
-    That is right only if the decoder layer divides all else, too.
+    Lest sums overflow, vLLM then divides shared experts by ``routed_scaling_factor`` in place of multiplying routed
+    ones. That is right only if the decoder layer divides all else, too.
     """
     if any(base.__name__ in DIVIDING_LAYERS for module in model.modules() for base in type(module).__mro__):
         return None
