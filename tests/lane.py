@@ -52,6 +52,7 @@ NEWEST = [
     "base/test_prompt_embeds.py",
     "base/test_dequantise.py",
     "base/test_gguf.py",
+    "base/test_half_precision.py",
     "base/test_quantised_models.py",
     "base/test_recurrent_adapters.py",
     "base/test_recurrent_models.py",
