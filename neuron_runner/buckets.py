@@ -24,6 +24,7 @@ class NeuronBuckets(BucketPolicy):
 
     def configure(self, limits: StepLimits) -> None:
         super().configure(limits)
+        self._limits = limits
         requests = _given(self.config.num_seqs_buckets, 1, limits.max_num_reqs)
         contexts = _given(self.config.context_length_buckets, 128, limits.max_model_len)
         tokens = _given(self.config.num_batched_tokens_buckets, 128, limits.max_num_tokens)
@@ -38,6 +39,14 @@ class NeuronBuckets(BucketPolicy):
         else:
             mixed = [size for size in self._placed(limits) if size.kind == StepKind.MIXED]
         self.set_sizes([*decode, *mixed, *contiguous_sizes(limits)])
+
+    def few_users_sizes(self) -> list[StepSize]:
+        """Sizes of a lone request's decode, of that of a few requests, and of a short prompt."""
+        limits = self._limits
+        needs = [limits.mixed_size(0, 0, 100, 1, 2)]
+        if limits.decodes:
+            needs += [limits.decode_size(1, 16), limits.decode_size(min(8, limits.max_num_reqs), 32)]
+        return [self.dispatch(need) for need in needs if any(size.holds(need) for size in self.sizes)]
 
     def _placed(self, limits: StepLimits) -> tuple[StepSize, ...]:
         return place_sizes(limits, self.config.max_padding)

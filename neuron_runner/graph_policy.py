@@ -75,7 +75,8 @@ class OpenXlaPolicy(NeuronBuckets):
     def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
         if not self._compiles_in_background:
             return sizes
-        return self.largest_sizes(sizes)
+        first = {*self.largest_sizes(sizes), *(self.few_users_sizes() if self.is_slow else ())}
+        return [size for size in sizes if size in first]
 
     def compile_in_background(self, run: Callable[[], None]) -> Wait:
         made, kept = self._compiler.num_graphs, int(os.environ[CACHE_SIZE])

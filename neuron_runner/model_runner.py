@@ -5,11 +5,15 @@ from model_runner_base.heads.pooling.placement import pooler_left_out
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.multimodal.towers.placement import towers_left_out
+from model_runner_base.start.cache_memory import weights_memory
 from model_runner_base.start.step_memory import estimate_step_memory
 from neuron_runner.config import read_neuron_config
 from neuron_runner.nki import use_nki
 from neuron_runner.nki.tiling import KERNEL_KV_TILE, KERNEL_QUERY_TILE
 from neuron_runner.sampling import sort_limits
+
+LARGE_MODEL = 1 << 30
+"""Bytes of weights from which on a host takes seconds for a step of the largest size."""
 
 
 class NeuronModelRunner(ModelRunnerBase):
@@ -55,6 +59,7 @@ class NeuronModelRunner(ModelRunnerBase):
                     weights.transpose_linear_weights(self.model)
                 weights.move(self.model, self.device, self.device_ops.synchronize)
             weights.refuse_loading(self.model)
+        self.graph_policy.is_slow = weights_memory(self.model) >= LARGE_MODEL
 
     def profile_run(self) -> int:
         """Estimates a step's bytes by the largest graph's shapes.

@@ -25,6 +25,9 @@ from model_runner_base.step.sizes import StepSize
 
 logger = init_logger(f"vllm.{__name__}")
 
+IDLE_SECONDS = 2.0
+"""Time after a step from which on no request counts as served."""
+
 SizeParts = Iterator[tuple[object, Callable[[], None]]]
 """Functions that make the parts of a size, each with a key. Sizes share parts of equal keys, which are made once. Each
 function must be called before the next is taken from the iterator."""
@@ -127,7 +130,11 @@ class BackgroundCompiler:
         return runner is not None and runner.pending is not None
 
     def _make_all(self) -> None:
-        while not self._is_over() and (size := self._pick()) is not None:
+        while not self._is_over() and self._waiting:
+            size = self._pick()
+            if size is None:
+                time.sleep(IDLE_SECONDS / 4)
+                continue
             try:
                 self._make(size)
             except Exception as error:
@@ -149,12 +156,15 @@ class BackgroundCompiler:
         self._error = self._error or error
 
     def _pick(self) -> StepSize | None:
-        """Removes and returns the size to make next; None if there is none."""
+        """Removes and returns the size to make next; None if there is none, or none for now."""
         with self._guard.between_steps(self._is_halfway):
             runner = self._runner()
             if not self._waiting or runner is None:
                 return None
             size = runner.graph_policy.most_wanted(self._waiting)
+            is_busy = time.monotonic() - self._guard.last_step < IDLE_SECONDS
+            if is_busy and not runner.graph_policy.is_worth_it(size):
+                return None
             self._waiting.remove(size)
             return size
 

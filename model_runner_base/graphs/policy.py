@@ -6,7 +6,7 @@ runs at its own size, and nothing is captured.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -36,6 +36,10 @@ WrapFunction = Callable[[StepFunction, MutableSequence[torch.Tensor]], StepFunct
 
 Wait = Callable[[], None]
 """Function that returns once something is compiled, or raises its error. It may be called again."""
+
+
+FIXED_COST_OF_SLOW_STEPS = 16
+"""Cost of a step of a large model that does not depend on its size, in units of one token: reading the weights."""
 
 
 class NoGraphSizeError(RuntimeError):
@@ -128,9 +132,17 @@ class GraphPolicy:
     def offer(self, size: StepSize) -> None:
         """Lets steps run at a size that was left out before."""
 
+    is_slow = False
+    """Whether a step, and the compilation of a size, take seconds; a device says so that compiles large models on the
+    cores that it computes with."""
+
     def most_wanted(self, sizes: Sequence[StepSize]) -> StepSize:
         """Size that helps most among ``sizes``, which are still to be made."""
         return sizes[0]
+
+    def is_worth_it(self, size: StepSize) -> bool:
+        """Whether to make ``size`` while steps are served; if not, it waits until none has run for a while."""
+        return True
 
 
 class BucketPolicy(GraphPolicy):
@@ -176,21 +188,28 @@ class BucketPolicy(GraphPolicy):
     def most_wanted(self, sizes: Sequence[StepSize]) -> StepSize:
         """Size that saves most in steps like the last ones; if these already run at their best sizes, in steps of any
         size."""
+        weights = self._unserved() or dict.fromkeys(range(len(self.sizes)), 1)
+        return max(sizes, key=lambda size: self._good_of(size, weights))
+
+    def is_worth_it(self, size: StepSize) -> bool:
+        """Whether to make ``size`` while steps are served: always, or where steps are slow, if it makes the last ones
+        half as dear on average."""
+        return not self.is_slow or self._good_of(size, self._unserved()) >= len(self._last_needs) * log(2)
+
+    def _unserved(self) -> dict[int, int]:
+        """Number of the last steps by the index of their best size, of sizes that are not offered yet."""
         wanted = Counter(self._cheapest(self._every, need) for need in self._last_needs.copy())
-        unserved = {index: count for index, count in wanted.items() if self.sizes[index] not in self.offered}
-        weights = unserved or dict.fromkeys(range(len(self.sizes)), 1)
+        return {index: count for index, count in wanted.items() if self.sizes[index] not in self.offered}
 
-        def good_of(size: StepSize) -> float:
-            """Benefit of a size: the logarithm of the factor by which it makes a step cheaper, summed over the steps
-            that it holds."""
-            good = 0.0
-            for index, weight in weights.items():
-                if size.holds(self.sizes[index]):
-                    now = self.offered[self._cheapest(self._table, self.sizes[index])]
-                    good += weight * max(0.0, log((1 + self.cost(now)) / (1 + self.cost(size))))
-            return good
-
-        return max(sizes, key=good_of)
+    def _good_of(self, size: StepSize, weights: Mapping[int, int]) -> float:
+        """Benefit of a size: the logarithm of the factor by which it makes a step cheaper, summed over the steps that
+        it holds. ``weights`` are numbers of steps by the index of their best size."""
+        good, fixed = 0.0, FIXED_COST_OF_SLOW_STEPS if self.is_slow else 1
+        for index, weight in weights.items():
+            if size.holds(self.sizes[index]):
+                now = self.offered[self._cheapest(self._table, self.sizes[index])]
+                good += weight * max(0.0, log((fixed + self.cost(now)) / (fixed + self.cost(size))))
+        return good
 
     def _cheapest(self, table: np.ndarray, need: StepSize) -> int:
         return first_that_holds(table, int(need.kind), need.dims)

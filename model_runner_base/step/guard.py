@@ -1,5 +1,6 @@
 """Guard around each half of a step. It wraps methods of the runner, since vLLM's Ray executor bypasses the worker."""
 
+import math
 import os
 import threading
 import time
@@ -32,6 +33,8 @@ class StepGuard:
         self._is_wanted = False
         """Whether a step is waiting to begin."""
         self._inference_mode = current_platform.inference_mode()
+        self.last_step = -math.inf
+        """Time, by ``time.monotonic``, at which a half of a step last ended."""
 
     lock = threading.Lock()
     """Lock of all engines of the process, held inside the guard: they share vLLM's forward context."""
@@ -57,6 +60,7 @@ class StepGuard:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._inference_mode.__exit__(exc_type, exc, traceback)
+        self.last_step = time.monotonic()
         self.lock.release()
         if self._rank and isinstance(exc, Exception):
             logger.error("This worker failed in a step, so it ends; the engine ends with it.", exc_info=exc)

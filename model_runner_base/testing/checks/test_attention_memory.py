@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM
 
@@ -40,7 +41,7 @@ def _resident(name: str) -> int:
 
 def test_attention_memory(engine: Callable[..., LLM], text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
     """Many requests with a long prefix in common, which the cache holds once and attention reads for each of them."""
-    config = text_engine().llm_engine.vllm_config.additional_config
+    config: Any = text_engine().llm_engine.vllm_config.additional_config
     llm = engine(
         text_model.path,
         max_num_seqs=NUM_REQS,
