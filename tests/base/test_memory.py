@@ -246,8 +246,7 @@ def test_step_memory_counts_a_pass_that_drafts_in_parallel() -> None:
 
 
 def test_attention_in_pieces_takes_no_more_at_larger_limits() -> None:
-    """With a number of pairs at a time, requests and contexts that are sixteen times as long take a plan's numbers
-    more."""
+    """Contexts that are sixteen times as long take no more memory if attention holds a number of pairs at a time."""
     specs, in_pieces = {"layer": spec(2, 8)}, replace(LIMITS, decode_piece=10, chunk_piece=4)
     longer = replace(in_pieces, max_model_len=16 * LIMITS.max_model_len)
     few, many = (

@@ -40,7 +40,7 @@ def _resident(name: str) -> int:
 
 
 def test_attention_memory(engine: Callable[..., LLM], text_engine: Callable[..., LLM], text_model: TinyModel) -> None:
-    """Many requests with a long prefix in common, which the cache holds once and attention reads for each of them."""
+    """Requests that share a long prefix, which the cache holds once and attention reads for each of them."""
     config: Any = text_engine().llm_engine.vllm_config.additional_config
     llm = engine(
         text_model.path,
