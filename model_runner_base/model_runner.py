@@ -8,7 +8,7 @@ in the files that it calls. A device plugs itself in through four hooks (``_cach
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -226,8 +226,12 @@ class ModelRunnerBase:
         """Limits of a step; ``num_lines`` are the lines of a contiguous cache, if decode may read all of them."""
         tiles = self.KV_TILE, self.CHUNK_QUERY_TILE, self.CHUNK_KV_TILE
         limits = step_limits(self.vllm_config, self.max_model_len, *tiles, num_lines)
-        memory = attention_memory(self.vllm_config, self.device_ops.memory_info().total)
-        return in_pieces(limits, memory, self.get_kv_cache_spec().values(), self.vllm_config)
+        return in_pieces(limits, self._attention_memory, self.get_kv_cache_spec().values(), self.vllm_config)
+
+    @cached_property
+    def _attention_memory(self) -> int:
+        """Bytes that attention in plain torch may take at a time."""
+        return attention_memory(self.vllm_config, self.device_ops.memory_info().total)
 
     @contextmanager
     def changing_adapters(self) -> Iterator[Adapters]:

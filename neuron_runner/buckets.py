@@ -43,9 +43,11 @@ class NeuronBuckets(BucketPolicy):
     def few_users_sizes(self) -> list[StepSize]:
         """Sizes of a lone request's decode, of that of a few requests, and of a short prompt."""
         limits = self._limits
-        needs = [limits.mixed_size(0, 0, 100, 1, 2)]
+        tiles, few = limits.max_kv_tiles, min(8, limits.max_num_reqs)
+        num_tokens = max(1, min(100, limits.max_chunk_tokens - limits.decode.query))
+        needs = [limits.mixed_size(0, 0, num_tokens, 1, min(2, limits.max_chunk_kv_tiles))]
         if limits.decodes:
-            needs += [limits.decode_size(1, 16), limits.decode_size(min(8, limits.max_num_reqs), 32)]
+            needs += [limits.decode_size(1, min(16, tiles)), limits.decode_size(few, min(32, few * tiles))]
         return [self.dispatch(need) for need in needs if any(size.holds(need) for size in self.sizes)]
 
     def _placed(self, limits: StepLimits) -> tuple[StepSize, ...]:

@@ -28,6 +28,7 @@ from neuron_runner.executable import Compiler, Executable, UnsupportedGraphError
 
 LARGE_LAYER = 8 << 20
 """Bytes of a layer's weights from which on a graph is cut between layers: reading them takes a CPU about 1 ms."""
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "setitem"}
 _CHILD = re.compile(r"\['\d+'\]$")
 """End of Dynamo's name of a module in a list of modules."""
 
@@ -55,7 +56,8 @@ def starts_of_pieces(
     in_layers = sum(tensor.nbytes for node, tensor in weights.items() if any(map(_layer_of, node.users)))
     num_layers = len(set(filter(None, map(_layer_of, layers))))
     is_worth_it = num_layers > 1 and in_layers >= LARGE_LAYER * num_layers
-    return collectives | layers if is_worth_it and _view_across(graph, state_inputs, layers) is None else collectives
+    can_be_cut = _view_across(graph, state_inputs, layers) is None and not _updates_across(graph, layers)
+    return collectives | layers if is_worth_it and can_be_cut else collectives
 
 
 def _starts_of_layers(graph: fx.GraphModule) -> set[fx.Node]:
@@ -72,6 +74,33 @@ def _layer_of(node: fx.Node) -> str | None:
     """Dynamo's name of the layer that a node is part of: the outermost module of a list; None if there is none."""
     stack = node.meta.get("nn_module_stack") or {}
     return next((path for path, _ in stack.values() if _CHILD.search(path)), None)
+
+
+def _updates_across(graph: fx.GraphModule, starts: set[fx.Node]) -> bool:
+    """Whether a piece would update in place what another one has made, as layers do that add to their own input."""
+    given = set(map(_storage, graph.graph.find_nodes(op="placeholder")))
+    made_in: dict[int | None, int] = {}
+    piece = 0
+    for node in graph.graph.nodes:
+        piece += node in starts
+        updated = _storage(node.args[0]) if _is_update(node) else None
+        if updated is not None and updated not in given and made_in.get(updated, piece) != piece:
+            return True
+        made_in.setdefault(_storage(node), piece)
+    return False
+
+
+def _is_update(node: fx.Node) -> bool:
+    """Whether a node updates its first argument in place: ``add_``, ``iadd`` and the like."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _storage(node: Any) -> int | None:
+    example = _example(node) if isinstance(node, fx.Node) else None
+    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else None
 
 
 def _view_across(graph: fx.GraphModule, state_inputs: list[int], starts: set[fx.Node]) -> fx.Node | None:

@@ -176,9 +176,14 @@ class Compiler:
         """Makes ``Executable(*arguments)``. It is compiled now, unless ``ahead`` or ``in_background`` is active."""
         executable = Executable(*arguments)
         known = self._compilations.get(executable.hash)
+        if known is not None and known.done() and (known.cancelled() or known.exception()):
+            known = None
         if known is not None:
             executable.forgo_compilation()
-            self._awaited.append(known)
+            if self._submit:
+                self._awaited.append(known)
+            else:
+                known.result()
         elif self._submit:
             self._submit(executable.compile)
             self._compilations[executable.hash] = self._awaited[-1]

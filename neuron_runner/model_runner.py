@@ -7,6 +7,7 @@ from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.multimodal.towers.placement import towers_left_out
 from model_runner_base.start.cache_memory import weights_memory
 from model_runner_base.start.step_memory import estimate_step_memory
+from neuron_runner import environment
 from neuron_runner.config import read_neuron_config
 from neuron_runner.nki import use_nki
 from neuron_runner.nki.tiling import KERNEL_KV_TILE, KERNEL_QUERY_TILE
@@ -59,7 +60,8 @@ class NeuronModelRunner(ModelRunnerBase):
                     weights.transpose_linear_weights(self.model)
                 weights.move(self.model, self.device, self.device_ops.synchronize)
             weights.refuse_loading(self.model)
-        self.graph_policy.is_slow = weights_memory(self.model) >= LARGE_MODEL
+        is_on_host = not environment.neuron_device_visible()
+        self.graph_policy.is_slow = is_on_host and weights_memory(self.model) >= LARGE_MODEL
 
     def profile_run(self) -> int:
         """Estimates a step's bytes by the largest graph's shapes.

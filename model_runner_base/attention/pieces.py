@@ -8,9 +8,9 @@ state of every query is kept (arXiv:2205.14135): the largest score so far, and s
     out         = out * exp(maximum - new maximum)
                   + sum over the piece's pairs of their out * exp(their maximum - new maximum)
 
-Sums over a query tile's pairs are products with the matrix that says which pair is of which tile. Pieces follow each
-other in a loop: Python's, ``torch.while_loop`` where Dynamo traces, or that of a device that traces in a way of its own
-(``loops_run_by``). A loop in a graph ends with the last piece that has a pair, so padding costs nothing.
+What a pair adds to its query tile reaches no other tile, not even a NaN. Pieces follow each other in a loop: Python's,
+``torch.while_loop`` where Dynamo traces, or that of a device that traces in a way of its own (``loops_run_by``). A loop
+in a graph ends with the last piece that has a pair, so padding costs nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +129,7 @@ def attend_in_pieces(
 def unrolled(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
     """Python's own loop: of eager steps, and of graphs for compilers that know no loops."""
     for piece in range(most):
-        state = body(torch.tensor(piece, dtype=torch.int32, device=rounds.device), state, reads)
+        state = body(torch.full((), piece, dtype=torch.int32, device=rounds.device), state, reads)
     return state
 
 
@@ -147,18 +147,13 @@ def _while_loop(rounds: torch.Tensor, most: int, body: Body, state: State, reads
 
 def _add(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Partial:
     """Adds the partial results of a piece's pairs to those of the query tiles ``pair_tile`` [P]."""
-    num_tiles = state.out.shape[0]
-    number = torch.arange(num_tiles, dtype=torch.int32, device=pair_tile.device).view(-1, 1)
-    is_of = number == pair_tile.view(1, -1)
-    rows = piece.maximum.flatten(1)
-    largest = torch.where(is_of.unsqueeze(2), rows.unsqueeze(0), MASK_VALUE).amax(dim=1).view_as(state.maximum)
+    number = torch.arange(state.out.shape[0], dtype=torch.int32, device=pair_tile.device).view(-1, 1, 1)
+    is_of = number == pair_tile.view(1, -1, 1)
+    largest = torch.where(is_of, piece.maximum.flatten(1), MASK_VALUE).amax(dim=1).view_as(state.maximum)
     maximum = torch.maximum(state.maximum, largest)
-    of_tile = is_of.float()
-    # Back to the pairs by a product: a gather of what is reduced here costs a compiler the reduction for every row.
-    scale = torch.exp(rows - torch.matmul(of_tile.t(), maximum.flatten(1))).view_as(piece.maximum)
-    kept = torch.exp(state.maximum - maximum)
-    out = state.out * kept + torch.matmul(of_tile, (piece.out * scale).flatten(1)).view_as(state.out)
-    total = state.total * kept + torch.matmul(of_tile, (piece.total * scale).flatten(1)).view_as(state.total)
+    kept, scale = torch.exp(state.maximum - maximum), torch.exp(piece.maximum - maximum[pair_tile])
+    out = (state.out * kept).index_add(0, pair_tile, piece.out * scale)
+    total = (state.total * kept).index_add(0, pair_tile, piece.total * scale)
     return Partial(out, maximum, total)
 
 

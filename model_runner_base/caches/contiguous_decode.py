@@ -34,11 +34,14 @@ def contiguous_sizes(limits: StepLimits) -> list[StepSize]:
 
 
 def _most_tiles(limits: StepLimits) -> int:
-    """Largest number of KV tiles that attention may hold of every line at a time. Longer contexts are read by pairs."""
+    """Largest number of KV tiles that attention may hold of every line at a time; 0 if lines gain nothing.
+
+    Longer contexts are read by pairs.
+    """
     if not limits.num_lines:
         return 0
-    at_once = limits.decode_piece or limits.num_lines * limits.max_kv_tiles
-    return min(limits.max_kv_tiles, at_once // limits.num_lines)
+    most = limits.decode_piece // limits.num_lines if limits.decode_piece else limits.max_kv_tiles
+    return min(limits.max_kv_tiles, most) if most >= min(4, limits.max_kv_tiles) else 0
 
 
 def _line_size(limits: StepLimits, num_rows: int, kv_tiles: int) -> StepSize:

@@ -51,6 +51,8 @@ def step_limits(
 
 def in_pieces(limits: StepLimits, memory: int, specs: Iterable[Any], vllm_config: VllmConfig) -> StepLimits:
     """``limits`` with as many pairs at a time as take ``memory`` bytes in a layer with one of these KV-cache specs."""
+    if not attention_layers(vllm_config):
+        return limits
     shapes = pair_shapes(specs, vllm_config.model_config)
     return replace(
         limits,

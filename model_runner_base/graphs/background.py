@@ -60,6 +60,8 @@ class BackgroundCompiler:
         self._waiting: list[StepSize] = []
         self._threads: list[threading.Thread] = []
         self._is_stopped = False
+        self._is_awaited = False
+        """Whether a caller waits for every size, so that none is put off while steps are served."""
         self._error: Exception | None = None
         for other in [other for other in self._all_started if other.is_making]:
             gc.collect()  # Then an engine that is no longer used makes no more sizes.
@@ -117,6 +119,7 @@ class BackgroundCompiler:
             raise self._error
 
     def _join(self) -> None:
+        self._is_awaited = True
         for thread in self._threads:
             thread.join()
 
@@ -133,7 +136,7 @@ class BackgroundCompiler:
         while not self._is_over() and self._waiting:
             size = self._pick()
             if size is None:
-                time.sleep(IDLE_SECONDS / 4)
+                time.sleep(IDLE_SECONDS / 2)
                 continue
             try:
                 self._make(size)
@@ -162,7 +165,7 @@ class BackgroundCompiler:
             if not self._waiting or runner is None:
                 return None
             size = runner.graph_policy.most_wanted(self._waiting)
-            is_busy = time.monotonic() - self._guard.last_step < IDLE_SECONDS
+            is_busy = not self._is_awaited and time.monotonic() - self._guard.last_step < IDLE_SECONDS
             if is_busy and not runner.graph_policy.is_worth_it(size):
                 return None
             self._waiting.remove(size)

@@ -254,3 +254,22 @@ def test_large_layers_are_compiled_once(is_large: bool, crosses: bool, monkeypat
     assert [isinstance(made, CutExecutable) for made, _ in compiled._executables.values()] == [is_cut]
     # The first piece makes nothing, the layers are one graph, and the head is another.
     assert compiled._compiler.num_graphs == (2 if is_cut else 1)
+
+
+def test_layers_that_add_to_their_input_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece cannot update what another one has made, as Falcon's layers do."""
+    monkeypatch.setattr(cutting, "LARGE_LAYER", 1)
+    host = Layers(16)
+    device = copy.deepcopy(host).to(torch_xla.device())
+
+    def step(model: Layers, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * 2
+        for layer in model.layers:
+            hidden += layer(hidden)
+        return model.head(hidden)
+
+    compiled = CompiledFunction(partial(step, device), [])
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x.to(torch_xla.device())).cpu(), step(host, x))
+    assert not any(isinstance(made, CutExecutable) for made, _ in compiled._executables.values())
