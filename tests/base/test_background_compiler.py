@@ -134,6 +134,74 @@ def test_a_size_is_offered_when_all_its_parts_are_compiled() -> None:
     assert served.runner.num_stops == 2
 
 
+def test_where_steps_are_slow_sizes_wait_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made while steps go on that no size makes half as dear; then the sizes are made."""
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.2)
+    served = Served()
+    served.policy.is_slow = True
+    served.policy.dispatch(decode(1, 1))
+    for count in range(30):
+        with served.guard:
+            sleep(0.01)
+        if count == 0:
+            served.compiler.start()
+    assert not served.policy.begun
+    for what in ("model 4", "rows 2", "model 2", "rows 1"):
+        served.policy.end(what)
+    served.compiler.wait()
+    assert len(served.policy.offered) == 3
+
+
+def test_a_caller_who_waits_for_all_sizes_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.2)
+    served, is_over = Served(), threading.Event()
+    served.policy.is_slow = True
+    served.policy.dispatch(decode(1, 1))
+
+    def step() -> None:
+        while not is_over.is_set():
+            with served.guard:
+                sleep(0.005)
+            sleep(0.005)
+
+    def end_all() -> None:
+        for what in ("model 4", "rows 2", "model 2", "rows 1"):
+            served.policy.end(what)
+
+    threads = [threading.Thread(target=run) for run in (step, end_all)]
+    with served.guard:
+        pass
+    for thread in threads:
+        thread.start()
+    served.compiler.start()
+    try:
+        served.compiler.wait()
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert len(served.policy.offered) == 3
+
+
+def test_sizes_that_make_slow_steps_half_as_dear_are_worth_it() -> None:
+    """Whether a size is worth it depends on the last steps; reading the weights costs as much as sixteen tokens."""
+    small, medium, large = decode(20, 1), decode(600, 2), decode(800, 2)
+    policy = bucket_policy([small, medium, large])
+    policy.offer_only([large])
+    policy.dispatch(decode(20, 1))
+    assert policy.is_worth_it(medium)
+    policy.is_slow = True
+    assert policy.is_worth_it(small) and not policy.is_worth_it(medium)
+    for _ in range(9):
+        policy.dispatch(large)
+    assert not policy.is_worth_it(small)
+    tiny = bucket_policy([decode(1, 1), decode(12, 1)])
+    tiny.offer_only([decode(12, 1)])
+    tiny.is_slow = True
+    tiny.dispatch(decode(1, 1))
+    assert not tiny.is_worth_it(decode(1, 1))
+
+
 def test_nothing_is_traced_within_a_step() -> None:
     served = Served()
     with served.guard:

@@ -336,3 +336,31 @@ def test_tiles_of_chunks_are_whole_blocks(block_size: int, target: int) -> None:
     keys = whole_blocks(block_size, target)
     assert keys % block_size == 0 and keys >= block_size and (keys <= target < keys + block_size or keys == block_size)
     assert kv_tile_for(block_size) <= max(64, block_size)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "length"), [(512, 64, 40960), (16, 1, 64), (1, 1, 64), (8192, 256, 131072), (100, 8, 100)]
+)
+def test_first_sizes_of_slow_steps_serve_a_few_users(tokens: int, requests: int, length: int) -> None:
+    """Where steps are slow, a lone user's decode and prompt have sizes of their own before serving begins, and every
+    step has one."""
+    policy = OpenXlaPolicy(NeuronConfig())
+    limits = limits_of(tokens, requests, length, 64, 64)
+    policy.configure(limits)
+    few = policy.first_sizes(policy.sizes)
+    policy.is_slow = True
+    first = policy.first_sizes(policy.sizes)
+    assert set(few) <= set(first) <= set(policy.sizes)
+    assert all(any(size.holds(each) for size in first) for each in policy.sizes)
+    policy.offer_only(first)
+    assert policy.dispatch(limits.decode_size(1, 1)).num_tokens <= max(2, requests // 16)
+    if tokens > 100:
+        assert policy.dispatch(limits.mixed_size(0, 0, 50, 1, 1)).num_tokens <= 200
+
+
+@pytest.mark.parametrize(("piece", "longest"), [(0, 40), (400, 40), (100, 10), (39, 0), (9, 0)])
+def test_lines_are_read_as_far_as_attention_may_hold_them(piece: int, longest: int) -> None:
+    """Longer contexts are read by pairs; lines of fewer than four KV tiles gain nothing."""
+    limits = replace(limits_of(64, 10, 640, 16, 16, lines=10), decode_piece=piece)
+    sizes = contiguous_sizes(limits)
+    assert max([limits.named(size)["decode_pairs"] // 10 for size in sizes], default=0) == longest
