@@ -11,7 +11,8 @@ tiles 0, 1 and 2, of which the last holds three keys that the token sees.
 
 A pair yields an unnormalised partial result with its running maximum and sum (the online-softmax state of
 FlashAttention, arXiv:2205.14135). A tree of gathers with fixed fan-in merges the partial results of a query tile: level
-by level, a node merges up to ``FAN_IN`` nodes of the level below. So no scatter, sort or loop is needed.
+by level, a node merges up to ``FAN_IN`` nodes of the level below. So no scatter, sort or loop is needed. Plans of more
+pairs than are held at a time are worked through in pieces instead (attention/pieces.py).
 """
 
 from dataclasses import dataclass

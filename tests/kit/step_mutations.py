@@ -208,8 +208,8 @@ MUTATIONS = [
     Mutation(
         "a piece's pairs do not rescale what came before them",
         "attention/pieces.py",
-        "kept = torch.exp(state.maximum - maximum)",
-        "kept = torch.ones_like(maximum)",
+        "(state.out * kept).index_add",
+        "state.out.index_add",
         "test_attention_memory",
     ),
     Mutation(
