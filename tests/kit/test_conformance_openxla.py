@@ -48,7 +48,7 @@ def test_keeps_every_promise(pytestconfig: pytest.Config) -> None:
     is_recorded = pytestconfig.getoption("record")
     chosen = ALL_BUT_SIZES if IS_FULL or is_recorded else f"{ALL_BUT_SIZES} and {FURTHER}"
     status, results, printed = measure(DEVICE, [*LARGEST, "-k", chosen], is_recorded)
-    assert_all_pass(status, results, printed)
+    assert_all_pass(status, results, printed, "Values in float16")  # XLA sums float16 in float16 there.
 
 
 def test_sizes_that_are_compiled_while_steps_run(pytestconfig: pytest.Config) -> None:
