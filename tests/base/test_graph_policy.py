@@ -342,8 +342,7 @@ def test_tiles_of_chunks_are_whole_blocks(block_size: int, target: int) -> None:
     ("tokens", "requests", "length"), [(512, 64, 40960), (16, 1, 64), (1, 1, 64), (8192, 256, 131072), (100, 8, 100)]
 )
 def test_first_sizes_of_slow_steps_serve_a_few_users(tokens: int, requests: int, length: int) -> None:
-    """Where steps are slow, a lone user's decode and prompt have sizes of their own before serving begins, and every
-    step has one."""
+    """A lone user's decode and prompt have sizes of their own before serving begins, and every step has one."""
     policy = OpenXlaPolicy(NeuronConfig())
     limits = limits_of(tokens, requests, length, 64, 64)
     policy.configure(limits)
