@@ -11,7 +11,7 @@ large that reading them takes many times that.
 
 What crosses is a copy. So a piece may update in place what it made itself, its state, and a collective's result that
 no other piece reads. Updates of other crossing values are refused by ``Executable``, which checks what it is given;
-views of state that cross are refused here.
+views of state that cross a collective are refused here. A graph that would do either between layers is not cut there.
 """
 
 import operator
@@ -106,14 +106,11 @@ def _storage(node: Any) -> int | None:
 def _view_across(graph: fx.GraphModule, state_inputs: list[int], starts: set[fx.Node]) -> fx.Node | None:
     """A view of the state that is made in one piece and used in another; None if there is none."""
     nodes = list(graph.graph.nodes)
-    storages = {_example(nodes[index]).untyped_storage()._cdata for index in state_inputs}
+    storages = {_storage(nodes[index]) for index in state_inputs}
     cuts = [index for index, node in enumerate(nodes) if node in starts]
     order = {node: index for index, node in enumerate(nodes)}
     for node in nodes:
-        example = _example(node)
-        if node.op == "placeholder" or not isinstance(example, torch.Tensor):
-            continue
-        if example.untyped_storage()._cdata in storages:
+        if node.op != "placeholder" and _storage(node) in storages:
             last_use = max((order[user] for user in node.users), default=0)
             if any(order[node] < cut <= last_use for cut in cuts):
                 return node

@@ -164,11 +164,11 @@ class StepLimits:
 
     def decode_pairs_at_once(self, kv_tile: int) -> int:
         """``decode_piece`` for KV tiles of ``kv_tile`` positions, which may be more than ``decode.keys``."""
-        return max(1, self.decode_piece * self.decode.keys // kv_tile) if self.decode_piece else 0
+        return _pairs_of(self.decode_piece, self.decode.keys, kv_tile)
 
     def chunk_pairs_at_once(self, kv_tile: int) -> int:
         """``chunk_piece`` for KV tiles of ``kv_tile`` positions, which may be more than ``chunk.keys``."""
-        return max(1, self.chunk_piece * self.chunk.keys // kv_tile) if self.chunk_piece else 0
+        return _pairs_of(self.chunk_piece, self.chunk.keys, kv_tile)
 
     @property
     def max_kv_tiles(self) -> int:
@@ -267,6 +267,11 @@ class StepLimits:
         if not self.decodes:
             return (self.mixed_size(0, 0, tokens, chunks, chunk_pairs),)
         return self.decode_size(rows, pairs), self.mixed_size(rows, pairs, tokens, chunks, chunk_pairs)
+
+
+def _pairs_of(piece: int, keys: int, kv_tile: int) -> int:
+    """Number of pairs with tiles of ``kv_tile`` positions that are as large as ``piece`` pairs of ``keys``; 0 for 0."""
+    return max(1, piece * keys // kv_tile) if piece else 0
 
 
 @compiled
