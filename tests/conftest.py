@@ -26,6 +26,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 import quick
+import torch
 from transformers import PreTrainedModel
 from vllm import LLM
 
@@ -90,6 +91,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
     files = [f"test_{name}" for name in LONGEST]
     items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_groups_end() -> Iterator[None]:
+    """Ends the process groups of engines to which a test still referred when their contexts ended."""
+    yield
+    if torch.distributed.is_initialized():
+        shut_down()
 
 
 @contextmanager
