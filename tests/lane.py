@@ -93,6 +93,7 @@ NEWEST = [
     "gpu/test_gpu_recurrent.py",
     "gpu/test_gpu_runner.py",
     "neuron/test_dynamo.py",
+    "neuron/test_pieces.py",
     "project/test_foreign_platform.py",
     "project/test_hostile_server.py",
     "project/test_plugins.py",

@@ -134,13 +134,15 @@ def unrolled(rounds: torch.Tensor, most: int, body: Body, state: State, reads: S
 
 
 def _while_loop(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
-    """Loop of torch's own, for graphs of Dynamo."""
+    """Loop of torch's own, for graphs of Dynamo. It takes no tensors that share memory, as the plan's arrays do."""
+    query, kv_cache, *arrays = reads
+    apart = query, kv_cache, *(array.clone() for array in arrays)
 
     def goes_on(piece: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
         return piece < rounds
 
     def once(piece: torch.Tensor, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return piece + 1, *body(piece, state, reads)
+        return piece + 1, *body(piece, state, apart)
 
     return torch.while_loop(goes_on, once, (torch.zeros_like(rounds), *state))[1:]  # type: ignore[attr-defined]
 
