@@ -1,5 +1,6 @@
 """Sizes that are compiled; they are the same for all compile backends."""
 
+from collections.abc import Sequence
 from itertools import product
 
 from model_runner_base.caches.contiguous_decode import contiguous_sizes
@@ -18,8 +19,9 @@ class NeuronBuckets(BucketPolicy):
     expected; a list that the user gives for one of its dimensions makes it a grid over that list.
     """
 
-    def __init__(self, config: NeuronConfig) -> None:
+    def __init__(self, config: NeuronConfig, num_workers: int = 1) -> None:
         self.config = config
+        self._compiles_in_background = config.warms_up_in_background(num_workers)
         self.sort_limits = sort_limits(config)
 
     def configure(self, limits: StepLimits) -> None:
@@ -39,6 +41,13 @@ class NeuronBuckets(BucketPolicy):
         else:
             mixed = [size for size in self._placed(limits) if size.kind == StepKind.MIXED]
         self.set_sizes([*decode, *mixed, *contiguous_sizes(limits)])
+
+    def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
+        if not self._compiles_in_background:
+            return sizes
+        few = self.few_users_sizes() if self.is_slow or self.compiles_in_pauses else ()
+        first = {*self.largest_sizes(sizes), *few}
+        return [size for size in sizes if size in first]
 
     def few_users_sizes(self) -> list[StepSize]:
         """Sizes of a lone request's decode, of that of a few requests, and of a short prompt."""

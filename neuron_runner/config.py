@@ -127,7 +127,8 @@ class NeuronConfig(_Options):
     warm_up: Literal["background", "full"] | None = Field(
         default=None,
         description="background serves as soon as the largest sizes are compiled, and compiles the others meanwhile; "
-        "full serves when all are compiled. Left out: background with one worker, full with several.",
+        "full serves when all are compiled. Left out: background with one worker, full with several, and with a backend of "
+        "Dynamo on a Neuron device.",
     )
     on_device_sampling_config: OnDeviceSamplingConfig | None = Field(
         default=None,
@@ -158,15 +159,17 @@ class NeuronConfig(_Options):
         Raises ValueError for options that do not go together, or not with this number of workers.
         """
         one = f"needs one worker, there are {num_workers}:"
-        if self.backend != "openxla":
-            if num_workers > 1:
-                advice = "set tensor_parallel_size=1, or give openxla"
-                raise ValueError(f"neuron_config.compile_backend={self.backend} {one} {advice}")
+        if self.backend != "openxla" and num_workers > 1:
+            advice = "set tensor_parallel_size=1, or give openxla"
+            raise ValueError(f"neuron_config.compile_backend={self.backend} {one} {advice}")
+        if self.backend == "torch.compile":
             if self.warm_up == "background":
-                raise ValueError("neuron_config.warm_up=background needs compile_backend=openxla: leave one out")
+                raise ValueError("neuron_config.warm_up=background is not for torch.compile: leave one out")
             return False
         if self.warm_up == "background" and num_workers > 1:
             raise ValueError(f"neuron_config.warm_up=background {one} leave it out, or give full")
+        if self.warm_up is None and not self.runs_on_xla:  # A device's own compiler takes minutes, and steps wait.
+            return not environment.neuron_device_visible()
         return self.warm_up != "full" and num_workers == 1
 
     def check_limits(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> None:

@@ -12,17 +12,19 @@ import torch
 import torch._dynamo.utils
 
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
-from model_runner_base.graphs.policy import StepFunction
+from model_runner_base.graphs.policy import StepFunction, Wait
 from model_runner_base.step.sizes import StepSize
 from neuron_runner.buckets import NeuronBuckets
 from neuron_runner.config import NeuronConfig
 
 
 class DynamoPolicy(NeuronBuckets):
-    """Compiles each size with torch.compile, when warm-up runs it."""
+    """Compiles each size with torch.compile: the first ones in warm-up, the others in pauses between requests."""
 
-    def __init__(self, config: NeuronConfig) -> None:
-        super().__init__(config)
+    compiles_in_pauses = True
+
+    def __init__(self, config: NeuronConfig, num_workers: int = 1) -> None:
+        super().__init__(config, num_workers)
         self.backend = config.backend
 
     def num_compilations(self) -> int:
@@ -30,6 +32,11 @@ class DynamoPolicy(NeuronBuckets):
 
     def wrap(self, function: StepFunction, state: MutableSequence[torch.Tensor]) -> StepFunction:
         return EachSize(function, self.backend)
+
+    def compile_in_background(self, run: Callable[[], None]) -> Wait:
+        """Calls ``run``, which traces, compiles and runs: Dynamo does all three in a function's first call."""
+        run()
+        return lambda: None
 
 
 class TorchDeviceOps(DeviceOps):

@@ -28,8 +28,7 @@ class OpenXlaPolicy(NeuronBuckets):
     """Half of the usual number, since XLA's own threads take part: steps keep more than half of their speed."""
 
     def __init__(self, config: NeuronConfig, num_workers: int = 1) -> None:
-        super().__init__(config)
-        self._compiles_in_background = config.warms_up_in_background(num_workers)
+        super().__init__(config, num_workers)
         self._compiler = Compiler()
 
     def configure(self, limits: StepLimits) -> None:
@@ -71,12 +70,6 @@ class OpenXlaPolicy(NeuronBuckets):
             )
         for run in runs:
             run()
-
-    def first_sizes(self, sizes: Sequence[StepSize]) -> Sequence[StepSize]:
-        if not self._compiles_in_background:
-            return sizes
-        first = {*self.largest_sizes(sizes), *(self.few_users_sizes() if self.is_slow else ())}
-        return [size for size in sizes if size in first]
 
     def compile_in_background(self, run: Callable[[], None]) -> Wait:
         made, kept = self._compiler.num_graphs, int(os.environ[CACHE_SIZE])

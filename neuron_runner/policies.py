@@ -12,7 +12,7 @@ def policy_for(config: NeuronConfig, num_workers: int) -> GraphPolicy:
     if not config.runs_on_xla:
         from neuron_runner.dynamo import DynamoPolicy
 
-        return DynamoPolicy(config)
+        return DynamoPolicy(config, num_workers)
     from neuron_runner.graph_policy import OpenXlaPolicy
     from neuron_runner.torch_compile import TorchCompilePolicy
 

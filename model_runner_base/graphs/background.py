@@ -132,6 +132,10 @@ class BackgroundCompiler:
         runner = self._runner()
         return runner is not None and runner.pending is not None
 
+    def _is_busy(self) -> bool:
+        """Whether requests are served, and no caller waits for every size."""
+        return not self._is_awaited and time.monotonic() - self._guard.last_step < IDLE_SECONDS
+
     def _make_all(self) -> None:
         while not self._is_over() and self._waiting:
             size = self._pick()
@@ -164,9 +168,9 @@ class BackgroundCompiler:
             runner = self._runner()
             if not self._waiting or runner is None:
                 return None
-            size = runner.graph_policy.most_wanted(self._waiting)
-            is_busy = not self._is_awaited and time.monotonic() - self._guard.last_step < IDLE_SECONDS
-            if is_busy and not runner.graph_policy.is_worth_it(size):
+            policy = runner.graph_policy
+            size = policy.most_wanted(self._waiting)
+            if self._is_busy() and (policy.compiles_in_pauses or not policy.is_worth_it(size)):
                 return None
             self._waiting.remove(size)
             return size
@@ -188,6 +192,8 @@ class BackgroundCompiler:
         if runner is None:
             return waits
         for key, run in self._parts_of(runner, size):
+            while runner.graph_policy.compiles_in_pauses and self._is_busy() and not self._is_over():
+                time.sleep(IDLE_SECONDS / 20)
             if self._is_over():
                 raise InterruptedError
             with self._guard.between_steps(self._is_halfway):

@@ -126,6 +126,10 @@ class GraphPolicy:
         """
         raise NotImplementedError
 
+    compiles_in_pauses = False
+    """Whether ``compile_in_background`` returns only when the compilation is over. Sizes are then made while no request
+    is served; one that arrives meanwhile waits for the part of a size that is being made."""
+
     def offer_only(self, sizes: Sequence[StepSize]) -> None:
         """Restricts steps to these sizes."""
 

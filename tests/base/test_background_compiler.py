@@ -152,6 +152,31 @@ def test_where_steps_are_slow_sizes_wait_for_a_pause(monkeypatch: pytest.MonkeyP
     assert len(served.policy.offered) == 3
 
 
+def test_where_compiling_blocks_steps_each_part_waits_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the size that steps want most is not begun while they go on; nor is the rest of a size that is begun."""
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.2)
+    served = Served(seconds=0.1)
+    served.policy.compiles_in_pauses = True
+    served.policy.dispatch(decode(1, 1))
+
+    def serve() -> None:
+        for _ in range(30):
+            with served.guard:
+                sleep(0.01)
+
+    with served.guard:
+        served.compiler.start()
+    serve()
+    assert not served.policy.begun
+    served.policy.until(lambda: served.policy.begun != [])
+    serve()
+    assert len(served.policy.begun) == 1
+    for what in ("model 4", "rows 2", "model 2", "rows 1"):
+        served.policy.end(what)
+    served.compiler.wait()
+    assert len(served.policy.offered) == 3
+
+
 def test_a_caller_who_waits_for_all_sizes_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "IDLE_SECONDS", 0.2)
     served, is_over = Served(), threading.Event()

@@ -15,7 +15,9 @@ import pytest
 from lane import HAS_OPENXLA, ROOT
 from torch._dynamo import list_backends
 
+from model_runner_base.step.sizes import StepLimits, Tiling
 from neuron_runner.config import NeuronConfig, read_neuron_config
+from neuron_runner.dynamo import DynamoPolicy
 from neuron_runner.platform import NeuronPlatform
 
 FEW_SIZES = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [1, 4], "context_length_buckets": [256]}
@@ -70,7 +72,27 @@ def test_what_is_left_out_goes_by_torch_xla(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match=r"neither torch_xla nor TorchNeuron.*registered Dynamo backend"):
         NeuronConfig().warms_up_in_background(1)
     monkeypatch.setattr("torch._dynamo.list_backends", lambda exclude_tags: ["neuron"])
-    assert NeuronConfig().backend == "neuron" and not NeuronConfig().warms_up_in_background(1)
+    assert NeuronConfig().backend == "neuron" and NeuronConfig().warms_up_in_background(1)
+    assert not NeuronConfig(warm_up="full").warms_up_in_background(1)
+    monkeypatch.setattr("neuron_runner.environment.neuron_device_visible", lambda: True)
+    assert not NeuronConfig().warms_up_in_background(1)
+    assert NeuronConfig(warm_up="background").warms_up_in_background(1)
+
+
+def test_serving_begins_after_a_few_sizes() -> None:
+    """Those that hold all others, of one request and of a few; in the order in which warm-up makes them."""
+    policy = DynamoPolicy(NeuronConfig(compile_backend="aot_eager"))
+    limits = StepLimits(512, 64, 1024, Tiling(1, 64), Tiling(64, 64))
+    policy.configure(limits)
+    largest_first = sorted(policy.sizes, reverse=True)
+    first = policy.first_sizes(largest_first)
+    assert list(first) == sorted(first, reverse=True) and len(first) <= 6 < len(policy.sizes)
+    policy.offer_only(first)
+    assert all(policy.dispatch(size).holds(size) for size in policy.sizes)
+    assert policy.dispatch(limits.decode_size(1, 1)).num_tokens == 1
+    full = DynamoPolicy(NeuronConfig(compile_backend="aot_eager", warm_up="full"))
+    full.configure(limits)
+    assert full.first_sizes(largest_first) == largest_first
 
 
 def test_several_workers_are_refused() -> None:
