@@ -99,6 +99,7 @@ NEWEST = [
     "project/test_plugins.py",
     "project/test_public_api.py",
     "project/test_pooling_server.py",
+    "project/test_real_size.py",
     "project/test_server.py",
     "project/test_sleep.py",
     "project/test_structure.py",

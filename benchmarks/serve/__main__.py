@@ -16,12 +16,8 @@ import io
 import itertools
 import json
 import os
-import socket
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +26,9 @@ import psutil
 from vllm.benchmarks import serve
 
 from benchmarks.harness.models import random_llama
-from benchmarks.harness.process import ROOT, environment
+from benchmarks.harness.process import environment
 from benchmarks.harness.report import NARROWEST, make_parser, progress, show_row
+from benchmarks.harness.servers import free_port, processes_of, served
 from model_runner_base.testing.tokenizer import make_tokenizer
 
 SCHEDULERS = {
@@ -39,7 +36,7 @@ SCHEDULERS = {
     "ours": "model_runner_base.scheduling.make_scheduler",
 }
 WORKERS = {"stock": "StockWorker", "ours": "OurWorker"}
-START_S, STOP_S = 300, 60
+START_S = 300
 
 
 @contextlib.contextmanager
@@ -47,9 +44,7 @@ def server(
     model: Path, side: str, num_servers: int, interval: int, max_num_seqs: int
 ) -> Iterator[tuple[int, psutil.Process]]:
     """A server's port and process, once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {
         "host": "127.0.0.1",
         "port": port,
@@ -71,41 +66,10 @@ def server(
         "--disable-cascade-attn",
     ]
     command += [f"--{name}={value}" for name, value in options.items()]
-    with tempfile.TemporaryFile("w+") as log:
-        # vLLM's second model runner, which newer releases choose for some models, is not what is measured.
-        process = psutil.Popen(
-            command, env=environment() | {"VLLM_USE_V2_MODEL_RUNNER": "0"}, cwd=ROOT, stdout=log, stderr=log
-        )
-        try:
-            wait(port, process, log)
-            yield port, process
-        finally:
-            stop(process)
-
-
-def stop(process: psutil.Process) -> None:
-    """Ends the server and all processes of it."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = process.children(recursive=True)
-        process.terminate()
-        with contextlib.suppress(psutil.TimeoutExpired):
-            process.wait(STOP_S)
-        for each in [process, *children]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-
-
-def wait(port: int, process: psutil.Process, log: Any) -> None:
-    """Waits until the server answers. Raises RuntimeError with the end of its log if it ends or takes too long."""
-    deadline = time.monotonic() + START_S
-    while True:
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-            return
-        if process.poll() is not None or time.monotonic() > deadline:
-            log.seek(0)
-            raise RuntimeError(f"the server did not start\n{log.read()[-20_000:]}")
-        time.sleep(0.5)
+    # vLLM's second model runner, which newer releases choose for some models, is not what is measured.
+    chosen = environment() | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    with served(command, port, chosen, START_S) as (process, _):
+        yield port, process
 
 
 def busy_s(process: psutil.Process) -> dict[str, float]:
@@ -114,7 +78,7 @@ def busy_s(process: psutil.Process) -> dict[str, float]:
     The process that was started is itself the API server if it is the only one.
     """
     seconds = {}
-    for each in [process, *process.children(recursive=True)]:
+    for each in processes_of(process):
         with contextlib.suppress(psutil.NoSuchProcess):
             times, title = each.cpu_times(), " ".join(each.cmdline())
             seconds["engine" if "EngineCore" in title else f"api {each.pid}"] = times.user + times.system

@@ -1,0 +1,1 @@
+"""Models of published sizes with dummy weights, served with default flags."""

