@@ -26,9 +26,9 @@ from model_runner_base.attention.numbers import numbers_of
 from model_runner_base.attention.pieces import (
     MASK_VALUE,
     MAX_DIAGONAL_KV_HEADS,
-    SEES_NOTHING,
     Partial,
     attend_in_pieces,
+    exp,
     merge,
 )
 
@@ -193,17 +193,15 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             outputs.append(self.attend_chunks(query[num_rows:], kv_cache, attn_metadata.chunks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    # ---- Decode rows: pairs' partial results, merged by the tree ----
+    # ---- Decode rows: pairs' partial results, each added to its row's ----
 
     def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
         """Attention of decode rows. Takes [rows, H * D], and returns [rows, H * V]."""
         attend = self._attend_diagonally if self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS else self._attend_rows
+        shape = self._tiles_shape(query.shape[0] // plan.last.shape[1], plan)
         if plan.is_one_piece:
-            partial = attend(query, kv_cache, plan)
-            for tree in plan.merge_tree:
-                partial = merge(partial, tree)
+            partial = merge(attend(query, kv_cache, plan), plan.pair_tile, shape)
         else:
-            shape = self._tiles_shape(query.shape[0] // plan.last.shape[1], plan)
             partial = attend_in_pieces(attend, query, kv_cache, plan, shape)
         out = self._finish(partial, plan)
         return (out if plan.token_slots is None else out[plan.token_slots]).to(query.dtype)
@@ -218,7 +216,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         """Partial results of every pair, with query tiles [NT, K, Q * G, D]."""
         scores, visible, values = self._score(tiles[plan.pair_tile], kv_cache, plan)
         maximum = scores.amax(dim=-1, keepdim=True)
-        weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
+        weights = torch.where(visible, exp(scores - maximum), 0.0)
         return Partial(torch.matmul(weights, values.transpose(1, 2)), maximum, weights.sum(dim=-1, keepdim=True))
 
     def _attend_diagonally(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
@@ -246,7 +244,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
         values = torch.where(_is_own(plan, position).unsqueeze(-1), values, 0.0).float()
         maximum = scores.amax(dim=1, keepdim=True)
-        weights = torch.where(visible, torch.exp(scores - maximum), 0.0)
+        weights = torch.where(visible, exp(scores - maximum), 0.0)
         total = weights.sum(dim=1)
         out = torch.matmul(weights.transpose(1, 2), values)
         out = out.view(-1, kv_heads, num_queries * group, kv_heads, self.value_size)
@@ -278,18 +276,16 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         The maxima of scores are small tensors, so merging them by the tree costs next to nothing. Partial outputs are
         large, and are added up by one product with the matrix that says which pair is of which tile.
         """
-        scores, _, values = self._score(tiles[plan.pair_tile], kv_cache, plan)
+        scores, visible, values = self._score(tiles[plan.pair_tile], kv_cache, plan)
         num_tiles, kv_heads, rows, _ = tiles.shape
         number = torch.arange(num_tiles, dtype=torch.int32, device=tiles.device).view(-1, 1)
         is_of = (number == plan.pair_tile.view(1, -1)).float()
         maximum = scores.amax(dim=3)
         for tree in plan.merge_tree:
             maximum = maximum[tree].amax(dim=1)
-        # So every weight is 0 also where a row sees nothing at all.
-        maximum = maximum.clamp(min=SEES_NOTHING)
         # Back to the pairs by a product, not a gather: a compiler would take the maxima again for every score.
         reference = torch.matmul(is_of.t(), maximum.flatten(1)).view(-1, kv_heads, rows, 1)
-        weights = torch.exp(scores - reference)
+        weights = torch.where(visible, exp(scores - reference), 0.0)
         out = torch.matmul(weights, values.transpose(1, 2))
         out = torch.matmul(is_of, out.flatten(1)).view(num_tiles, kv_heads, rows, self.value_size)
         total = torch.matmul(is_of, weights.sum(dim=3).flatten(1)).view(num_tiles, kv_heads, rows, 1)
@@ -375,8 +371,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         tile = maximum.shape[2] * self.num_kv_heads // self.num_heads
         sinks = self._by_row(self.sinks.float(), tile)
         new_max = torch.maximum(maximum, sinks)
-        scale = torch.exp(maximum - new_max)
-        return scale, total * scale + torch.exp(sinks - new_max)
+        scale = exp(maximum - new_max)
+        return scale, total * scale + exp(sinks - new_max)
 
     def _by_row(self, values: torch.Tensor, tile: int) -> torch.Tensor:
         """Expands one value for each head, [H], to the rows of a tile, [1, K, Q * G, 1]."""

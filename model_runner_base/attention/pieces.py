@@ -24,8 +24,8 @@ from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PairPlan
 
 MASK_VALUE = -1e30
-SEES_NOTHING = -1e29
-"""Value above ``MASK_VALUE`` and below any score."""
+LEAST_LOGARITHM = -87.0
+"""Least number whose exponential is a normal float32."""
 MAX_DIAGONAL_KV_HEADS = 8
 """Largest number of KV heads for which one product over all heads costs less than one product per head, although most
 of it is with zeros."""
@@ -118,9 +118,7 @@ def attend_in_pieces(
         part.last = torch.where(is_pair.unsqueeze(1), part.last, NEVER)
         return tuple(_add(Partial(*state), attend(query, kv_cache, part), part.pair_tile))
 
-    zeros = torch.zeros(shape, dtype=torch.float32, device=query.device)
-    total = zeros[..., :1].clone()
-    state = zeros, total + MASK_VALUE, total
+    state = tuple(_empty(shape, query.device))
     rounds = ((plan.pair_start < FAR).sum(dtype=torch.int32) + (size - 1)) // size
     loop = _loop_of_tracer or (_while_loop if torch.compiler.is_dynamo_compiling() else unrolled)
     return Partial(*loop(rounds, -(-num_pairs // size), body, state, reads))
@@ -153,15 +151,32 @@ def _add(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Partial:
     is_of = number == pair_tile.view(1, -1, 1)
     largest = torch.where(is_of, piece.maximum.flatten(1), MASK_VALUE).amax(dim=1).view_as(state.maximum)
     maximum = torch.maximum(state.maximum, largest)
-    kept, scale = torch.exp(state.maximum - maximum), torch.exp(piece.maximum - maximum[pair_tile])
+    kept, scale = exp(state.maximum - maximum), exp(piece.maximum - maximum[pair_tile])
     out = (state.out * kept).index_add(0, pair_tile, piece.out * scale)
     total = (state.total * kept).index_add(0, pair_tile, piece.total * scale)
     return Partial(out, maximum, total)
 
 
-def merge(partial: Partial, tree: torch.Tensor) -> Partial:
-    """Merges one level of the merge tree: nodes that share a parent are rescaled to a common maximum and added."""
-    child_max = partial.maximum[tree]
-    maximum = child_max.amax(dim=1)
-    scale = torch.exp(child_max - maximum.unsqueeze(1))
-    return Partial((partial.out[tree] * scale).sum(dim=1), maximum, (partial.total[tree] * scale).sum(dim=1))
+def merge(partial: Partial, pair_tile: torch.Tensor, shape: Sequence[int]) -> Partial:
+    """Merges the partial results of pairs into those of their query tiles, whose outputs have ``shape``.
+
+    Each output is read once. A tree of sums would not do: a compiler fuses its levels, and then takes a pair's output
+    again for every node above it.
+    """
+    return _add(_empty(shape, partial.out.device), partial, pair_tile)
+
+
+def _empty(shape: Sequence[int], device: torch.device) -> Partial:
+    """State of query tiles that have seen nothing."""
+    zeros = torch.zeros(shape, dtype=torch.float32, device=device)
+    total = zeros[..., :1].clone()
+    return Partial(zeros, total + MASK_VALUE, total)
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """Exponential of numbers up to 0. What is below the smallest normal float32 becomes that number.
+
+    Libraries of processors take thirty to eighty times as long for a result that is 0 or subnormal. A NaN stays one,
+    which XLA's clamp would replace.
+    """
+    return torch.exp(torch.where(x < LEAST_LOGARITHM, LEAST_LOGARITHM, x))
