@@ -36,7 +36,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """All shapes; sizes are those of the models' published ``config.json``."""
+    """Shapes by name; sizes are those of the models' published ``config.json``."""
     return {
         "Qwen3-0.6B": Shape(QWEN3_SMALL),
         "Llama-3.2-1B": Shape(

@@ -177,6 +177,6 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     """Exponential of numbers up to 0. What is below the smallest normal float32 becomes that number.
 
     Libraries of processors take thirty to eighty times as long for a result that is 0 or subnormal. A NaN stays one,
-    which XLA's clamp would replace.
+    which a clamp of some compilers would replace.
     """
     return torch.exp(torch.where(x < LEAST_LOGARITHM, LEAST_LOGARITHM, x))

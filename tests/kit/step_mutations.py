@@ -194,8 +194,8 @@ MUTATIONS = [
     Mutation(
         "partial results of a decode row are merged without a common maximum",
         "attention/pieces.py",
-        "scale = torch.exp(child_max - maximum.unsqueeze(1))",
-        "scale = torch.ones_like(child_max)",
+        "kept, scale = exp(state.maximum - maximum), exp(piece.maximum - maximum[pair_tile])",
+        "kept, scale = torch.ones_like(maximum), torch.ones_like(piece.maximum)",
         STEPS,
     ),
     Mutation(
@@ -215,8 +215,8 @@ MUTATIONS = [
     Mutation(
         "partial results of a chunk are added up without a common maximum",
         "attention/paged.py",
-        "weights = torch.exp(scores - reference)",
-        "weights = torch.exp(scores - scores.amax(dim=3, keepdim=True))",
+        "exp(scores - reference)",
+        "exp(scores - scores.amax(dim=3, keepdim=True))",
         STEPS,
     ),
     Mutation(

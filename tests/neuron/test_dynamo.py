@@ -80,7 +80,7 @@ def test_what_is_left_out_goes_by_torch_xla(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_serving_begins_after_a_few_sizes() -> None:
-    """Those that hold all others, of one request and of a few; in the order in which warm-up makes them."""
+    """Sizes that hold all others come first, with those of one request and of a few, in the order of warm-up."""
     policy = DynamoPolicy(NeuronConfig(compile_backend="aot_eager"))
     limits = StepLimits(512, 64, 1024, Tiling(1, 64), Tiling(64, 64))
     policy.configure(limits)

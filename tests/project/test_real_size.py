@@ -7,7 +7,7 @@ import sys
 from lane import HAS_OPENXLA, ROOT
 
 SHARE = 1.3
-"""Most of what is announced that may be in memory, as a factor."""
+"""Largest ratio of the memory in use to what is announced."""
 PROCESSES_GIB = 3.5
 """Python, torch and vLLM in the API server and in the engine core, before they load anything."""
 
