@@ -127,8 +127,8 @@ class NeuronConfig(_Options):
     warm_up: Literal["background", "full"] | None = Field(
         default=None,
         description="background serves as soon as the largest sizes are compiled, and compiles the others meanwhile; "
-        "full serves when all are compiled. Left out: background with one worker, full with several, and with a backend "
-        "of Dynamo on a Neuron device.",
+        "full serves when all are compiled. Left out: background with one worker, full with several, and with a "
+        "backend of Dynamo on a Neuron device.",
     )
     on_device_sampling_config: OnDeviceSamplingConfig | None = Field(
         default=None,
