@@ -8,8 +8,8 @@ from lane import HAS_OPENXLA, ROOT
 
 SHARE = 1.3
 """Largest ratio of the memory in use to what is announced."""
-PROCESSES_GIB = 3.5
-"""Python, torch and vLLM in the API server and in the engine core, before they load anything."""
+API_SERVER_GIB = 1.5
+"""Python, torch and vLLM in the process that is no worker."""
 
 
 def test_it_starts_and_stays_within_what_it_announces() -> None:
@@ -20,6 +20,6 @@ def test_it_starts_and_stays_within_what_it_announces() -> None:
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]
     start, *groups = json.loads(run.stdout.splitlines()[-1])["rows"]
     weights, step, cache = start["weights"], start["largest step"], start["KV cache"]
-    assert weights < 2.5 and step < 1.1 < cache
+    assert 1 < weights < 3 and step < 1.1 < cache
     assert [group["what"] for group in groups] == ["1x20+4", "2x600+4"]
-    assert groups[-1]["peak GiB"] < SHARE * (weights + step + cache) + PROCESSES_GIB
+    assert groups[-1]["peak GiB"] < SHARE * (weights + step + cache) + API_SERVER_GIB
