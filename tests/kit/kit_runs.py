@@ -17,7 +17,7 @@ from docs_build import kit_results
 PLAIN = ["examples.plain_device.PlainWorker", "--platform", "examples.plain_device.PlainPlatform"]
 # Of the schedules, enough for every size and for donated caches; a deliberate fault has 15 of each architecture to be
 # caught by.
-FEWER_SCHEDULES = [] if IS_FULL else ["--schedules", "6"]
+FEWER_SCHEDULES = [] if IS_FULL else ["--schedules", "4"]
 FEWEST_SCHEDULES = [] if IS_FULL else ["--schedules", "3"]
 # tests/base/test_sampling.py draws 20,000 tokens of each distribution on the sampler alone.
 FEWER_DRAWS = [] if IS_FULL else ["--draws", "500"]
