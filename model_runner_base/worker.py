@@ -324,8 +324,8 @@ class ModelRunnerWorker(WorkerBase):
 
     def shutdown(self) -> None:
         """Writes a profile that still runs, and stops the background compilation of sizes."""
-        leave_groups(self)
         if self.model_runner is not None:
             self.model_runner.background_compiler.stop()
+        leave_groups(self)
         if self._profiler is not None:
             self._profiler.shutdown()

@@ -19,7 +19,7 @@ from neuron_runner.config import NeuronConfig
 
 
 class DynamoPolicy(NeuronBuckets):
-    """Compiles each size with torch.compile: the first ones in warm-up, the others in pauses between requests."""
+    """Compiles each size with torch.compile: in warm-up, or after the first sizes in pauses between requests."""
 
     compiles_in_pauses = True
 

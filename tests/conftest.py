@@ -35,8 +35,8 @@ from model_runner_base.testing.engine import DEFAULTS, runner_of, shut_down, sta
 from model_runner_base.testing.fixtures import tiny_model
 
 LONGEST = """
-    conformance_openxla mutations conformance device_faults gpu_runner examples real_size acme_device upstream recurrent_models
-    image_families pooling images
+    conformance_openxla mutations conformance device_faults gpu_runner examples real_size acme_device upstream
+    recurrent_models image_families pooling images
     gpu_benchmark architectures plain_device wheel tensor_parallel sleep errors lora server streaming_input quantization
     ways_to_run plugins reload serving_while_compiling dynamo latent_attention drafts ray engine_contracts
     pooling_server recurrent_ranks ops prompt_embeds gpu_lora contiguous_cache transcription_server

@@ -36,7 +36,7 @@ class PairPlan:
     first: torch.Tensor | None
     """[P, Q] first key that each query sees; None if every query sees from its request's first token on."""
     merge_tree: list[torch.Tensor]
-    """Levels of the merge tree, [nodes, FAN_IN] each; none if pair i is all that tile i sees."""
+    """Levels of the merge tree, [nodes, FAN_IN] each; none where ``pair_blocks`` is None."""
     tile_tokens: torch.Tensor | None = None
     """[NT, Q] tokens of each tile, counted from the plan's first token; arbitrary after a tile's last token. None: tile
     i has the tokens from i * Q on."""

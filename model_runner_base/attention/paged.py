@@ -203,7 +203,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             partial = attend_in_pieces(attend, query, kv_cache, plan, shape)
         else:
             partial = attend(query, kv_cache, plan)
-            if plan.merge_tree:  # Else each pair is a whole line of a contiguous cache.
+            if plan.pair_blocks is not None:  # Else each pair is a whole line of a contiguous cache.
                 partial = merge(partial, plan.pair_tile, shape)
         out = self._finish(partial, plan)
         return (out if plan.token_slots is None else out[plan.token_slots]).to(query.dtype)

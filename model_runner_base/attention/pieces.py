@@ -24,8 +24,9 @@ from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PairPlan
 
 MASK_VALUE = -1e30
-LEAST_LOGARITHM = -87.0
-"""Least number whose exponential is a normal float32."""
+LEAST_LOGARITHM = -60.0
+"""Number whose exponential, 9e-27, adds nothing to a sum of float32 numbers of which the largest is 1, and makes normal
+numbers of products with others."""
 MAX_DIAGONAL_KV_HEADS = 8
 """Largest number of KV heads for which one product over all heads costs less than one product per head, although most
 of it is with zeros."""
@@ -174,7 +175,7 @@ def _empty(shape: Sequence[int], device: torch.device) -> Partial:
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """Exponential of numbers up to 0. What is below the smallest normal float32 becomes that number.
+    """Exponential of numbers up to 0; of those below ``LEAST_LOGARITHM`` it is that of ``LEAST_LOGARITHM``.
 
     Libraries of processors take thirty to eighty times as long for a result that is 0 or subnormal. A NaN stays one,
     which a clamp of some compilers would replace.

@@ -65,7 +65,7 @@ def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
     nodes = [[pair] if (last[pair] >= 0).any() else [] for pair in range(len(pair_tile))]
     for tree in plan.merge_tree:
         nodes = [[pair for child in children for pair in nodes[child]] for children in tree.tolist()]
-    if plan.tile_tokens is not None:
+    if plan.pair_blocks is not None:
         _check_sums(plan, nodes)
     seen = []
     for token in range(num_tokens):
@@ -89,7 +89,8 @@ def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
 def _check_sums(plan: PairPlan, nodes: list[list[int]]) -> None:
     """Raises ValueError if the merge tree has other pairs of a tile than the plan.
 
-    Chunks add up the results of their tile's pairs, and take maxima by the tree, so both must cover the same pairs.
+    Plain attention adds up the results of a tile's pairs. Chunks take maxima by the tree, and kernels may merge by it,
+    so both must cover the same pairs.
     """
     pair_tile, is_seen = plan.pair_tile.numpy(), (plan.last.numpy() >= 0).any(axis=1)
     for tile, pairs in enumerate(nodes):

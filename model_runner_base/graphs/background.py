@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
+import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
@@ -47,8 +48,8 @@ class Serving(Protocol):
 class BackgroundCompiler:
     """Compiler of sizes while steps run. It has no sizes before ``queue`` names some.
 
-    The compiler does not keep the runner alive. Only one engine of a process may trace at a time, so an engine that
-    starts while another one still makes sizes waits until they are made.
+    The compiler keeps the runner alive only while it makes a size. Only one engine of a process may trace at a time, so
+    an engine that starts while another one still makes sizes waits until they are made.
     """
 
     _all_started: ClassVar["weakref.WeakSet[BackgroundCompiler]"] = weakref.WeakSet()
@@ -98,9 +99,10 @@ class BackgroundCompiler:
         if not self._waiting:
             return
         self._started, self._num_sizes, self._num_made = time.perf_counter(), len(self._waiting), 0
-        logger.info("Serving begins; %d smaller step sizes are compiled meanwhile.", self._num_sizes)
+        logger.info("Serving begins; %d smaller step sizes are left, and compiled from now on.", self._num_sizes)
         runner = self._runner()
         assert runner is not None
+        self._num_math_threads = torch.get_num_threads()
         self._num_running = min(runner.graph_policy.num_at_a_time, self._num_sizes)
         self._all_started.add(self)
         for index in range(self._num_running):
@@ -137,6 +139,7 @@ class BackgroundCompiler:
         return not self._is_awaited and time.monotonic() - self._guard.last_step < IDLE_SECONDS
 
     def _make_all(self) -> None:
+        torch.set_num_threads(self._num_math_threads)  # A graph of Dynamo is compiled again for another number.
         while not self._is_over() and self._waiting:
             size = self._pick()
             if size is None:
@@ -192,18 +195,26 @@ class BackgroundCompiler:
         if runner is None:
             return waits
         for key, run in self._parts_of(runner, size):
-            while runner.graph_policy.compiles_in_pauses and self._is_busy() and not self._is_over():
+            while not self._begin_part(runner.graph_policy, key, run):
                 time.sleep(IDLE_SECONDS / 20)
+            waits.append(self._begun[key])
+        return waits
+
+    def _begin_part(self, policy: GraphPolicy, key: object, run: Callable[[], None]) -> bool:
+        """Traces a part of a size between two steps; False if it has to wait for a pause instead."""
+        if policy.compiles_in_pauses and self._is_busy() and not self._is_over():
+            return False
+        with self._guard.between_steps(self._is_halfway):
             if self._is_over():
                 raise InterruptedError
-            with self._guard.between_steps(self._is_halfway):
-                if key not in self._begun:
-                    try:
-                        self._begun[key] = runner.graph_policy.compile_in_background(run)
-                    except Exception as error:
-                        self._begun[key] = _raising(error)
-                waits.append(self._begun[key])
-        return waits
+            if policy.compiles_in_pauses and self._is_busy():
+                return False  # A step has run while the guard was waited for.
+            if key not in self._begun:
+                try:
+                    self._begun[key] = policy.compile_in_background(run)
+                except Exception as error:
+                    self._begun[key] = _raising(error)
+            return True
 
 
 def _raising(error: Exception) -> Wait:

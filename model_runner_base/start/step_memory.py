@@ -77,7 +77,7 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
             continue
         held = min(pairs, piece) if piece else pairs
         numbers += held * shape.numbers(*pair) + 3 * tiles * rows * shape.head_size
-        if held < pairs:
+        if held < pairs or pair is row:
             numbers += tiles * held * (rows + 1)  # Which pair is of which tile, and the tiles' maxima in a piece.
     return numbers
 

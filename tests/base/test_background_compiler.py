@@ -83,6 +83,7 @@ class Runner:
         self.pending: Any = None
         self.parts = SimpleNamespace(repeat=self)
         self.num_stops = 0
+        self.is_tracing = threading.Event()
 
     def stop(self) -> None:
         assert self.guard.lock.locked()
@@ -91,6 +92,7 @@ class Runner:
     def trace(self, what: str) -> None:
         assert self.guard.lock.locked(), "a step may run while this is traced"
         assert self.pending is None
+        self.is_tracing.set()
         sleep(self.seconds)
         self.graph_policy.begun.append(what)
 
@@ -168,8 +170,8 @@ def test_where_compiling_blocks_steps_each_part_waits_for_a_pause(monkeypatch: p
         served.compiler.start()
     serve()
     assert not served.policy.begun
-    served.policy.until(lambda: served.policy.begun != [])
-    serve()
+    assert served.runner.is_tracing.wait(20)
+    serve()  # The first of these steps waits for the part that is being made.
     assert len(served.policy.begun) == 1
     for what in ("model 4", "rows 2", "model 2", "rows 1"):
         served.policy.end(what)

@@ -200,11 +200,14 @@ def attention(
     total = 0
     outputs = tiling.query * HEADS * head_size
     # Queries of rows are laid out for all KV heads at once, and so are their outputs.
-    laid_out = outputs * (num_kv_heads if tiling.keys == DECODE.keys else 1)
+    is_of_rows = tiling.keys == DECODE.keys
+    laid_out = outputs * (num_kv_heads if is_of_rows else 1)
     for _ in range(num_pairs):
         keys_and_values = tiling.keys * 2 * num_kv_heads * head_size
         scores = tiling.query * HEADS * tiling.keys
         total += 2 * outputs + tiling.keys if kernel else 2 * keys_and_values + 4 * scores + 3 * laid_out
+        if is_of_rows and not kernel:  # Whether the pair is of each row, and the maxima of those that are.
+            total += num_tiles * (1 + tiling.query * HEADS)
     return total if kernel else total + 3 * num_tiles * outputs
 
 

@@ -20,7 +20,7 @@ from neuron_runner.config import NeuronConfig, read_neuron_config
 from neuron_runner.dynamo import DynamoPolicy
 from neuron_runner.platform import NeuronPlatform
 
-FEW_SIZES = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [1, 4], "context_length_buckets": [256]}
+FEW_SIZES = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [1, 2, 4], "context_length_buckets": [256]}
 OPTIONS = {"additional_config": {"neuron_config": FEW_SIZES | {"compile_backend": "aot_eager"}}}
 ROWS = "test_equality and (test_one_request or test_mixed_batches) and llama or test_no_compilation or written_in_place"
 ROWS += " or test_recurrent and mixed_batches and qwen3"
@@ -90,6 +90,9 @@ def test_serving_begins_after_a_few_sizes() -> None:
     policy.offer_only(first)
     assert all(policy.dispatch(size).holds(size) for size in policy.sizes)
     assert policy.dispatch(limits.decode_size(1, 1)).num_tokens == 1
+    few = DynamoPolicy(NeuronConfig(compile_backend="aot_eager", **FEW_SIZES))
+    few.configure(StepLimits(64, 4, 256, Tiling(1, 64), Tiling(64, 64)))
+    assert len(few.first_sizes(few.sizes)) < len(few.sizes), "the kit compiles no size in a pause"
     full = DynamoPolicy(NeuronConfig(compile_backend="aot_eager", warm_up="full"))
     full.configure(limits)
     assert full.first_sizes(largest_first) == largest_first

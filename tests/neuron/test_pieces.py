@@ -67,7 +67,7 @@ def on_openxla(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return run
 
 
-@pytest.mark.parametrize("piece", [1, 8, 50])
+@pytest.mark.parametrize("piece", [0, 1, 8, 50])
 def test_attention_in_pieces_is_the_same_in_all_loops(piece: int) -> None:
     impl = PagedAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
     (query, cache), plan = attention_inputs()
