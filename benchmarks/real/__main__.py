@@ -164,7 +164,9 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         command = [args.python, "-m", module, "serve", folder]
         command += ["--port", str(port), "--host", "127.0.0.1", "--load-format", "dummy", *shape.options, *args.option]
         start = time.perf_counter()
-        with served(command, port, environment() | PLATFORMS[args.device], START_S) as (process, log):
+        # The log says what a worker's memory is for.
+        chosen = environment() | PLATFORMS[args.device] | {"VLLM_LOGGING_LEVEL": "INFO"}
+        with served(command, port, chosen, START_S) as (process, log):
             rows.append({"model": name, "what": "start", "seconds": round(time.perf_counter() - start, 1)})
             client = Client(shape, model, port)
             rows[-1] |= dict.fromkeys(("first token", "prompt tokens/s", "tokens/s"), "") | _used(process)
