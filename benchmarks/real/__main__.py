@@ -87,8 +87,8 @@ class Times:
         }
 
 
-def used(process: psutil.Process) -> tuple[float, float]:
-    """CPU seconds of a server so far, and the sum of its processes' peaks of resident memory in GiB."""
+def used(process: psutil.Process) -> dict[str, float]:
+    """CPU seconds of a process and its descendants so far, and the sum of their peaks of resident memory in GiB."""
     seconds = kib = 0.0
     for each in processes_of(process):
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
@@ -96,7 +96,15 @@ def used(process: psutil.Process) -> tuple[float, float]:
             seconds += times.user + times.system
             status = Path(f"/proc/{each.pid}/status").read_text()
             kib += int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
-    return seconds, kib / (1 << 20)
+    return {"CPU seconds": round(seconds), "peak GiB": round(kib / (1 << 20), 2)}
+
+
+def row_of(name: str, what: object, figures: dict[str, Any], process: psutil.Process) -> dict[str, Any]:
+    """A row of the table, which is shown; that of a start has its seconds alone."""
+    columns = ("seconds", "first token", "prompt tokens/s", "tokens/s")
+    row = {"model": name, "what": str(what), **dict.fromkeys(columns, ""), **figures, **used(process)}
+    show_row(row, NAME_WIDTH, has_header=what == "start")
+    return row
 
 
 def announced(log: IO[str]) -> dict[str, float]:
@@ -154,7 +162,7 @@ class Client:
 
 def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one model: its start, then each group."""
-    shape, rows = shapes()[name], []
+    shape = shapes()[name]
     with tempfile.TemporaryDirectory() as folder:
         model, port = Path(folder), free_port()
         write(shape, model)
@@ -167,29 +175,22 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         # The log says what a worker's memory is for.
         chosen = environment() | PLATFORMS[args.device] | {"VLLM_LOGGING_LEVEL": "INFO"}
         with served(command, port, chosen, START_S) as (process, log):
-            rows.append({"model": name, "what": "start", "seconds": round(time.perf_counter() - start, 1)})
-            client = Client(shape, model, port)
-            rows[-1] |= dict.fromkeys(("first token", "prompt tokens/s", "tokens/s"), "") | _used(process)
-            show_row(rows[-1], NAME_WIDTH, has_header=True)
-            rows[-1] |= announced(log)
+            first = row_of(name, "start", {"seconds": round(time.perf_counter() - start, 1)}, process)
             print(json.dumps(announced(log)), flush=True)
-            for group in args.requests:
-                rows.append({"model": name, "what": str(group), **client.run(group), **_used(process)})
-                show_row(rows[-1], NAME_WIDTH, has_header=False)
-    return rows
+            client = Client(shape, model, port)
+            groups = [row_of(name, group, client.run(group), process) for group in args.requests]
+            return [first | announced(log), *groups]
 
 
 def measure_transformers(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one model in HF transformers: its making, then each group as a batch."""
-    rows, process = [], psutil.Process()
+    process = psutil.Process()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         write(shapes()[name], Path(folder))
         start = time.perf_counter()
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
-        rows.append({"model": name, "what": "start", "seconds": round(time.perf_counter() - start, 1)})
-        rows[-1] |= dict.fromkeys(("first token", "prompt tokens/s", "tokens/s"), "") | _used(process)
-        show_row(rows[-1], NAME_WIDTH, has_header=True)
+        rows = [row_of(name, "start", {"seconds": round(time.perf_counter() - start, 1)}, process)]
         for group in args.requests:
             ids = torch.randint(100, 1000, (group.count, group.prompt))
             seconds = []
@@ -198,14 +199,8 @@ def measure_transformers(name: str, args: argparse.Namespace) -> list[dict[str, 
                 model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
                 seconds.append(time.perf_counter() - start)
             figures = Times(seconds[0], seconds[0], seconds[1]).figures(group)
-            rows.append({"model": name, "what": str(group), **figures, **_used(process)})
-            show_row(rows[-1], NAME_WIDTH, has_header=False)
+            rows.append(row_of(name, group, figures, process))
     return rows
-
-
-def _used(process: psutil.Process) -> dict[str, Any]:
-    seconds, gib = used(process)
-    return {"CPU seconds": round(seconds), "peak GiB": round(gib, 2)}
 
 
 def main() -> None:

@@ -199,12 +199,12 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         """Attention of decode rows. Takes [rows, H * D], and returns [rows, H * V]."""
         attend = self._attend_diagonally if self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS else self._attend_rows
         shape = self._tiles_shape(query.shape[0] // plan.last.shape[1], plan)
-        if not plan.is_one_piece:
-            partial = attend_in_pieces(attend, query, kv_cache, plan, shape)
-        else:
+        if plan.pair_blocks is None:  # Each pair is a whole line of a contiguous cache.
             partial = attend(query, kv_cache, plan)
-            if plan.pair_blocks is not None:  # Else each pair is a whole line of a contiguous cache.
-                partial = merge(partial, plan.pair_tile, shape)
+        elif plan.is_one_piece:
+            partial = merge(attend(query, kv_cache, plan), plan.pair_tile, shape)
+        else:
+            partial = attend_in_pieces(attend, query, kv_cache, plan, shape)
         out = self._finish(partial, plan)
         return (out if plan.token_slots is None else out[plan.token_slots]).to(query.dtype)
 

@@ -202,13 +202,11 @@ class BackgroundCompiler:
 
     def _begin_part(self, policy: GraphPolicy, key: object, run: Callable[[], None]) -> bool:
         """Traces a part of a size between two steps; False if it has to wait for a pause instead."""
-        if policy.compiles_in_pauses and self._is_busy() and not self._is_over():
-            return False
         with self._guard.between_steps(self._is_halfway):
             if self._is_over():
                 raise InterruptedError
             if policy.compiles_in_pauses and self._is_busy():
-                return False  # A step has run while the guard was waited for.
+                return False
             if key not in self._begun:
                 try:
                     self._begun[key] = policy.compile_in_background(run)

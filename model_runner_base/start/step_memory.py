@@ -70,14 +70,14 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
         (row, dims["decode_pairs"], dims["decode_rows"], limits.decode_piece),
         (chunk, dims["chunk_pairs"], dims["chunk_tiles"], limits.chunk_piece),
     ):
-        query, keys, _ = pair
+        query, keys, is_of_row = pair
         rows = query * shape.num_heads
         if not gathers_cache:
             numbers += pairs * (2 * rows * shape.head_size + keys)
             continue
         held = min(pairs, piece) if piece else pairs
         numbers += held * shape.numbers(*pair) + 3 * tiles * rows * shape.head_size
-        if held < pairs or pair is row:
+        if held < pairs or is_of_row:
             numbers += tiles * held * (rows + 1)  # Which pair is of which tile, and the tiles' maxima in a piece.
     return numbers
 

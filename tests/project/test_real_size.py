@@ -17,7 +17,6 @@ API_SERVER_GIB = 1.5
 def test_it_starts_and_stays_within_what_it_announces() -> None:
     """Requests of one chunk and of several are served, and memory stays within weights, step and KV cache."""
     command = [sys.executable, "-m", "benchmarks.real", "Qwen3-0.6B", "--requests", "1x20+4", "2x600+4", "--json"]
-    command += ["--device", "plain"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]
     start, *groups = json.loads(run.stdout.splitlines()[-1])["rows"]
