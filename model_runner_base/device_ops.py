@@ -20,6 +20,8 @@ class MemoryInfo:
 
     free: int
     total: int
+    is_of_host: bool = False
+    """Whether it is the host's, which its processors read through caches of some MiB."""
 
 
 class DeviceOps:
@@ -48,7 +50,7 @@ class DeviceOps:
         return self.device
 
     def memory_info(self) -> MemoryInfo:
-        return MemoryInfo(*host_memory())
+        return MemoryInfo(*host_memory(), is_of_host=True)
 
     def memory_pool(self, tag: str) -> AbstractContextManager:
         """Context in which "weights" or "kv_cache" are allocated, by ``tag``. A device that sleeps sets these pools

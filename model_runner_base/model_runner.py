@@ -231,7 +231,7 @@ class ModelRunnerBase:
     @cached_property
     def _attention_memory(self) -> int:
         """Bytes that attention in plain torch may take at a time."""
-        return attention_memory(self.vllm_config, self.device_ops.memory_info().total)
+        return attention_memory(self.vllm_config, self.device_ops.memory_info())
 
     @contextmanager
     def changing_adapters(self) -> Iterator[Adapters]:

@@ -208,6 +208,7 @@ class PagedPlatform(Platform):
 
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.caches.pair_shapes import attention_memory
+        from model_runner_base.device_ops import MemoryInfo
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.quantized.configuration import check_checkpoint, set_aside
         from model_runner_base.scheduling.releases import has_known_steps
@@ -258,7 +259,7 @@ class PagedPlatform(Platform):
             )
         forgo_kv_scales(cache)
         kv_tile_for(cache.block_size)  # Raises for a size that attention cannot read in parts.
-        attention_memory(vllm_config, 0)  # Raises for a setting that is no size.
+        attention_memory(vllm_config, MemoryInfo(0, 0))  # Raises for a setting that is no size.
         model = vllm_config.model_config
         if model is None:
             return

@@ -270,16 +270,26 @@ def test_attention_in_pieces_takes_no_more_at_larger_limits() -> None:
 def test_attention_memory_that_is_no_size_is_refused(size: object) -> None:
     config: Any = SimpleNamespace(additional_config={"attention_memory_gib": size})
     with pytest.raises(UnsupportedConfigError, match=r"attention_memory_gib=.* give GiB above 0"):
-        attention_memory(config, 1 << 40)
+        attention_memory(config, MemoryInfo(0, 1 << 40))
 
 
 @pytest.mark.parametrize(
-    ("asked", "total", "expected"),
-    [(0.5, 1 << 40, 1 << 29), (None, 1 << 40, 256 << 20), (None, 6 << 30, 96 << 20), (None, 0, 256 << 20)],
+    ("asked", "total", "is_of_host", "expected"),
+    [
+        (0.5, 1 << 40, False, 1 << 29),
+        (0.5, 1 << 40, True, 1 << 29),
+        (None, 1 << 40, False, 256 << 20),
+        (None, 6 << 30, False, 96 << 20),
+        (None, 0, False, 256 << 20),
+        (None, 1 << 40, True, 32 << 20),
+        (None, 1 << 30, True, 16 << 20),
+    ],
 )
-def test_attention_memory_follows_the_device_unless_it_is_set(asked: float | None, total: int, expected: int) -> None:
+def test_attention_memory_follows_the_device_unless_it_is_set(
+    asked: float | None, total: int, is_of_host: bool, expected: int
+) -> None:
     config: Any = SimpleNamespace(additional_config={} if asked is None else {"attention_memory_gib": asked})
-    assert attention_memory(config, total) == expected
+    assert attention_memory(config, MemoryInfo(0, total, is_of_host)) == expected
 
 
 def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:
