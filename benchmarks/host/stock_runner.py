@@ -22,8 +22,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from benchmarks.harness.fake_device import FakeDevice, FakeModel
 from benchmarks.harness.releases import find_slots_by, penalised_tokens
-from model_runner_base.attention.trace import SeenKeys
-from model_runner_base.step.trace import RequestTrace, SampledPlace
+from model_runner_base.step.trace import RequestTrace, SampledPlace, SeenKeys
 
 StockBackend = TritonAttentionBackend
 

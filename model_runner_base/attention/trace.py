@@ -1,29 +1,9 @@
 """Trace of an attention plan: the keys that each token sees, according to the metadata."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
-
-
-class SeenKeys(NamedTuple):
-    """Keys that one token attends to, by position; a key is repeated as often as it is counted. K keys."""
-
-    positions: np.ndarray
-    """[K] position of each key."""
-    slots: np.ndarray
-    """[K] cache slot: block id times block size plus offset, in blocks of the cache tensors."""
-
-
-class LayerTrace(NamedTuple):
-    """Cache slots and seen keys of a step's T padded tokens, as an attention layer is told of them."""
-
-    slots: np.ndarray
-    """[T] cache slot that each token's key and value go to."""
-    seen: list[SeenKeys]
-    """[T] keys that each token sees, or fewer, from the first token on; empty for a backend whose metadata only it can
-    read."""
+from model_runner_base.step.trace import LayerTrace, SeenKeys
 
 
 def trace_plan(metadata: PagedAttentionMetadata, parts: int) -> LayerTrace:

@@ -14,7 +14,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 
-from model_runner_base.attention.trace import LayerTrace, SeenKeys
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
@@ -26,6 +25,7 @@ from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, unpack
 from model_runner_base.step.request_layout import QUERY_START, STARTS
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
+from model_runner_base.step.trace import LayerTrace, SeenKeys
 from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata
 
 NO_SLOT = -1

@@ -11,7 +11,6 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.builders import BuilderCaches, StepRequests
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
@@ -22,6 +21,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepLimits
+from model_runner_base.step.trace import LayerTrace
 from model_runner_base.vllm_compat.types.attention_metadata import call_all_decodes
 from model_runner_base.vllm_compat.types.recurrent import choose_kernels, kernel_spec
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
-from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.plans import trace_groups
 from model_runner_base.step.batch import InputBatch
@@ -21,6 +20,7 @@ from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.decode_rows import STARTS
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
+from model_runner_base.step.trace import LayerTrace
 
 NO_TOKEN = -1
 

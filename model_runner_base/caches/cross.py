@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
-from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.plans import trace_groups
 from model_runner_base.requests.block_tables import BlockTable
@@ -26,6 +25,7 @@ from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.decode_rows import STARTS
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+from model_runner_base.step.trace import LayerTrace
 
 ROW_BLOCKS, TILE_BLOCKS = "cross_row_blocks", "cross_tile_blocks"
 

@@ -27,7 +27,6 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
-from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
@@ -36,6 +35,7 @@ from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.step.token_layout import TokenLayout
+from model_runner_base.step.trace import LayerTrace
 
 
 @dataclass

@@ -23,7 +23,7 @@ from model_runner_base.attention.key_range import KeyRange
 from model_runner_base.attention.loops import FAN_IN, FAR, fill_merge_tree, fill_node_starts, fill_pairs
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.plan import PairCount, PairGeometry
-from model_runner_base.attention.trace import LayerTrace, trace_plan
+from model_runner_base.attention.trace import trace_plan
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.own_blocks import blocks_of_chunks, blocks_of_rows, fill_ring, ring_size
 from model_runner_base.caches.plan_updates import PlanUpdates
@@ -36,6 +36,7 @@ from model_runner_base.step.decode_rows import STARTS, DecodeRows
 from model_runner_base.step.packing import Array, PackedStep, Section, pad_into
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed, Requests
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+from model_runner_base.step.trace import LayerTrace
 
 
 class _Names(NamedTuple):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import CacheKind
 from model_runner_base.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.requests.block_tables import BlockTable
@@ -22,6 +21,7 @@ from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+from model_runner_base.step.trace import LayerTrace
 
 ROWS, TILES = "decode_states", "chunk_tile_states"
 

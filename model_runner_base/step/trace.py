@@ -20,11 +20,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from model_runner_base.attention.trace import SeenKeys
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize
+
+
+class SeenKeys(NamedTuple):
+    """Keys that one token attends to, by position; a key is repeated as often as it is counted. K keys."""
+
+    positions: np.ndarray
+    """[K] position of each key."""
+    slots: np.ndarray
+    """[K] cache slot: block id times block size plus offset, in blocks of the cache tensors."""
+
+
+class LayerTrace(NamedTuple):
+    """Cache slots and seen keys of a step's T padded tokens, as an attention layer is told of them."""
+
+    slots: np.ndarray
+    """[T] cache slot that each token's key and value go to."""
+    seen: list[SeenKeys]
+    """[T] keys that each token sees, or fewer, from the first token on; empty for a backend whose metadata only it can
+    read."""
 
 
 class SampledPlace(NamedTuple):

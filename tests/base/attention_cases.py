@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.metadata import PagedAttentionMetadata
-from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.spans import NO_SPANS, SentSpans, SpanEnds
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
+from model_runner_base.step.trace import LayerTrace
 
 MAX_LENGTH = 300
 KEY_RANGES = [

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from model_runner_base.attention.trace import LayerTrace
 from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import CacheKind
 from model_runner_base.device_ops import DeviceOps
@@ -18,6 +17,7 @@ from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+from model_runner_base.step.trace import LayerTrace
 
 
 class BareStep:
