@@ -1,5 +1,6 @@
 """Checks of an engine's requests, made in its front end before a request is queued."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base import limits
 from model_runner_base.errors import RequestError
-from model_runner_base.inputs.embeddings import check_embeds, check_mixed
 from model_runner_base.multimodal.item_checks import check_items, item_width
 from model_runner_base.requests.mixed_prompts import ids_of_tokens
 from model_runner_base.vllm_compat.probes.multimodal import decoder_of
@@ -50,3 +50,38 @@ class RequestChecks:
             check_items(items, decoded["mm_placeholders"], self.item_width)
         if embeds is not None:
             check_embeds(embeds, self.hidden_size, getattr(params, "prompt_logprobs", None) is not None)
+
+
+def check_embeds(embeds: torch.Tensor, hidden_size: int, wants_prompt_logprobs: bool) -> None:
+    """Raises RequestError for embeddings [P, H] that the model cannot take; [1, P, H] was made [P, H] by vLLM."""
+    if not embeds.is_floating_point():
+        raise RequestError(f"prompt_embeds must be floating-point numbers, got {embeds.dtype}")
+    if not len(embeds) or embeds.shape[1] != hidden_size:
+        raise RequestError(
+            f"prompt_embeds must be [tokens, {hidden_size}] with a token at least, got {[*embeds.shape]}"
+        )
+    if not embeds.isfinite().all():
+        raise RequestError("prompt_embeds must be finite")
+    if wants_prompt_logprobs:
+        raise RequestError("prompt_logprobs need token ids, which prompt_embeds do not have: leave one of them out")
+
+
+def check_mixed(
+    embeds: torch.Tensor, token_ids: Sequence[int], is_token: Sequence[bool], repetition_penalty: float
+) -> None:
+    """Raises RequestError for a prompt of tokens and embeddings whose parts do not fit together.
+
+    ``is_token`` says which rows of ``embeds`` [P, H] are tokens; their ids are in ``token_ids``.
+    """
+    if not len(embeds) == len(token_ids) == len(is_token):
+        raise RequestError(
+            "prompt_embeds, prompt_token_ids and prompt_is_token_ids must have one length, got "
+            f"{len(embeds)}, {len(token_ids)} and {len(is_token)}"
+        )
+    if all(is_token):
+        raise RequestError("prompt_is_token_ids names no embedding: give prompt_token_ids alone")
+    if repetition_penalty != 1:
+        raise RequestError(
+            "repetition_penalty counts the tokens of a prompt, which embeddings hide in part: set repetition_penalty=1 "
+            "(the model's generation_config.json may set another), or start with --generation-config vllm"
+        )

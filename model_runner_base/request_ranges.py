@@ -263,7 +263,7 @@ POOLING: dict[str, Rule] = {
 REQUEST: dict[str, Rule] = {
     "request_id": Text(),
     "prompt_token_ids": ByVllm("checked against the vocabulary when the request arrives"),
-    "prompt_embeds": ByVllm("checked when the request arrives (inputs/embeddings.py)"),
+    "prompt_embeds": ByVllm("checked when the request arrives (request_checks.py)"),
     "prompt_is_token_ids": ByVllm("checked when the request arrives (request_checks.py)"),
     "mm_features": ByVllm("made by the model's processor"),
     "sampling_params": ByVllm("has a table of its own"),

@@ -12,7 +12,6 @@ import torch
 from vllm.config import ModelConfig
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.errors import RequestError
 from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.requests.device_rows import DeviceRows
@@ -146,38 +145,3 @@ def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tenso
     if model_config.enable_prompt_embeds or takes_embeds:
         return {"positions": positions, "input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
     return {"positions": positions, "input_ids": token_ids, "inputs_embeds": None}
-
-
-def check_embeds(embeds: torch.Tensor, hidden_size: int, wants_prompt_logprobs: bool) -> None:
-    """Raises RequestError for embeddings [P, H] that the model cannot take; [1, P, H] was made [P, H] by vLLM."""
-    if not embeds.is_floating_point():
-        raise RequestError(f"prompt_embeds must be floating-point numbers, got {embeds.dtype}")
-    if not len(embeds) or embeds.shape[1] != hidden_size:
-        raise RequestError(
-            f"prompt_embeds must be [tokens, {hidden_size}] with a token at least, got {[*embeds.shape]}"
-        )
-    if not embeds.isfinite().all():
-        raise RequestError("prompt_embeds must be finite")
-    if wants_prompt_logprobs:
-        raise RequestError("prompt_logprobs need token ids, which prompt_embeds do not have: leave one of them out")
-
-
-def check_mixed(
-    embeds: torch.Tensor, token_ids: Sequence[int], is_token: Sequence[bool], repetition_penalty: float
-) -> None:
-    """Raises RequestError for a prompt of tokens and embeddings whose parts do not fit together.
-
-    ``is_token`` says which rows of ``embeds`` [P, H] are tokens; their ids are in ``token_ids``.
-    """
-    if not len(embeds) == len(token_ids) == len(is_token):
-        raise RequestError(
-            "prompt_embeds, prompt_token_ids and prompt_is_token_ids must have one length, got "
-            f"{len(embeds)}, {len(token_ids)} and {len(is_token)}"
-        )
-    if all(is_token):
-        raise RequestError("prompt_is_token_ids names no embedding: give prompt_token_ids alone")
-    if repetition_penalty != 1:
-        raise RequestError(
-            "repetition_penalty counts the tokens of a prompt, which embeddings hide in part: set repetition_penalty=1 "
-            "(the model's generation_config.json may set another), or start with --generation-config vllm"
-        )
