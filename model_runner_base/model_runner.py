@@ -28,6 +28,7 @@ from model_runner_base.caches.factory import make_caches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.pair_shapes import attention_memory
 from model_runner_base.caches.spans import BidirectionalSpans
+from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.background import BackgroundCompiler
@@ -53,7 +54,7 @@ from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec, collect_specs, read_layout
+from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec, read_layout
 from model_runner_base.vllm_compat.types.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,

@@ -22,10 +22,11 @@ from model_runner_base.caches.factory import make_caches
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
 from model_runner_base.caches.spans import NO_SPANS
+from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_compat.types.kv_cache import collect_specs, layer_caches
+from model_runner_base.vllm_compat.types.kv_cache import layer_caches
 
 
 @pytest.fixture

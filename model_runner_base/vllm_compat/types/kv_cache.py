@@ -27,8 +27,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from model_runner_base.attention.layout import CacheLayout, GroupLayout, LayerCache, TensorLayout
-from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 planning: Any = kv_cache_utils
 if not hasattr(planning, "get_kv_cache_groups"):
@@ -47,15 +45,17 @@ __all__ = [
     "bind_cache",
     "bytes_for_requests",
     "cacheless_layers",
-    "collect_specs",
     "cross_length",
     "held_requests",
+    "is_of_attention",
     "is_of_encoder",
     "is_of_latents",
+    "keeps_window_blocks",
     "larger_head",
     "layer_caches",
     "raise_limit_for_encoder",
     "read_layout",
+    "sees_whole_context",
     "shared_caches",
     "useful_bytes",
 ]
@@ -122,30 +122,14 @@ def cacheless_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Collects the KV-cache spec of every layer that keeps a cache, by layer name.
+def is_of_attention(spec: Any) -> bool:
+    """Whether a KV-cache spec is that of an attention layer."""
+    return isinstance(spec, AttentionSpec)
 
-    Raises UnsupportedConfigError for a layer whose cache is not one of attention, or that has a window while drafts are
-    verified under an asynchronous scheduler that would free its blocks too early.
-    """
-    specs: dict[str, KVCacheSpec] = {}
-    sharing = shared_caches(vllm_config)
-    for name, layer in attention_layers(vllm_config).items():
-        spec = layer.get_kv_cache_spec(vllm_config)
-        if spec is None or name in sharing:
-            continue
-        if not isinstance(spec, AttentionSpec):
-            raise UnsupportedConfigError(
-                f"layer {name} keeps a {type(spec).__name__}; such layers are not supported yet"
-            )
-        forgets = read_speculation(vllm_config).unread and not isinstance(spec, FullAttentionSpec)
-        if forgets and not keeps_window_blocks(vllm_config):
-            raise UnsupportedConfigError(
-                f"layer {name} forgets keys before its window, and this scheduler would free their blocks before "
-                "drafts are verified: leave out scheduler_cls, or set async_scheduling=False"
-            )
-        specs[name] = spec
-    return specs
+
+def sees_whole_context(spec: Any) -> bool:
+    """Whether a KV-cache spec is that of a layer that keeps the keys of a request's whole context."""
+    return isinstance(spec, FullAttentionSpec)
 
 
 def keeps_window_blocks(vllm_config: VllmConfig) -> bool:
