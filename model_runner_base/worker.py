@@ -25,11 +25,11 @@ from model_runner_base.caches.allocation import check_states_fit, states_memory
 from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.model_runner import ModelRunnerBase
-from model_runner_base.orphans import end_with_parent
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.recurrent.memory import recurrence_memory
 from model_runner_base.start.cache_memory import host_cache_memory, memory_line, weights_memory
 from model_runner_base.start.memory import DeviceMemoryProfiler
+from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
 from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
 from model_runner_base.vllm_compat.types.outputs import (
