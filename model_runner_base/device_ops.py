@@ -4,14 +4,20 @@ The base never calls a vendor's namespace: memory figures, buffers, copies and b
 defaults serve any device whose memory is the host's; a subclass overrides what differs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
-from model_runner_base.host_memory import host_memory
+CONTROL_GROUP_FILES = {
+    "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    "v2": ("memory.max", "memory.current", ("active_file", "inactive_file")),
+}
+"""Files of the limit and of the usage, and counts of cached files, for each version of control groups."""
 
 
 @dataclass(frozen=True)
@@ -109,3 +115,41 @@ class DeviceOps:
 
     def synchronize(self) -> None:
         """Waits for everything that was launched."""
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Free and total bytes of the host's memory that this process may use; ``root`` is where ``proc`` and ``sys`` are
+    mounted.
+
+    Docker, Kubernetes, systemd and Slurm limit memory by control groups (cgroups), and end a process that takes more.
+    """
+    machine = psutil.virtual_memory()
+    free, total = machine.available, machine.total
+    for folder, version in _control_groups(root):
+        limit_file, usage_file, cached = CONTROL_GROUP_FILES[version]
+        try:
+            limit, usage = int((folder / limit_file).read_text()), int((folder / usage_file).read_text())
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue  # No limit ("max"), or no such group in this container.
+        if limit < machine.total:
+            # A checkpoint that was read stays cached, and counts as usage, until something else needs the memory.
+            used = usage - sum(int(counts.get(name, 0)) for name in cached)
+            free, total = min(free, max(0, limit - used)), min(total, limit)
+    return free, total
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str]]:
+    """Folders, and versions, of the process's control groups for memory: its own, and all that contain it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # No Linux.
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            version = "v2" if number == "0" else "v1"
+            mounted = root / "sys/fs/cgroup" / ("" if version == "v2" else "memory")
+            own = mounted / path.lstrip("/")
+            # A container sees its own group as the mounted one, and perhaps a path of the host's.
+            yield from ((folder, version) for folder in (own, *own.parents) if folder.is_relative_to(mounted))
