@@ -21,7 +21,6 @@ from vllm.tasks import SupportedTask
 from model_runner_base import limits
 from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.adapters.lora import check_adapters, make_adapters
-from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import allocate
 from model_runner_base.caches.contiguous import useful_memory
 from model_runner_base.caches.factory import make_caches
@@ -35,6 +34,14 @@ from model_runner_base.graphs.background import BackgroundCompiler
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.heads.factory import supported_tasks
 from model_runner_base.heads.head import Forward
+from model_runner_base.heads.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    FailedOutput,
+    ModelRunnerOutput,
+    make_output,
+)
 from model_runner_base.heads.pooled import PooledStep
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.logprobs import reads_processed
@@ -53,17 +60,10 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.schedule import Schedule
+from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
+from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
 from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec, read_layout
-from model_runner_base.vllm_compat.types.outputs import (
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    AsyncModelRunnerOutput,
-    DraftTokenIds,
-    FailedOutput,
-    ModelRunnerOutput,
-    make_output,
-)
-from model_runner_base.vllm_compat.types.schedule import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 
 
 class ModelRunnerBase:

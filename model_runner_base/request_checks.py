@@ -12,8 +12,8 @@ from vllm.sampling_params import SamplingParams
 from model_runner_base import limits
 from model_runner_base.errors import RequestError
 from model_runner_base.multimodal.item_checks import check_items, item_width
-from model_runner_base.requests.mixed_prompts import ids_of_tokens
 from model_runner_base.vllm_compat.probes.multimodal import decoder_of
+from model_runner_base.vllm_compat.types.mixed_prompts import ids_of_tokens
 
 
 @dataclass(frozen=True)

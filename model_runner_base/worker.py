@@ -24,22 +24,22 @@ from vllm.v1.worker.worker_base import WorkerBase
 from model_runner_base.caches.allocation import check_states_fit, states_memory
 from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.model_runner import ModelRunnerBase
-from model_runner_base.platform import PagedPlatform
-from model_runner_base.recurrent.memory import recurrence_memory
-from model_runner_base.start.cache_memory import host_cache_memory, memory_line, weights_memory
-from model_runner_base.start.memory import DeviceMemoryProfiler
-from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
-from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
-from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
-from model_runner_base.vllm_compat.types.outputs import (
+from model_runner_base.heads.outputs import (
     AsyncModelRunnerOutput,
     DraftTokenIds,
     FailedOutput,
     ModelRunnerOutput,
 )
+from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.platform import PagedPlatform
+from model_runner_base.recurrent.memory import recurrence_memory
+from model_runner_base.start.cache_memory import host_cache_memory, memory_line, weights_memory
+from model_runner_base.start.memory import DeviceMemoryProfiler
+from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
+from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
+from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
+from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
 from model_runner_base.vllm_compat.types.recurrent import has_states, recurrent_layers
-from model_runner_base.vllm_compat.types.schedule import GrammarOutput, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -8,7 +8,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
-from model_runner_base.attention.layout import CacheLayout, LayerCache
 from model_runner_base.attention.numbers import Float8
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.caches.scratch import scratch_caches
@@ -16,6 +15,7 @@ from model_runner_base.caches.tiles import stored_size
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.recurrent.layers import state_tensors
+from model_runner_base.vllm_compat.types.cache_layout import CacheLayout, LayerCache
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers, bind_cache, shared_caches
 from model_runner_base.vllm_compat.types.recurrent import keeps_prefixes, num_places, num_states, recurrent_layers
 

@@ -17,6 +17,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.graphs.policy import SortLimits, WrapFunction
 from model_runner_base.heads.head import Forward
+from model_runner_base.heads.outputs import DraftTokenIds
 from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.sampler import draw
@@ -28,7 +29,6 @@ from model_runner_base.step.decode_rows import LENGTHS
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.step.token_layout import TokenLayout
-from model_runner_base.vllm_compat.types.outputs import DraftTokenIds
 
 MODES = (SamplingMode.RANDOM, SamplingMode.SORTED)
 """Modes that drafting is compiled for; greedy rows are drawn correctly in both."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from model_runner_base.draft.host import HostDrafter
+from model_runner_base.heads.outputs import DraftTokenIds
 from model_runner_base.requests.states import RequestStates
-from model_runner_base.vllm_compat.types.outputs import DraftTokenIds
 from model_runner_base.vllm_compat.types.speculation import SuffixOptions
 
 

@@ -15,7 +15,6 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.requests.device_rows import DeviceRows
-from model_runner_base.requests.mixed_prompts import given_rows
 from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
@@ -24,6 +23,7 @@ from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.vllm_compat.probes.config import rotary_dims
 from model_runner_base.vllm_compat.probes.multimodal import takes_items
+from model_runner_base.vllm_compat.types.mixed_prompts import given_rows
 
 SECTION = "embed_source"
 LOOKED_UP = -1

@@ -10,7 +10,6 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, create_forward_context
 
 from model_runner_base.adapters.adapters import Adapters
-from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.caches.allocation import bind
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.contiguous import num_lines
@@ -45,6 +44,7 @@ from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.state import GraphState, HeldTensors
 from model_runner_base.step.token_layout import TokenLayout
+from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 

@@ -39,7 +39,7 @@ class Arrival:
     """Parameters of a new request, for the head; None for one that resumes."""
     prompt_embeds: torch.Tensor | None = None
     """[prompt, hidden] on the host, of a new request whose prompt is embeddings; its ``token_ids`` are zeros then. A
-    row of NaN is a token, which has an id (``requests/mixed_prompts.py``)."""
+    row of NaN is a token, which has an id (``vllm_compat/types/mixed_prompts.py``)."""
     adapter: LoRARequest | None = None
     """Adapter that a new request names, if any."""
     items: Sequence[MultiModalFeatureSpec] = ()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from vllm.sampling_params import SamplingParams
 
+from model_runner_base.step.scheduler_output import SchedulerOutput
 from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
-from model_runner_base.vllm_compat.types.schedule import SchedulerOutput
 
 NULL_BLOCK = 0
 

@@ -23,7 +23,6 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
-from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
 from model_runner_base.caches.contiguous import num_lines, useful_memory
@@ -40,6 +39,7 @@ from model_runner_base.testing.checks.test_schedules import OPTIONS, Schedules, 
 from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
 from neuron_runner.metrics import CompilationCount
 
 MAX_LENGTH = 320

@@ -8,8 +8,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from model_runner_base.heads.outputs import FailedOutput
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
-from model_runner_base.vllm_compat.types.outputs import FailedOutput
 
 
 def request(name: str, num_tokens: int = 5, max_tokens: int = 100, **options: Any) -> Request:

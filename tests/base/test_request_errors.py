@@ -13,11 +13,11 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from model_runner_base.heads.outputs import FailedOutput
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, greedy, runner_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.tokenizer import EOS, add_tokenizer
-from model_runner_base.vllm_compat.types.outputs import FailedOutput
 
 PROMPTS = random_prompts(70, [5, 30, 12])
 LONGEST = 129 if HAS_OPENXLA else 128

@@ -15,7 +15,6 @@ from vllm.model_executor.layers.attention.encoder_only_attention import EncoderO
 from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.key_range import KeyRange
-from model_runner_base.attention.layout import CacheLayout, GroupLayout, TensorLayout
 from model_runner_base.caches.allocation import allocate, bind
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.factory import make_caches
@@ -26,6 +25,7 @@ from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.vllm_compat.types.cache_layout import CacheLayout, GroupLayout, TensorLayout
 from model_runner_base.vllm_compat.types.kv_cache import layer_caches
 
 

@@ -26,19 +26,19 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from model_runner_base.attention.cache_format import CacheFormat
-from model_runner_base.attention.layout import CacheLayout
 from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.caches import allocation
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar
+from model_runner_base.step.scheduler_output import read_grammar, read_schedule
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
 from model_runner_base.vllm_compat.patches.item_data import keep_item_data
 from model_runner_base.vllm_compat.types import kv_cache
 from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata
+from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
 from model_runner_base.vllm_compat.types.kv_cache import planning, read_layout
-from model_runner_base.vllm_compat.types.schedule import read_grammar, read_schedule
 
 BLOCKS = st.tuples(st.lists(st.integers(1, 99), min_size=1, max_size=3), st.lists(st.integers(1, 99), max_size=3))
 TOKENS = st.lists(st.integers(0, 500), min_size=1, max_size=6)

@@ -97,7 +97,7 @@ MUTATIONS = [
     ),
     Mutation(
         "log probabilities of one wrong draft go to the next request",
-        "vllm_compat/types/outputs.py",
+        "heads/outputs.py",
         "return LogprobsLists(ids[kept], values[kept], ranks[kept], first.tolist())",
         "return LogprobsLists(ids, values, ranks, first.tolist())",
         "test_rules and wrong",

@@ -48,7 +48,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed request starts where it was when it lost its blocks",
-        "vllm_compat/types/schedule.py",
+        "step/scheduler_output.py",
         "Arrival(req_id, token_ids, num_computed, block_ids)",
         "Arrival(req_id, token_ids, len(token_ids) - 1, block_ids)",
         REPEAT,
@@ -251,14 +251,14 @@ MUTATIONS = [
     # Output
     Mutation(
         "results are handed out in sorted order",
-        "vllm_compat/types/outputs.py",
+        "heads/outputs.py",
         "req_ids=self._req_ids,",
         "req_ids=sorted(self._req_ids),",
         STEPS,
     ),
     Mutation(
         "the tokens of unfinished prompts are handed out",
-        "vllm_compat/types/outputs.py",
+        "heads/outputs.py",
         "            tokens[index] = []",
         "            pass",
         STEPS,

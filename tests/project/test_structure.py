@@ -28,11 +28,18 @@ STEP_TYPES = {
 }
 """vLLM's step types, which change from release to release; so do the specs of ``SPECS``."""
 SPECS = "vllm.v1.kv_cache_interface"
+BASE = ROOT / "model_runner_base"
+PORTS = [
+    *(BASE / "vllm_compat" / "types").glob("*.py"),
+    BASE / "step" / "scheduler_output.py",
+    BASE / "heads" / "outputs.py",
+]
+"""Modules that read vLLM's step types: into types of the base, and results of a head into vLLM's output."""
 INSIDE = [
     path
     for package in ("model_runner_base", "gpu_runner", "neuron_runner", "examples")
     for path in sorted((ROOT / package).rglob("*.py"))
-    if path.parent != ROOT / "model_runner_base" / "vllm_compat" / "types"
+    if path not in PORTS
     and path != ROOT / "model_runner_base" / "testing" / "scheduler_outputs.py"
     and ROOT / "model_runner_base" / "scheduling" not in path.parents
 ]
@@ -68,8 +75,7 @@ def is_step_type(name: str) -> bool:
 
 @pytest.mark.parametrize("path", INSIDE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_one_module_alone_reads_vllms_step_types(path: Path) -> None:
-    """No module but those of model_runner_base/vllm_compat/types reads step types, so a release that changes them
-    changes nothing else.
+    """No module but those of ``PORTS`` reads step types, so a release that changes them changes nothing else.
 
     model_runner_base/scheduling is a piece of vLLM's own scheduler, which makes them.
     """
@@ -88,12 +94,11 @@ def test_readers_of_step_types_are_found() -> None:
     ):
         assert any(map(is_step_type, of_vllm(ast.parse(line)))), line
     for line in (
-        "from model_runner_base.vllm_compat.types.schedule import SchedulerOutput",
+        "from model_runner_base.step.scheduler_output import SchedulerOutput",
         "from vllm import SamplingParams",
     ):
         assert not any(map(is_step_type, of_vllm(ast.parse(line)))), line
-    port = (ROOT / "model_runner_base" / "vllm_compat" / "types").glob("*.py")
-    found = {name for path in port for name in of_vllm(ast.parse(path.read_text())) if is_step_type(name)}
+    found = {name for path in PORTS for name in of_vllm(ast.parse(path.read_text())) if is_step_type(name)}
     assert {name.rpartition(".")[2] for name in found} >= STEP_TYPES
 
 

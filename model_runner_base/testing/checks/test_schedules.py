@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
+from model_runner_base.heads.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from model_runner_base.step.trace import StepTrace, watch_steps
 from model_runner_base.testing import reference
 from model_runner_base.testing.architectures import VOCAB_SIZE
@@ -30,7 +31,6 @@ from model_runner_base.testing.scheduler_outputs import frees_unseen_blocks
 from model_runner_base.testing.schedules import CacheGroup, HandScheduler, Request, Sees, Share
 from model_runner_base.testing.table import refusal
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
-from model_runner_base.vllm_compat.types.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from model_runner_base.vllm_compat.types.recurrent import has_states, num_states
 
 MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 4, 32, 352

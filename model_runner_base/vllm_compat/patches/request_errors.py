@@ -19,8 +19,8 @@ from model_runner_base.errors import RequestError
 from model_runner_base.our_engines import Checks, arriving, is_ours
 from model_runner_base.request_ranges import check_rest
 from model_runner_base.request_rules import check_fits, check_rules
-from model_runner_base.requests.mixed_prompts import mark_tokens
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
+from model_runner_base.vllm_compat.types.mixed_prompts import mark_tokens
 
 CHECKS = "_request_checks"
 """Attribute of an ``InputProcessor`` that holds the checks of its engine."""

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from model_runner_base.attention.layout import CacheLayout, GroupLayout, LayerCache, TensorLayout
+from model_runner_base.vllm_compat.types.cache_layout import CacheLayout, GroupLayout, LayerCache, TensorLayout
 
 planning: Any = kv_cache_utils
 if not hasattr(planning, "get_kv_cache_groups"):

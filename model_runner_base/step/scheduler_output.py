@@ -2,8 +2,8 @@
 
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
-from model_runner_base.requests.mixed_prompts import ids_of_tokens, mark_tokens
 from model_runner_base.step.schedule import Arrival, Grammar, Schedule
+from model_runner_base.vllm_compat.types.mixed_prompts import ids_of_tokens, mark_tokens
 
 __all__ = ["GrammarOutput", "SchedulerOutput", "read_grammar", "read_schedule"]
 
