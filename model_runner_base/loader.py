@@ -15,9 +15,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from model_runner_base.admission.config_fields import describe_lack
 from model_runner_base.checkpoint_record import ATTRIBUTE as RECORD
 from model_runner_base.checkpoint_record import CheckpointRecord, record_of
-from model_runner_base.config_fields import describe_lack
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.draft.loading import load_draft
 from model_runner_base.errors import CheckpointError as CheckpointError

@@ -18,9 +18,9 @@ from vllm.forward_context import override_forward_context
 from vllm.platforms import current_platform
 from vllm.tasks import SupportedTask
 
-from model_runner_base import limits
 from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.adapters.lora import check_adapters, make_adapters
+from model_runner_base.admission import limits
 from model_runner_base.caches.allocation import allocate
 from model_runner_base.caches.contiguous import useful_memory
 from model_runner_base.caches.factory import make_caches

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from model_runner_base.front_end import quiet_scheduler_warning, stand_before
-from model_runner_base.our_engines import SCHEDULER, check_arriving
+from model_runner_base.admission.front_end import quiet_scheduler_warning, stand_before
+from model_runner_base.admission.our_engines import SCHEDULER, check_arriving
 from model_runner_base.vllm_compat.probes.config import (
     calculates_kv_scales,
     forgo_kv_scales,
@@ -165,16 +165,16 @@ class PagedPlatform(Platform):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
 
+        from model_runner_base.admission.hybrid_config import (
+            keep_block_size,
+            know_mamba2,
+            leave_prefix_caching_off,
+        )
         from model_runner_base.quantized.configuration import set_aside
         from model_runner_base.quantized.gguf.engine_args import serve_gguf_files
         from model_runner_base.vllm_compat.patches.auto_dtype import take_dtypes_in_order
         from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
         from model_runner_base.vllm_compat.patches.forced_backends import leave_backend_open
-        from model_runner_base.vllm_compat.patches.hybrid_config import (
-            keep_block_size,
-            know_mamba2,
-            leave_prefix_caching_off,
-        )
         from model_runner_base.vllm_compat.patches.quantized_config import before_a_method_is_chosen
 
         def batch_defaults(world_size: int) -> tuple[dict[UsageContext | None, int], dict[UsageContext | None, int]]:

@@ -106,7 +106,7 @@ class Engine:
         from vllm import LLM
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
-        from model_runner_base import front_end
+        from model_runner_base.admission import front_end
 
         front_end.register()  # Where this distribution is not installed, vLLM finds no entry point of it.
 

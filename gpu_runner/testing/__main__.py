@@ -48,7 +48,7 @@ def without_kernels() -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     options = without_kernels() if kernels.stand_in() else OPTIONS
-    from model_runner_base import front_end
+    from model_runner_base.admission import front_end
     from model_runner_base.testing.__main__ import main as run_kit
 
     front_end.register()  # Where this distribution is not installed, vLLM finds no entry point of it.

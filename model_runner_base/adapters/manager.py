@@ -20,9 +20,9 @@ from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
 
-from model_runner_base.adapters.checks import Names, check_config, check_fit, widths_of
 from model_runner_base.adapters.latents import adapt_projections, with_weights
 from model_runner_base.adapters.slots import SlotLayer
+from model_runner_base.admission.adapter_checks import Names, check_config, check_fit, widths_of
 from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.heads.pooling.placement import pooler_modules
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer

@@ -201,7 +201,7 @@ class ItemEncoder(Encoder):
     def try_out(self) -> None:
         """Encodes one of the largest items, so that towers that do not run here raise an error when the engine starts.
 
-        ``multimodal_limits.py`` refuses ``skip_mm_profiling`` for the families that this is for.
+        ``admission/multimodal_limits.py`` refuses ``skip_mm_profiling`` for the families that this is for.
         """
         if self._budget.mm_max_toks_per_item:
             outputs = self._run_eagerly(largest_items(self._budget, self._model_config)[:1])

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
 from model_runner_base import loader
-from model_runner_base.config_fields import PUBLISHED
+from model_runner_base.admission.config_fields import PUBLISHED
 from model_runner_base.errors import CheckpointError
 from model_runner_base.testing.architectures import EXPERTS, SHAPE, UNTIED, hf
 from model_runner_base.testing.engine import shut_down

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from model_runner_base.admission.limits import NEWER_PARAMS, check_config, check_request
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.limits import NEWER_PARAMS, check_config, check_request
 from model_runner_base.loader import load_checkpoint
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
 

@@ -13,13 +13,13 @@ from conftest import engine
 from vllm import LLM
 from vllm.exceptions import VLLMValidationError
 
+from model_runner_base.admission import refused_items
 from model_runner_base.errors import RequestError
 from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read
 from model_runner_base.testing.engine import greedy
 from model_runner_base.testing.images import SeeingModel, make_seeing_model, picture
 from model_runner_base.testing.processed import reference
 from model_runner_base.testing.sounds import make_hearing_model, sound
-from model_runner_base.vllm_compat.patches import refused_items
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "enforce_eager": True, "max_model_len": 256}
 IMAGES = [picture(40, 32, 32), picture(41, 48, 32)]

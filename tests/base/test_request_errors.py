@@ -126,7 +126,7 @@ def test_what_the_front_end_lets_through_ends_in_the_engine(
 ) -> None:
     """A front end may not know what a cache holds, because of windows, or of a length that was fitted in another
     process. The engine then ends the request."""
-    monkeypatch.setattr("model_runner_base.vllm_compat.patches.request_errors.check_fits", lambda *_: None)
+    monkeypatch.setattr("model_runner_base.admission.request_errors.check_fits", lambda *_: None)
     output = check_beside(llm, model, greedy(20), random_prompts(71, [200])[0])
     assert output.finish_reason == "error" and "do not fit the 129 tokens" in output.stop_reason
 

@@ -8,8 +8,8 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from model_runner_base.request_ranges import POOLING, REQUEST, SAMPLING, check_params, check_rest
-from model_runner_base.request_rules import check_rules
+from model_runner_base.admission.request_ranges import POOLING, REQUEST, SAMPLING, check_params, check_rest
+from model_runner_base.admission.request_rules import check_rules
 
 VOCAB_SIZE = 50
 HUGE = [2**31, 2**32, 2**63, 2**64, -(2**63), -(2**63) - 1, 10**5000]

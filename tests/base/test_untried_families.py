@@ -11,7 +11,7 @@ from conftest import engine
 from lane import HAS_OPENXLA
 from torch import nn
 
-from model_runner_base import multimodal_limits
+from model_runner_base.admission import multimodal_limits
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.multimodal.towers.untried import check_outputs, check_tower_layers
 from model_runner_base.testing.checks.test_multimodal import ask, expected, prompts, read

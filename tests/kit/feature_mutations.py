@@ -182,14 +182,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a name gets new files, and the cached prefixes of its old ones",
-        "adapters/checks.py",
+        "admission/adapter_checks.py",
         "if self._caches_prefixes and",
         "if not self._caches_prefixes and",
         "test_new_files_under_an_old_name",
     ),
     Mutation(
         "an adapter of another model is taken",
-        "adapters/checks.py",
+        "admission/adapter_checks.py",
         "            if tuple(matrix.shape) != shape:",
         "            if matrix.dim() != len(shape):",
         "test_bad_adapters and another",

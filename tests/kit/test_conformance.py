@@ -51,7 +51,7 @@ Penalties.asked_by = lambda self, params: False
 REFUSING = """
 from examples.plain_device import PlainPlatform
 from examples.plain_device import PlainWorker
-from model_runner_base import limits
+from model_runner_base.admission import limits
 def refuse(params, token_ids, vocab_size):
     if params.presence_penalty:
         raise ValueError("presence_penalty is not supported on this device")

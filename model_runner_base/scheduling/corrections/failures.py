@@ -1,7 +1,7 @@
 """Requests that end with an error, without others: refused when they arrive, or failed in a step.
 
 The front end gets an output with finish reason ``error`` and the message as its ``stop_reason``
-(``vllm_compat/patches/request_errors.py`` raises it to the caller).
+(``admission/request_errors.py`` raises it to the caller).
 """
 
 from collections.abc import Iterator

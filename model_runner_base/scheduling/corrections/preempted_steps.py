@@ -20,7 +20,7 @@ class PreemptedSteps(StepHooks):
     """Mixin that takes back what a preempted request has left in the caches, listed before vLLM's scheduler."""
 
     forgets_preempted_steps = True
-    """Whether images go with the priority policy; ``multimodal_limits.py`` looks for this attribute."""
+    """Whether images go with the priority policy; ``admission/multimodal_limits.py`` looks for this attribute."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -263,8 +263,8 @@ POOLING: dict[str, Rule] = {
 REQUEST: dict[str, Rule] = {
     "request_id": Text(),
     "prompt_token_ids": ByVllm("checked against the vocabulary when the request arrives"),
-    "prompt_embeds": ByVllm("checked when the request arrives (request_checks.py)"),
-    "prompt_is_token_ids": ByVllm("checked when the request arrives (request_checks.py)"),
+    "prompt_embeds": ByVllm("checked when the request arrives (admission/request_checks.py)"),
+    "prompt_is_token_ids": ByVllm("checked when the request arrives (admission/request_checks.py)"),
     "mm_features": ByVllm("made by the model's processor"),
     "sampling_params": ByVllm("has a table of its own"),
     "pooling_params": ByVllm("has a table of its own"),

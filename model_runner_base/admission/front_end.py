@@ -10,7 +10,7 @@ import logging
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from model_runner_base.our_engines import SCHEDULER, WORKERS, check_arriving, is_ours
+from model_runner_base.admission.our_engines import SCHEDULER, WORKERS, check_arriving, is_ours
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,20 +26,20 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
     supported. A platform that is no ``PagedPlatform`` and chooses a worker of this library must call this in
     ``check_and_update_config`` once ``block_size`` is set, and ``our_engines.check_arriving`` in ``validate_request``.
     """
-    from model_runner_base.limits import check_config
-    from model_runner_base.multimodal.item_checks import check_fields, check_shares
-    from model_runner_base.request_checks import RequestChecks
-    from model_runner_base.vllm_compat.patches.adapter_requests import load_adapters_first
+    from model_runner_base.admission.adapter_requests import load_adapters_first
+    from model_runner_base.admission.hybrid_config import choose_cache_mode
+    from model_runner_base.admission.item_checks import check_fields, check_shares
+    from model_runner_base.admission.limits import check_config
+    from model_runner_base.admission.refusals import refuse_in_words
+    from model_runner_base.admission.refused_items import forget_refused_items
+    from model_runner_base.admission.request_checks import RequestChecks
+    from model_runner_base.admission.request_errors import hold_requests
     from model_runner_base.vllm_compat.patches.engine_processes import (
         end_servers_and_engines_with_this_process,
         end_workers_with_this_process,
     )
-    from model_runner_base.vllm_compat.patches.hybrid_config import choose_cache_mode
     from model_runner_base.vllm_compat.patches.item_data import keep_item_data
     from model_runner_base.vllm_compat.patches.pixel_scales import scale_in_processor
-    from model_runner_base.vllm_compat.patches.refusals import refuse_in_words
-    from model_runner_base.vllm_compat.patches.refused_items import forget_refused_items
-    from model_runner_base.vllm_compat.patches.request_errors import hold_requests
     from model_runner_base.vllm_compat.patches.whole_sounds import keep_sounds_whole
 
     scheduler = vllm_config.scheduler_config

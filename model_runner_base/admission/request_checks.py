@@ -9,9 +9,9 @@ from vllm.config import ModelConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base import limits
+from model_runner_base.admission import limits
+from model_runner_base.admission.item_checks import check_items, item_width
 from model_runner_base.errors import RequestError
-from model_runner_base.multimodal.item_checks import check_items, item_width
 from model_runner_base.vllm_compat.probes.multimodal import decoder_of
 from model_runner_base.vllm_compat.types.mixed_prompts import ids_of_tokens
 

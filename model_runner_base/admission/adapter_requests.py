@@ -11,8 +11,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from model_runner_base.admission.our_engines import is_ours
 from model_runner_base.errors import RequestError
-from model_runner_base.our_engines import is_ours
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 KNOWN = "_adapters_that_were_loaded"

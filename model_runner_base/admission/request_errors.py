@@ -15,10 +15,10 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
+from model_runner_base.admission.our_engines import Checks, arriving, is_ours
+from model_runner_base.admission.request_ranges import check_rest
+from model_runner_base.admission.request_rules import check_fits, check_rules
 from model_runner_base.errors import RequestError
-from model_runner_base.our_engines import Checks, arriving, is_ours
-from model_runner_base.request_ranges import check_rest
-from model_runner_base.request_rules import check_fits, check_rules
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 from model_runner_base.vllm_compat.types.mixed_prompts import mark_tokens
 

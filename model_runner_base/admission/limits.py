@@ -11,12 +11,12 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.attention_limits import check_attention
+from model_runner_base.admission.attention_limits import check_attention
+from model_runner_base.admission.multimodal_limits import check_multimodal, check_text_alone
+from model_runner_base.admission.pooling_limits import check_pooling
+from model_runner_base.admission.recurrent_ranks import check_ranks
+from model_runner_base.admission.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.errors import UnsupportedConfigError, refuse
-from model_runner_base.multimodal_limits import check_multimodal, check_text_alone
-from model_runner_base.pooling_limits import check_pooling
-from model_runner_base.recurrent.ranks import check_ranks
-from model_runner_base.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_slot_processors
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
@@ -292,7 +292,7 @@ def _size_of(parallel_config: ParallelConfig | None) -> int | None:
 def check_request(params: SamplingParams | PoolingParams, token_ids: list[int], vocab_size: int) -> None:
     """Raises RequestError, a ValueError that the API server answers with status 400.
 
-    It refuses parameters out of their ranges (``request_ranges.py``) and ids that are no tokens.
+    It refuses parameters out of their ranges (``admission/request_ranges.py``) and ids that are no tokens.
     """
     check_prompt(token_ids, vocab_size)
     check_params(params, vocab_size)

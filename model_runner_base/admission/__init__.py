@@ -1,0 +1,1 @@
+"""Admission: configs, requests and files that this library does not serve are refused here, before any work."""
