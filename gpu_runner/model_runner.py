@@ -10,10 +10,10 @@ from gpu_runner.device_ops import CudaDeviceOps
 from gpu_runner.graph_policy import CudaGraphPolicy, mark_views
 from gpu_runner.static_inputs import StaticInputs
 from gpu_runner.vllm_compat import prepare_offloading
-from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.inputs.embeddings import embeddings_memory
-from model_runner_base.loader import load_checkpoint
 from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.models.draft_loading import ATTRIBUTE as DRAFT
+from model_runner_base.models.loader import load_checkpoint
 from model_runner_base.start.memory import DeviceMemoryProfiler
 from model_runner_base.vllm_compat.types.speculation import max_step_tokens
 

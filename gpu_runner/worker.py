@@ -17,8 +17,8 @@ from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
 from gpu_runner import vllm_compat
 from gpu_runner.model_runner import GPUModelRunner
-from model_runner_base.draft.loading import draft_of
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.worker import CompilationTimes, ModelRunnerWorker
 
 

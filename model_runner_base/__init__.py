@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from model_runner_base.device_ops import DeviceOps, MemoryInfo
     from model_runner_base.graphs.policy import BucketPolicy, GraphPolicy
-    from model_runner_base.loader import load_checkpoint
     from model_runner_base.model_runner import ModelRunnerBase
+    from model_runner_base.models.loader import load_checkpoint
     from model_runner_base.platform import PagedPlatform
     from model_runner_base.start.memory import DeviceMemoryProfiler
     from model_runner_base.start.step_memory import estimate_step_memory
@@ -31,7 +31,7 @@ _HOMES = {
     "StepLimits": "step.sizes",
     "StepSize": "step.sizes",
     "estimate_step_memory": "start.step_memory",
-    "load_checkpoint": "loader",
+    "load_checkpoint": "models.loader",
 }
 
 __all__ = [

@@ -49,7 +49,7 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPlan
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
-from model_runner_base.loader import change_config, reload_checkpoint
+from model_runner_base.models.loader import change_config, reload_checkpoint
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.multimodal.factory import choose_encoder
 from model_runner_base.requests.failures import RequestErrors

@@ -170,8 +170,8 @@ class PagedPlatform(Platform):
             know_mamba2,
             leave_prefix_caching_off,
         )
-        from model_runner_base.quantized.configuration import set_aside
-        from model_runner_base.quantized.gguf.engine_args import serve_gguf_files
+        from model_runner_base.models.quantized.configuration import set_aside
+        from model_runner_base.models.quantized.gguf.engine_args import serve_gguf_files
         from model_runner_base.vllm_compat.patches.auto_dtype import take_dtypes_in_order
         from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
         from model_runner_base.vllm_compat.patches.forced_backends import leave_backend_open
@@ -210,7 +210,7 @@ class PagedPlatform(Platform):
         from model_runner_base.caches.pair_shapes import attention_memory
         from model_runner_base.device_ops import MemoryInfo
         from model_runner_base.errors import UnsupportedConfigError
-        from model_runner_base.quantized.configuration import check_checkpoint, set_aside
+        from model_runner_base.models.quantized.configuration import check_checkpoint, set_aside
         from model_runner_base.scheduling.releases import has_known_steps
         from model_runner_base.vllm_compat.probes.multimodal import takes_items
         from model_runner_base.vllm_compat.probes.unequal_heads import has_own_kernels, has_unequal_heads

@@ -31,8 +31,8 @@ from model_runner_base.heads.outputs import (
     ModelRunnerOutput,
 )
 from model_runner_base.model_runner import ModelRunnerBase
+from model_runner_base.models.recurrent.memory import recurrence_memory
 from model_runner_base.platform import PagedPlatform
-from model_runner_base.recurrent.memory import recurrence_memory
 from model_runner_base.start.cache_memory import host_cache_memory, memory_line, weights_memory
 from model_runner_base.start.memory import DeviceMemoryProfiler
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinea
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.layers.fused_moe import ACTIVATIONS, PlainExpertsMethod
+from model_runner_base.models.layers.fused_moe import ACTIVATIONS, PlainExpertsMethod
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer
 from neuron_runner import environment
 from neuron_runner.weights import RelaidWeights, logits_heads, product

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from model_runner_base.layers.fused_moe import PlainExpertsMethod
-from model_runner_base.layers.latent_attention import AbsorbedProjection
-from model_runner_base.loader import CheckpointError
+from model_runner_base.models.layers.fused_moe import PlainExpertsMethod
+from model_runner_base.models.layers.latent_attention import AbsorbedProjection
+from model_runner_base.models.loader import CheckpointError
 from neuron_runner import environment
 from neuron_runner.allocator import give_back_freed_memory
 

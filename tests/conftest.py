@@ -30,7 +30,7 @@ import torch
 from transformers import PreTrainedModel
 from vllm import LLM
 
-from model_runner_base.misfits import misfit_of_reload
+from model_runner_base.models.misfits import misfit_of_reload
 from model_runner_base.testing.engine import DEFAULTS, runner_of, shut_down, start, wait_for_sizes
 from model_runner_base.testing.fixtures import tiny_model
 

@@ -16,8 +16,8 @@ import torch
 from scipy.stats import linregress
 
 from benchmarks.harness.report import make_parser, progress, show, take_turns
-from model_runner_base.recurrent.layers import RECURRENCES
-from model_runner_base.recurrent.step import TileSteps
+from model_runner_base.models.recurrent.layers import RECURRENCES
+from model_runner_base.models.recurrent.step import TileSteps
 from model_runner_base.step.chunk_tiles import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles
 from model_runner_base.step.rows_and_tiles import fill_tiles
 

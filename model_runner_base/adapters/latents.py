@@ -1,4 +1,4 @@
-"""Adapters of the projection that latent attention absorbs (layers/latent_attention.py).
+"""Adapters of the projection that latent attention absorbs (models/layers/latent_attention.py).
 
 ``kv_b_proj`` is never run on a token's latent, so what an adapter adds to its weights is absorbed as they are. For a
 query q of one head, and A and B of the token's slot:
@@ -18,13 +18,13 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from model_runner_base.adapters.slots import SlottedLayer
-from model_runner_base.layers.latent_attention import AbsorbedProjection
+from model_runner_base.models.layers.latent_attention import AbsorbedProjection
 
 
 class AdaptedProjection:
     """Projects as ``plain`` does, and adds what the tokens' own adapters of ``layer`` make, from all slots at once.
 
-    S: slots; r: their rank; the other letters as in layers/latent_attention.py.
+    S: slots; r: their rank; the other letters as in models/layers/latent_attention.py.
     """
 
     def __init__(self, plain: Any, layer: Any) -> None:

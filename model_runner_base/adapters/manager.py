@@ -23,8 +23,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from model_runner_base.adapters.latents import adapt_projections, with_weights
 from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.admission.adapter_checks import Names, check_config, check_fit, widths_of
-from model_runner_base.draft.loading import ATTRIBUTE as DRAFT
 from model_runner_base.heads.pooling.placement import pooler_modules
+from model_runner_base.models.draft_loading import ATTRIBUTE as DRAFT
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer
 from model_runner_base.vllm_compat.types.recurrent import rename_adapters
 from model_runner_base.vllm_compat.types.speculation import read_speculation

@@ -6,8 +6,8 @@ followed by the rotary key, and its value is ``W_V latent``. Both are linear in 
     q . (W_K latent) = (W_K^T q) . latent        sum of w_i (W_V latent_i) = W_V (sum of w_i latent_i)
 
 In the latents' space this is attention with one KV head. Keys are whole rows, of L + R numbers, and values are their
-latents. Decode rows and chunks are computed alike. layers/latent_attention.py takes queries to that space, and outputs
-back.
+latents. Decode rows and chunks are computed alike. models/layers/latent_attention.py takes queries to that space, and
+outputs back.
 """
 
 from dataclasses import dataclass

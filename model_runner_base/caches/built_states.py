@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from model_runner_base.caches.builders import BuilderCaches, StepRequests
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.recurrent.layers import states_of
+from model_runner_base.models.recurrent.layers import states_of
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from model_runner_base.caches.states import ROWS, TILES, StateCaches
-from model_runner_base.recurrent.step import RowSteps
+from model_runner_base.models.recurrent.step import RowSteps
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall

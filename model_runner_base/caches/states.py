@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from model_runner_base.caches.group import CacheKind
-from model_runner_base.recurrent.step import RecurrentStep, RowSteps, TileSteps
+from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall

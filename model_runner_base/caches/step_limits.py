@@ -11,7 +11,7 @@ from model_runner_base.caches.builders import decode_dims
 from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.pair_shapes import pair_shapes, pairs_that_fit
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile
-from model_runner_base.recurrent.layers import is_plain
+from model_runner_base.models.recurrent.layers import is_plain
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers, cross_length
 from model_runner_base.vllm_compat.types.recurrent import recurrent_layers

@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from model_runner_base.attention.pieces import PairShape
 from model_runner_base.caches.pair_shapes import pair_shapes
 from model_runner_base.inputs.embeddings import embeddings_memory
-from model_runner_base.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
+from model_runner_base.models.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
@@ -83,7 +83,8 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
 
 
 def _experts(model_config: ModelConfig, num_tokens: int) -> int:
-    """Numbers that a mixture-of-experts layer holds at a time, in the costlier of its ways (layers/fused_moe.py)."""
+    """Numbers that a mixture-of-experts layer holds at a time, in the costlier of its ways
+    (models/layers/fused_moe.py)."""
     num_experts = model_config.get_num_experts()
     if not num_experts:
         return 0

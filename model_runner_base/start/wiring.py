@@ -20,7 +20,6 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.factory import make_drafter
-from model_runner_base.draft.loading import draft_of
 from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.heads.factory import make_head
 from model_runner_base.heads.generate import GenerateHead, make_generate_head
@@ -31,6 +30,7 @@ from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.model_graph import ModelGraph
+from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.multimodal.encoder import Encoder
 from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.requests.device_rows import DeviceRows

@@ -2,7 +2,8 @@
 
 An override is a subclass whose ``forward_oot`` runs: on the device by the SDK's fused operator where there is one,
 otherwise by ours. A layer class that derives from one of these (``Llama3RotaryEmbedding``) is another name to the
-registry and keeps its own forward. Experts are not here: ``model_runner_base/layers/fused_moe.py`` serves every device.
+registry and keeps its own forward. Experts are not here: ``model_runner_base/models/layers/fused_moe.py`` serves every
+device.
 """
 
 from typing import Any

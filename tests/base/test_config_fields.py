@@ -17,9 +17,9 @@ from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
-from model_runner_base import loader
 from model_runner_base.admission.config_fields import PUBLISHED
 from model_runner_base.errors import CheckpointError
+from model_runner_base.models import loader
 from model_runner_base.testing.architectures import EXPERTS, SHAPE, UNTIED, hf
 from model_runner_base.testing.engine import shut_down
 

@@ -13,11 +13,11 @@ from compressed_packing import library_scheme
 from safetensors.torch import save_file
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
-from model_runner_base.quantized import checks
-from model_runner_base.quantized.formats import registry
-from model_runner_base.quantized.stored import StoredTensors
-from model_runner_base.quantized.stream import Dequantiser
-from model_runner_base.quantized.weight_format import WeightFormat
+from model_runner_base.models.quantized import checks
+from model_runner_base.models.quantized.formats import registry
+from model_runner_base.models.quantized.stored import StoredTensors
+from model_runner_base.models.quantized.stream import Dequantiser
+from model_runner_base.models.quantized.weight_format import WeightFormat
 from model_runner_base.testing.quantized import Scheme, awq, fp8, gptq, microscaled, mxfp4, nvfp4
 
 FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from vllm import EngineArgs, SamplingParams, envs
 
 import neuron_runner
-from model_runner_base import loader
+from model_runner_base.models import loader
 from model_runner_base.testing.models import TinyModel
 from neuron_runner import environment
 

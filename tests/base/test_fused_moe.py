@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
 
-from model_runner_base.layers import fused_moe
-from model_runner_base.layers.fused_moe import Experts, run_experts, tile_places
-from model_runner_base.layers.routing import check_router, select_experts
+from model_runner_base.models.layers import fused_moe
+from model_runner_base.models.layers.fused_moe import Experts, run_experts, tile_places
+from model_runner_base.models.layers.routing import check_router, select_experts
 
 HIDDEN, INNER = 6, 5
 

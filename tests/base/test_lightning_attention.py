@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import MiniMaxConfig, MiniMaxForCausalLM
 from vllm import LLM
 
-from model_runner_base.loader import CheckpointError
+from model_runner_base.models.loader import CheckpointError
 from model_runner_base.testing.architectures import UNTIED
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, greedy, metric, tokens_of

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from model_runner_base.admission.limits import NEWER_PARAMS, check_config, check_request
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.loader import load_checkpoint
+from model_runner_base.models.loader import load_checkpoint
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
 
 MODEL = {

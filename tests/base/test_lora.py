@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from model_runner_base.draft.loading import draft_of
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.testing.adapters import ATTENTION, EVERYWHERE, TinyAdapter, make_adapter
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_lora import NEW_TOKENS, greedy_requests, run

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from model_runner_base.checkpoint_record import ATTRIBUTE, CheckpointRecord
-from model_runner_base.misfits import misfit_of_reload
+from model_runner_base.models.checkpoint_record import ATTRIBUTE, CheckpointRecord
+from model_runner_base.models.misfits import misfit_of_reload
 
 SHAPES = {
     "model.embed.weight": [8, 4],

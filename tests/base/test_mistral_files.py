@@ -11,7 +11,7 @@ from greedy import expected, generate
 from safetensors.torch import load_file, save_file
 from test_dequantise import SCHEMES
 
-from model_runner_base.layers.cache_scales import CacheScales
+from model_runner_base.models.layers.cache_scales import CacheScales
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.quantized import write_checkpoints

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.tasks import POOLING_TASKS
 
-from model_runner_base.loader import CheckpointError
+from model_runner_base.models.loader import CheckpointError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, metric, runner_of
 from model_runner_base.testing.pooling import KINDS, LOOSE, TOLERANCE, PoolingModel, make_pooling_model

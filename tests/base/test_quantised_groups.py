@@ -17,10 +17,10 @@ from torch import nn
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import find_matched_target
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
-from model_runner_base.quantized import checks
-from model_runner_base.quantized.formats import registry
-from model_runner_base.quantized.stored import StoredTensors
-from model_runner_base.quantized.stream import Dequantiser
+from model_runner_base.models.quantized import checks
+from model_runner_base.models.quantized.formats import registry
+from model_runner_base.models.quantized.stored import StoredTensors
+from model_runner_base.models.quantized.stream import Dequantiser
 from model_runner_base.testing.quantized import Pack, fp8, gptq, integers, nvfp4
 
 LAYERS = {

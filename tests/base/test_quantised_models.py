@@ -21,8 +21,8 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.platforms import current_platform
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
-from model_runner_base.quantized import configuration
-from model_runner_base.quantized.configuration import format_of_model
+from model_runner_base.models.quantized import configuration
+from model_runner_base.models.quantized.configuration import format_of_model
 from model_runner_base.testing import rules
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation

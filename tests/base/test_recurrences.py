@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.caches.drafted_states import ROWS, DraftedStateCaches
-from model_runner_base.recurrent.convolution import convolve
-from model_runner_base.recurrent.delta_rule import (
+from model_runner_base.models.recurrent.convolution import convolve
+from model_runner_base.models.recurrent.delta_rule import (
     channel_delta_rows,
     channel_delta_tiles,
     channel_products,
@@ -22,11 +22,11 @@ from model_runner_base.recurrent.delta_rule import (
     delta_tiles,
     unit_lower_inverse,
 )
-from model_runner_base.recurrent.layers import Recurrence
-from model_runner_base.recurrent.mamba1 import mamba1_rows, mamba1_tiles
-from model_runner_base.recurrent.mamba2 import mamba2_rows, mamba2_tiles
-from model_runner_base.recurrent.scan import scan
-from model_runner_base.recurrent.step import RecurrentStep, RowSteps, TileSteps
+from model_runner_base.models.recurrent.layers import Recurrence
+from model_runner_base.models.recurrent.mamba1 import mamba1_rows, mamba1_tiles
+from model_runner_base.models.recurrent.mamba2 import mamba2_rows, mamba2_tiles
+from model_runner_base.models.recurrent.scan import scan
+from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.step.chunk_tiles import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles
 from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.rows_and_tiles import fill_tiles

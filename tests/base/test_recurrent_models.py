@@ -14,7 +14,7 @@ from test_engine_contracts import VARIABLE
 from test_reload import other_weights, reload_weights
 from vllm import LLM, envs
 
-from model_runner_base.loader import CheckpointError
+from model_runner_base.models.loader import CheckpointError
 from model_runner_base.scheduling.releases import has_known_steps
 from model_runner_base.testing.architectures import hf
 from model_runner_base.testing.cases import random_prompts

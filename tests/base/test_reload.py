@@ -12,7 +12,7 @@ from lane import HAS_OPENXLA
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from model_runner_base.loader import CheckpointError
+from model_runner_base.models.loader import CheckpointError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.weights import broken_weights, other_weights

@@ -10,7 +10,7 @@ from conftest import engine
 from lane import HAS_OPENXLA
 from safetensors.torch import load_file, save_file
 
-from model_runner_base.loader import CheckpointError
+from model_runner_base.models.loader import CheckpointError
 from model_runner_base.multimodal.towers.encoder_graphs import EncoderGraphs
 from model_runner_base.testing.checks.test_multimodal import ask, expected, prompts, read
 from model_runner_base.testing.drafts import speculation

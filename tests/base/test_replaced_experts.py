@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.layers.replaced_experts import activation_of, check_activation, follow_activation
+from model_runner_base.models.layers.replaced_experts import activation_of, check_activation, follow_activation
 from model_runner_base.testing.architectures import hf
 
 LATER = pytest.mark.skipif(HAS_OPENXLA, reason="this release of transformers has no such experts")

@@ -18,8 +18,8 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
 from vllm.model_executor.layers.attention import MLAAttention
 
-from model_runner_base.layers.cache_scales import scales_by_layer
-from model_runner_base.loader import CheckpointError, load_checkpoint
+from model_runner_base.models.layers.cache_scales import scales_by_layer
+from model_runner_base.models.loader import CheckpointError, load_checkpoint
 from model_runner_base.testing.architectures import CONFIGS, LATENT, LATENT_LATER, LATER, UNEQUAL_HEADS
 from model_runner_base.testing.cache_scales import FORMS, attention_paths, enlarge_keys_and_values, write_scales
 from model_runner_base.testing.images import FAMILIES, make_seeing_model

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from model_runner_base.weight_places import WeightPlaces
+from model_runner_base.models.weight_places import WeightPlaces
 
 
 def test_tensors_that_a_buffer_is_assembled_of() -> None:

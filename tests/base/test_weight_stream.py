@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from test_reload import other_weights, reload_weights
 from vllm.config import ModelConfig
 
-from model_runner_base import weight_stream
+from model_runner_base.models import weight_stream
+from model_runner_base.models.weight_stream import Weights
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import metric
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.weight_stream import Weights
 
 PROMPTS = random_prompts(20, [5, 30, 70])
 
@@ -48,7 +48,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     # Both modules call it by this name.
     monkeypatch.setattr(weight_stream, "weights_of", weights_of)
-    monkeypatch.setattr("model_runner_base.loader.weights_of", weights_of)
+    monkeypatch.setattr("model_runner_base.models.loader.weights_of", weights_of)
     return paths
 
 

@@ -20,7 +20,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 import gpu_runner.model_runner
-from model_runner_base.layers.fused_moe import use_plain_experts
+from model_runner_base.models.layers.fused_moe import use_plain_experts
 
 LAYERS = "vllm.model_executor.layers.mamba"
 

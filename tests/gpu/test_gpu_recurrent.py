@@ -9,7 +9,7 @@ from test_gpu_runner import run
 
 from gpu_runner.worker import check_model
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.recurrent.kernels import check_kernels
+from model_runner_base.models.recurrent.kernels import check_kernels
 from model_runner_base.vllm_compat.types.recurrent import HAS_OTHER_DELTA_KERNELS
 
 SERVE = """
@@ -21,7 +21,7 @@ import cuda_stand_in
 import numpy as np
 import torch
 from vllm import LLM
-from model_runner_base.recurrent.layers import states_of
+from model_runner_base.models.recurrent.layers import states_of
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
 from model_runner_base.testing.mismatch import check_equal

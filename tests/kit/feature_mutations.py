@@ -349,14 +349,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a reload looks for tensors under the names of vLLM's model",
-        "misfits.py",
+        "models/misfits.py",
         "    wanted = {name: shape for name, shape in record.shapes.items() if not name.startswith(elsewhere)}",
         "    wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}",
         "test_reload_by_family and zamba2",
     ),
     Mutation(
         "a reload overlooks that a checkpoint lacks a tensor",
-        "misfits.py",
+        "models/misfits.py",
         "if name in absent and lacking[_layer(name)] > renamed[_layer(name)]:",
         "if False:",
         "test_reload_by_family and gpt-neox",

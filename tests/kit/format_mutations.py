@@ -12,7 +12,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rotary keys are left out of the scores of latents",
-        "layers/latent_attention.py",
+        "models/layers/latent_attention.py",
         "torch.cat((self.projection.to_latents(nope), rotary), dim=2)",
         "torch.cat((self.projection.to_latents(nope), 0 * rotary), dim=2)",
         "test_cache_formats and one_request",
@@ -26,7 +26,7 @@ MUTATIONS = [
     ),
     Mutation(
         "queries are taken to the space of latents by the next head's projection",
-        "layers/latent_attention.py",
+        "models/layers/latent_attention.py",
         "self._layer.to_latent)",
         "self._layer.to_latent.roll(1, 0))",
         "test_cache_formats and one_request",
@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     Mutation(
         "outputs are not multiplied by the scale of 8-bit values",
-        "layers/cache_scales.py",
+        "models/layers/cache_scales.py",
         "out = (out * layer.cache_value_scale).to(",
         "out = out.to(",
         "test_cache_formats and eight_bits",
@@ -55,7 +55,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scales of 8-bit caches are looked for under the model's own names alone",
-        "layers/cache_scales.py",
+        "models/layers/cache_scales.py",
         "each := known.get(name) or self._layers.get(name)",
         "each := self._layers.get(name)",
         "test_cache_formats and scales_by_family",

@@ -29,7 +29,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a router's bias is left out",
-        "vllm_compat/patches/router_biases.py",
+        "models/patches/router_biases.py",
         "                default_weight_loader(self.e_score_correction_bias, weight)\n",
         "",
         "test_later_experts and laguna",
@@ -37,7 +37,7 @@ MUTATIONS = [
     ),
     Mutation(
         "experts that vLLM's Transformers backend replaces compute SwiGLU",
-        "layers/replaced_experts.py",
+        "models/layers/replaced_experts.py",
         "    layer.set_activation(activation_of(replaced))",
         "    activation_of(replaced)",
         "test_later_experts and minimax",

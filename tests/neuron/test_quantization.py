@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
 from examples import quantization
-from model_runner_base.layers.fused_moe import Experts, run_experts
-from model_runner_base.loader import CheckpointError
+from model_runner_base.models.layers.fused_moe import Experts, run_experts
+from model_runner_base.models.loader import CheckpointError
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import DEFAULTS

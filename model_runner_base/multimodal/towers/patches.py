@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from model_runner_base.multimodal.towers.placement import copied
+from model_runner_base.models.tower_placement import copied
 
 PADDING = -1
 """Segment of padding patches."""

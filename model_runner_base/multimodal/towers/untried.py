@@ -7,7 +7,7 @@ import torch
 from vllm.config import VllmConfig
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.multimodal.towers.placement import towers_of
+from model_runner_base.models.tower_placement import towers_of
 
 
 def check_tower_layers(vllm_config: VllmConfig, model: Any) -> None:

@@ -1,0 +1,236 @@
+"""Mixture-of-experts layers in plain torch, with static shapes and a cost that follows the chosen experts.
+
+N = tokens x top-k choices meet E experts in one of three ways, by sizes that are known when a graph is made:
+
+- few choices: each gathers the weights of its expert, so that only chosen experts are read;
+- few tokens but more choices: nearly every expert is chosen by some token, and reading weights takes most of the time.
+  So every expert runs on every token, and results that were not chosen are dropped;
+- many tokens: choices are sorted into tiles of rows of one expert, and each tile gathers its expert's weights once.
+  With ``M = 1 + N // E`` rows a tile, partly filled ones included, there are fewer than 2 E tiles and 2 N rows.
+
+A choice's place among those of its expert is a cumulative sum over a one-hot matrix: no sort, and no branch on data.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
+from model_runner_base.models.layers.routing import check_router, select_experts
+from model_runner_base.vllm_compat.probes.experts import ExpertsView, activation_name, experts_layers
+
+GATHER_COST = 3
+"""Cost of reading an expert's weights through a gather, as a multiple of reading them in place."""
+MAX_DENSE_TOKENS = 64
+"""Largest number of tokens for which reading an expert's weights takes longer than multiplying all tokens by them."""
+
+
+def _gated(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Computes GPT-OSS's activation: gate and up numbers alternate, and both are clamped."""
+    return _clamped(x[..., ::2], x[..., 1::2])
+
+
+def _clamped_swiglu_of_halves(x: torch.Tensor) -> torch.Tensor:
+    """Computes the same of gate numbers that are followed by up numbers, as MiniMax M3 has them."""
+    return _clamped(*x.chunk(2, dim=-1))
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def _stepped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Computes Step 3.5's activation: both halves are clamped, the gate after its function."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).clamp(max=7.0) * up.clamp(min=-7.0, max=7.0)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": partial(_gated, F.silu),
+    "gelu": partial(_gated, F.gelu),
+    "gelu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
+    "swigluoai": _clamped_swiglu,
+    "swigluoai_uninterleave": _clamped_swiglu_of_halves,
+    "swiglustep": _stepped_swiglu,
+    "silu_no_mul": F.silu,
+    "gelu_no_mul": F.gelu,
+    "gelu_tanh_no_mul": partial(F.gelu, approximate="tanh"),
+    "relu2_no_mul": lambda x: F.relu(x).square(),
+}
+
+
+class Experts(NamedTuple):
+    """The weights of E experts, laid out for ``rows @ weight``."""
+
+    gate_up: torch.Tensor
+    """[E, hidden, 2 * inner]; [E, hidden, inner] where the activation has no gate."""
+    down: torch.Tensor
+    """[E, inner, hidden]"""
+    activation: str
+    gate_up_bias: torch.Tensor | None = None
+    """[E, 2 * inner], or [E, inner]."""
+    down_bias: torch.Tensor | None = None
+    """[E, hidden]"""
+
+    def take(self, ids: torch.Tensor) -> "Experts":
+        """Copies the weights of the experts ``ids``."""
+        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[ids]
+        down_bias = None if self.down_bias is None else self.down_bias[ids]
+        return Experts(self.gate_up[ids], self.down[ids], self.activation, gate_up_bias, down_bias)
+
+    def run(self, rows: torch.Tensor) -> torch.Tensor:
+        """Runs each expert on its own rows [E, M, hidden], or all on the same rows [1, M, hidden]: [E, M, hidden]."""
+        inner = torch.matmul(rows, self.gate_up)
+        if self.gate_up_bias is not None:
+            inner = inner + self.gate_up_bias.unsqueeze(1)
+        out = torch.matmul(ACTIVATIONS[self.activation](inner), self.down)
+        return out if self.down_bias is None else out + self.down_bias.unsqueeze(1)
+
+
+def run_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's experts. ``hidden`` [T, hidden], ``ids`` and ``weights`` [T, top-k]."""
+    num_tokens, top_k = ids.shape
+    num_experts = experts.down.shape[0]
+    if GATHER_COST * num_tokens * top_k <= num_experts:
+        return _each_choice(experts, hidden, ids, weights)
+    if num_tokens <= MAX_DENSE_TOKENS:
+        return _every_expert(experts, hidden, ids, weights)
+    return _in_tiles(experts, hidden, ids, weights)
+
+
+def _each_choice(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    rows = hidden.repeat_interleave(ids.shape[1], dim=0)
+    out = experts.take(ids.reshape(-1)).run(rows.unsqueeze(1))
+    return _weighted_sum(out.squeeze(1), weights)
+
+
+def _every_expert(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    every = torch.arange(experts.down.shape[0], device=ids.device)
+    # Selected, not multiplied by zero: what an expert makes of a token that did not choose it may overflow.
+    weight_of = torch.where(ids.unsqueeze(-1) == every, weights.unsqueeze(-1), 0.0).sum(dim=1).t().unsqueeze(-1)
+    out = torch.where(weight_of != 0, experts.run(hidden.unsqueeze(0)), 0.0)
+    return (out * weight_of.to(out.dtype)).sum(dim=0)
+
+
+def _in_tiles(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    top_k = ids.shape[1]
+    num_choices = ids.shape[0] * top_k
+    num_experts = experts.down.shape[0]
+    tile = 1 + num_choices // num_experts
+    num_tiles = (num_choices + num_experts * (tile - 1)) // tile
+    place, tile_expert = tile_places(ids.reshape(-1), num_experts, tile, num_tiles)
+    choices = torch.arange(num_choices, device=ids.device)
+    # Empty places hold the first token; their results are not read.
+    token_at = torch.zeros(num_tiles * tile, dtype=choices.dtype, device=ids.device)
+    token_at = token_at.index_put((place,), choices // top_k)
+    rows = hidden[token_at].view(num_tiles, tile, -1)
+    out = experts.take(tile_expert).run(rows)
+    return _weighted_sum(out.view(num_tiles * tile, -1)[place], weights)
+
+
+def tile_places(
+    experts: torch.Tensor, num_experts: int, tile: int, num_tiles: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorts choices by expert into tiles of ``tile`` rows.
+
+    Args:
+        experts: [N] the expert of each choice.
+        num_tiles: at least ``(N + num_experts * (tile - 1)) // tile``, which is enough for any choice of experts.
+
+    Returns:
+        [N] the row of each choice, no two alike; [num_tiles] the expert of each tile.
+    """
+    every = torch.arange(num_experts, device=experts.device)
+    is_chosen = (experts.unsqueeze(-1) == every).to(torch.int32)
+    rank = (is_chosen.cumsum(0) * is_chosen).sum(dim=1) - 1
+    tiles = (is_chosen.sum(dim=0) + tile - 1) // tile
+    end = tiles.cumsum(0)
+    place = (end - tiles)[experts] * tile + rank
+    index = torch.arange(num_tiles, device=experts.device)
+    tile_expert = (index.unsqueeze(-1) >= end).sum(dim=1).clamp(max=num_experts - 1)
+    return place, tile_expert
+
+
+def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[T * top-k, hidden] to [T, hidden]."""
+    rows = rows.view(*weights.shape, -1)
+    return (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(dim=1)
+
+
+# ---- vLLM's layer ----
+
+
+class PlainExpertsMethod(UnquantizedFusedMoEMethod):
+    """Keeps the weights in the layout of ``Experts``, also when they are loaded again."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.w13_weight = _transposed(layer.w13_weight)
+        layer.w2_weight = _transposed(layer.w2_weight)
+
+    def experts(self, layer: Any) -> Experts:
+        """The layer's weights; a device with its own layout returns an object of its own for ``run_experts``."""
+        has_bias = layer.moe_config.has_bias
+        return Experts(
+            layer.w13_weight,
+            layer.w2_weight,
+            activation_name(layer),
+            layer.w13_bias if has_bias else None,
+            layer.w2_bias if has_bias else None,
+        )
+
+
+def use_plain_experts(model: nn.Module) -> None:
+    """Makes every mixture-of-experts layer of a loaded model run in plain torch.
+
+    Raises NotImplementedError for a layer whose results would be wrong.
+    """
+    for _, layer in experts_layers(model):
+        _check(layer)
+        layer.use(PlainExpertsMethod(layer.moe_config), choose_and_run)
+
+
+def _check(layer: ExpertsView) -> None:
+    refusals = {
+        f"quantised experts ({type(layer.quant_method).__name__})": (
+            not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+        ),
+        f"the {layer.activation} activation": layer.activation not in ACTIVATIONS,
+        "expert parallelism": layer.use_ep,
+        "sequence parallelism": layer.is_sequence_parallel,
+        f"a forward of its own ({type(layer.module).__name__})": layer.has_own_forward,
+        f"{layer.asks_for_more}": layer.asks_for_more is not None,
+    }
+    for what, is_asked in refusals.items():
+        if is_asked:
+            raise NotImplementedError(f"{layer.layer_name}: {what} is not supported in plain torch")
+    check_router(layer)
+
+
+def _transposed(weight: Any) -> nn.Parameter:
+    return nn.Parameter(weight.data.transpose(1, 2).contiguous(), requires_grad=False)
+
+
+def choose_and_run(layer: ExpertsView, hidden: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's routed experts. ``hidden`` [T, hidden], ``router_logits`` [T, experts]."""
+    if layer.gate is not None:
+        router_logits, _ = layer.gate(hidden)
+    weights, ids = select_experts(layer, hidden, router_logits)
+    if (first := layer.first_zero_expert) is not None:
+        returns_input = ids >= first
+        share = torch.where(returns_input, weights, 0.0).sum(dim=1, keepdim=True)
+        layer.add_after_reduction(hidden * share.to(hidden.dtype))
+        weights, ids = torch.where(returns_input, 0.0, weights), torch.where(returns_input, 0, ids)
+    if layer.apply_router_weight_on_input:
+        hidden = hidden * weights.to(hidden.dtype)
+        weights = torch.ones_like(weights)
+    return run_experts(layer.quant_method.experts(layer.weights), hidden, ids, weights)

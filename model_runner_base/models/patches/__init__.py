@@ -1,0 +1,1 @@
+"""Patches of vLLM's classes of models, which the loader applies."""

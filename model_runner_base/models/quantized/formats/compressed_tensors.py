@@ -1,0 +1,171 @@
+"""Checkpoints of the compressed-tensors library: integers and floats of 4 and 8 bits, packed or not."""
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from model_runner_base.models.quantized.arithmetic import scale_, scale_values, shift_, unpack_fp4, unpack_integers
+from model_runner_base.models.quantized.formats.fp8 import FLOAT8
+from model_runner_base.models.quantized.formats.targets import Targets
+from model_runner_base.models.quantized.weight_format import VALUES, Parts, WeightFormat
+
+FORMATS = (
+    "dense",
+    "naive-quantized",
+    "int-quantized",
+    "float-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+)
+ORDERED = ("group", "dynamic", True)
+"""Values of ``actorder`` with which inputs of a group do not lie together."""
+STORED_AS = {"int": {torch.int8, torch.int32}, "float": {torch.uint8, *FLOAT8}}
+"""Dtypes of stored values by the ``type`` of their settings."""
+
+
+class CompressedTensors(WeightFormat):
+    """compressed-tensors: ``weight`` in int8 or float8, or ``weight_packed`` in words of integers or bytes of two FP4
+    values, with ``weight_scale``. The library's own settings of a layer, in ``config_groups``, name further parts."""
+
+    title = "compressed-tensors"
+    endings = {  # noqa: RUF012
+        ".weight_packed": (VALUES, ".weight"),
+        ".weight_global_scale": ("global_scale", ".weight"),
+        ".weight_scale": ("scale", ".weight"),
+        ".weight_zero_point": ("zero_point", ".weight"),
+        ".weight_g_idx": ("groups", ".weight"),
+        ".weight_shape": ("shape", ".weight"),
+    }
+
+    def unsupported_reason(self) -> str | None:
+        formats = [self.config.get("format"), *(group.get("format") for group in self._groups)]
+        if others := [form for form in formats if form not in (None, *FORMATS)]:
+            return f"format {others[0]}"
+        for group in self._groups:
+            if others := [each for each in group["targets"] if self._weights[each] != group.get("weights")]:
+                return f"two groups for target {others[0]}"
+        if (self.config.get("transform_config") or {}).get("config_groups"):
+            return "transform_config"
+        sparsity = (self.config.get("sparsity_config") or {}).get("format", "dense")
+        return None if sparsity == "dense" else f"sparsity_config {sparsity}"
+
+    def rounds_activations(self) -> bool:
+        return any(group.get("input_activations") for group in self._groups)
+
+    def part_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+        is_plain_name = name.endswith(".weight") and dtype in {torch.int8, *FLOAT8}
+        return (name, VALUES) if is_plain_name else super().part_of(name, dtype)
+
+    @cached_property
+    def _groups(self) -> list[Mapping[str, Any]]:
+        return [{"targets": (), **group} for group in (self.config.get("config_groups") or {}).values()]
+
+    @cached_property
+    def _weights(self) -> dict[str, Mapping[str, Any] | None]:
+        """Settings of weights by target; None for those of groups that quantise activations alone."""
+        return {target: group.get("weights") for group in self._groups for target in group["targets"]}
+
+    @cached_property
+    def _targets(self) -> Targets:
+        return Targets(self._weights)
+
+    @cached_property
+    def _ignored(self) -> Targets:
+        return Targets(self.config.get("ignore") or ())
+
+    def _settings(self, weight: str) -> Mapping[str, Any]:
+        """Settings of a layer, by its name, else by its class; none if no target fits it."""
+        layer = weight.removesuffix(".weight")
+        target = self._targets.by_name(layer) or self._targets.by_class(layer)
+        return (self._weights[target] if target else None) or {}
+
+    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+        values, scale, settings = parts.get(VALUES), parts.get("scale"), self._settings(weight)
+        needed = [VALUES, "scale"]
+        if values is not None and values.dtype == torch.int32:
+            needed.append("shape")
+        # Older NVFP4 files have the strategy "group" too; their scales are float8, and MXFP4's are bytes.
+        if settings.get("strategy") == "tensor_group" or (scale is not None and scale.dtype in FLOAT8):
+            needed.append("global_scale")
+        is_integer = values is not None and values.dtype in STORED_AS["int"]
+        if is_integer and not settings.get("symmetric", True):
+            needed.append("zero_point")
+        if settings.get("actorder") in ORDERED:
+            needed.append("groups")
+        return needed
+
+    def misfit(self, weight: str, parts: Parts) -> str | None:
+        settings = self._settings(weight)
+        if ignored := self._ignored.by_name(weight.removesuffix(".weight")):
+            return f"ignore has {ignored}, so it should be stored as it is"
+        if not settings:
+            return "no target of config_groups that fits it has settings for weights"
+        if "zero_point" in parts and settings.get("symmetric", True):
+            return "its group says symmetric, and it has a zero point"
+        if "groups" in parts and settings.get("actorder") not in ORDERED:
+            return f"its group says actorder {settings.get('actorder')}, and it has weight_g_idx"
+        values, kind, bits = parts.get(VALUES), settings.get("type", "int"), _bits(settings)
+        if values is None:
+            return None
+        float_bits = 4 if values.dtype == torch.uint8 else 8
+        if values.dtype not in STORED_AS.get(kind, ()) or (kind == "float" and bits != float_bits):
+            dtype = str(values.dtype).removeprefix("torch.")
+            return f"its group says {kind} of {bits} bits, and its values are stored in {dtype}"
+        is_packed = values.dtype == torch.int32 and values.ndim == 2
+        return _packed_misfit(parts, bits) if is_packed and "shape" in parts else None
+
+    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
+        settings, values = self._settings(weight), parts[VALUES]
+        bits, zero, scale = _bits(settings), parts.get("zero_point"), scale_values(parts["scale"])
+        if values.dtype == torch.int32:
+            rows, columns = parts["shape"].tolist()
+            values = unpack_integers(values, bits)[:, :columns].sub_(1 << bits - 1)
+            if zero is not None and zero.dtype == torch.int32:
+                zero = unpack_integers(zero.T, bits).T[:rows] - (1 << bits - 1)
+        elif values.dtype == torch.uint8:
+            values = unpack_fp4(values)
+        values = values.float()
+        if "global_scale" in parts:
+            scale = scale / parts["global_scale"].float()
+        if zero is not None:
+            shift_(values, *self._blocks(zero.float(), values, parts, settings))
+        return scale_(values, *self._blocks(scale, values, parts, settings))
+
+    def _blocks(
+        self, numbers: torch.Tensor, values: torch.Tensor, parts: Parts, settings: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Scales or zero points, and their blocks; with act order, ``weight_g_idx`` has each input's group."""
+        groups = parts.get("groups")
+        if groups is not None and settings.get("actorder") in ORDERED:
+            if groups.shape != values.shape[-1:]:
+                raise ValueError(f"weight_g_idx has shape {list(groups.shape)} for {values.shape[-1]} inputs")
+            return numbers.index_select(1, groups.int()), (1, 1)
+        block = settings.get("block_structure") or (1, max(settings.get("group_size") or 1, 1))
+        return numbers, tuple(map(int, block.split("x") if isinstance(block, str) else block))
+
+
+def _bits(settings: Mapping[str, Any]) -> int:
+    return int(settings.get("num_bits", 8))
+
+
+def _words(count: int, bits: int) -> int:
+    """Words of 32 bits that so many integers take."""
+    return -(-count // (32 // bits))
+
+
+def _packed_misfit(parts: Parts, bits: int) -> str | None:
+    """Message about words that do not hold as many integers of so many bits as ``weight_shape`` says."""
+    rows, columns = shape = parts["shape"].tolist()
+    zero = parts.get("zero_point")
+    checked = {"weight_packed": (list(parts[VALUES].shape), [rows, _words(columns, bits)])}
+    if zero is not None and zero.dtype == torch.int32:
+        checked["weight_zero_point"] = (list(zero.shape[:1]), [_words(rows, bits)])
+    for name, (found, wanted) in checked.items():
+        if found != wanted:
+            return f"{name} has {found} words, and {bits} bits, as its group says, take {wanted} for {shape} numbers"
+    return None

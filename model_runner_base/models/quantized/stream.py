@@ -1,0 +1,103 @@
+"""Stream of weights that pairs the parts of quantised weights as they come, and yields the weights that they make."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from model_runner_base.errors import CheckpointError
+from model_runner_base.models.quantized.stored import StoredTensors
+from model_runner_base.models.quantized.weight_format import UNUSED_ENDINGS, VALUES, Parts, WeightFormat
+
+
+class Dequantiser:
+    """Dequantises a stream of stored tensors to weights in ``dtype``, under the names that a plain checkpoint has.
+
+    Parts are held until their weight is complete. With ``stored``, the checkpoint that the stream comes from, a weight
+    is complete as soon as its values come: the other parts are read where they lie, which may be another shard.
+    Tensors that are stored as they are pass through, and scales of activations and of KV caches are left out.
+    """
+
+    def __init__(self, form: WeightFormat, dtype: torch.dtype, stored: StoredTensors | None = None) -> None:
+        self._form = form
+        self._dtype = dtype
+        self._stored = stored
+        self._held: dict[str, dict[str, torch.Tensor]] = {}
+        self._done: dict[str, dict[str, torch.Tensor]] = {}
+        """Parts that each finished weight was made of, as meta tensors; none for one that was stored as it is, and for
+        one whose parts were all read where they lie."""
+
+    def weights(self, source: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields names and weights; raises CheckpointError for a weight that lacks a part, or has one that does not
+        fit."""
+        for name, tensor in source:
+            place = self._form.part_of(name, tensor.dtype)
+            if place is None:
+                if not name.endswith(UNUSED_ENDINGS):
+                    if message := self._form.unread(name, tensor.dtype):
+                        raise CheckpointError(message)
+                    self._done[name] = {}
+                    yield name, tensor
+                continue
+            weight, part = place
+            if weight in self._done:
+                self._check_late(weight, part, tensor)
+                continue
+            parts = self._held.setdefault(weight, {})
+            parts[part] = tensor
+            if part == VALUES and self._stored is not None:
+                parts |= read_parts(self._form, weight, parts, self._stored)
+            if not self._form.missing(weight, parts):
+                del self._held[weight]
+                self._done[weight] = _without_numbers(parts) if self._stored is None else {}
+                yield weight, dequantise(self._form, weight, parts, self._dtype)
+        for weight, parts in self._held.items():
+            if weight not in self._done:
+                raise CheckpointError(misfit(self._form, weight, parts) or missing_part(self._form, weight, parts))
+
+    def _check_late(self, weight: str, part: str, tensor: torch.Tensor) -> None:
+        """Raises CheckpointError for a part that a weight was made without, and that says something else about it."""
+        used = self._done[weight]
+        if used and part not in used and (message := misfit(self._form, weight, used | {part: tensor})):
+            raise CheckpointError(message)
+
+
+def _without_numbers(parts: Parts) -> dict[str, torch.Tensor]:
+    return {part: torch.empty_like(parts[part], device="meta") for part in parts if part != "shape"}
+
+
+def read_parts(
+    form: WeightFormat, weight: str, parts: dict[str, torch.Tensor], stored: StoredTensors
+) -> dict[str, torch.Tensor]:
+    """The parts of a weight that are stored and not known, those that are not needed too."""
+    found = {}
+    for part in form.part_names() - parts.keys():
+        for name in form.names_of(weight, part):
+            if name in stored:
+                found[part] = stored.read(name)
+                break
+    return found
+
+
+def dequantise(form: WeightFormat, weight: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    if message := misfit(form, weight, parts):
+        raise CheckpointError(message)
+    try:
+        return form.dequantise(weight, parts, dtype)
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise CheckpointError(_refused(form, weight, str(error).partition("\n")[0])) from error
+
+
+def misfit(form: WeightFormat, weight: str, parts: Parts) -> str | None:
+    """Message about a weight that is stored otherwise than the config says; None if it fits."""
+    reason = form.misfit(weight, parts)
+    return None if reason is None else _refused(form, weight, reason)
+
+
+def _refused(form: WeightFormat, weight: str, reason: str) -> str:
+    return f"{weight} cannot be dequantised from {form.title}: {reason}"
+
+
+def missing_part(form: WeightFormat, weight: str, parts: dict[str, torch.Tensor]) -> str:
+    """Message about the first part that a weight lacks."""
+    name = form.names_of(weight, form.missing(weight, parts)[0])[0]
+    return f"{name} is missing, and {form.title} needs it for {weight}"
