@@ -10,7 +10,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, get_forward_context
 from vllm.platforms import current_platform
 
-from model_runner_base.graphs.policy import StepFunction
+from model_runner_base.step.graph_policy import StepFunction
 from model_runner_base.step.sizes import StepSize
 
 

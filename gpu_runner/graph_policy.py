@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from gpu_runner.cuda_graphs import StepGraphs
 from gpu_runner.vllm_compat import compile_range_ends
-from model_runner_base.graphs.policy import GraphPolicy, StepFunction
+from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers
 from model_runner_base.vllm_compat.types.recurrent import kernel_spec, recurrent_layers

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from model_runner_base.device_ops import DeviceOps, MemoryInfo
-    from model_runner_base.graphs.policy import BucketPolicy, GraphPolicy
     from model_runner_base.model_runner import ModelRunnerBase
     from model_runner_base.models.loader import load_checkpoint
     from model_runner_base.platform import PagedPlatform
     from model_runner_base.start.memory import DeviceMemoryProfiler
     from model_runner_base.start.step_memory import estimate_step_memory
+    from model_runner_base.step.graph_policy import BucketPolicy, GraphPolicy
     from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
     from model_runner_base.worker import ModelRunnerWorker
 
 _HOMES = {
-    "BucketPolicy": "graphs.policy",
+    "BucketPolicy": "step.graph_policy",
     "DeviceMemoryProfiler": "start.memory",
     "DeviceOps": "device_ops",
-    "GraphPolicy": "graphs.policy",
+    "GraphPolicy": "step.graph_policy",
     "MemoryInfo": "device_ops",
     "ModelRunnerBase": "model_runner",
     "ModelRunnerWorker": "worker",

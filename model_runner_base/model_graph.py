@@ -7,12 +7,12 @@ import torch
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
 from model_runner_base.draft.drafter import Drafter
-from model_runner_base.graphs.policy import StepFunction
 from model_runner_base.heads.head import Head
-from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponents
+from model_runner_base.step.device_rows import DeviceRows
+from model_runner_base.step.graph_policy import StepFunction
 from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.sizes import StepSize

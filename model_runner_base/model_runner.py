@@ -31,7 +31,6 @@ from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.graphs.background import BackgroundCompiler
-from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.heads.factory import supported_tasks
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.outputs import (
@@ -52,13 +51,14 @@ from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.models.loader import change_config, reload_checkpoint
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.multimodal.factory import choose_encoder
-from model_runner_base.requests.failures import RequestErrors
 from model_runner_base.start.processors import load_processors
 from model_runner_base.start.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.start.wiring import StepParts, wire
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.request_failures import RequestErrors
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 from model_runner_base.step.sizes import StepLimits, StepSize

@@ -6,11 +6,11 @@ from itertools import compress
 from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.heads.head import Head
 from model_runner_base.multimodal.encoder import Encoder
-from model_runner_base.requests.block_tables import BlockTable
-from model_runner_base.requests.failures import RequestErrors
-from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.request_failures import RequestErrors
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.schedule import Arrival, Schedule
 
 

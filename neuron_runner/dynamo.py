@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.utils
 
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
-from model_runner_base.graphs.policy import StepFunction, Wait
+from model_runner_base.step.graph_policy import StepFunction, Wait
 from model_runner_base.step.sizes import StepSize
 from neuron_runner.buckets import NeuronBuckets
 from neuron_runner.config import NeuronConfig

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, MutableSequence, Sequence
 import torch
 from torch_xla import _XLAC
 
-from model_runner_base.graphs.policy import StepFunction, Wait
+from model_runner_base.step.graph_policy import StepFunction, Wait
 from model_runner_base.step.sizes import StepLimits, StepSize
 from neuron_runner.buckets import NeuronBuckets
 from neuron_runner.compilation import CompiledFunction

@@ -3,7 +3,7 @@
 import torch
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import GraphPolicy
+from model_runner_base.step.graph_policy import GraphPolicy
 from neuron_runner.config import NeuronConfig
 
 

@@ -1,6 +1,6 @@
 """Limits of what the device's graphs sort when they draw tokens."""
 
-from model_runner_base.graphs.policy import SortLimits
+from model_runner_base.step.graph_policy import SortLimits
 from neuron_runner import environment
 from neuron_runner.config import NeuronConfig, OnDeviceSamplingConfig
 

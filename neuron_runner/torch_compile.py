@@ -9,7 +9,7 @@ from collections.abc import MutableSequence
 
 import torch
 
-from model_runner_base.graphs.policy import GraphPolicy, StepFunction
+from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from neuron_runner.dynamo import EachSize
 from neuron_runner.graph_policy import OpenXlaPolicy
 

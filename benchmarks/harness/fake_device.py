@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from model_runner_base import BucketPolicy, ModelRunnerBase, StepKind, StepLimits, StepSize
-from model_runner_base.graphs.policy import StepFunction
+from model_runner_base.step.graph_policy import StepFunction
 from model_runner_base.step.sizes import geometric
 
 VOCAB_SIZE = 512

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from benchmarks.harness.fake_device import FakeDevice
 from benchmarks.harness.models import BUNDLED_MODEL
 from model_runner_base import BucketPolicy, GraphPolicy, ModelRunnerBase, ModelRunnerWorker, StepSize, load_checkpoint
-from model_runner_base.graphs.policy import StepFunction
+from model_runner_base.step.graph_policy import StepFunction
 from model_runner_base.step.sizes import StepKind
 from neuron_runner.model_runner import NeuronModelRunner
 from neuron_runner.worker import NeuronWorker

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from vllm.lora.request import LoRARequest
 
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.components import StepComponent
+from model_runner_base.step.request_states import RequestStates
 
 NOT_ENABLED = "LoRA is not enabled. Use --enable-lora to enable LoRA."
 """Message of vLLM's own LoRA manager."""

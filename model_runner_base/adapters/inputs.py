@@ -7,12 +7,12 @@ import numpy as np
 from vllm.lora.request import LoRARequest
 
 from model_runner_base.adapters.products import NO_SLOT, Products
-from model_runner_base.host_loops import compiled
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.sizes import StepSize
 
 SECTION = "adapter_slots"

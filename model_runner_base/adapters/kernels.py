@@ -27,7 +27,7 @@ from model_runner_base.adapters.products import NO_SLOT
 from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.graphs.policy import WrapFunction
+from model_runner_base.step.graph_policy import WrapFunction
 
 
 class KernelProducts:

@@ -22,9 +22,9 @@ from model_runner_base.adapters.products import NO_SLOT, Products
 from model_runner_base.adapters.punica import MaskedPunicaWrapper
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.graphs.policy import WrapFunction
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.components import StepComponent
+from model_runner_base.step.graph_policy import WrapFunction
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 

@@ -8,7 +8,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 
 from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import WrapFunction
+from model_runner_base.step.graph_policy import WrapFunction
 
 NO_SLOT = -1
 """Slot of a token whose request has no adapter."""

@@ -25,7 +25,7 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from model_runner_base.adapters.latents import slotted_class
 from model_runner_base.adapters.slots import SlotLayer, SlotWriter
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import WrapFunction
+from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.vllm_compat.probes.lora import embeddings_indices
 
 

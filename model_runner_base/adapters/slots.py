@@ -15,7 +15,7 @@ import torch
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import StepFunction, WrapFunction
+from model_runner_base.step.graph_policy import StepFunction, WrapFunction
 
 STACKS = ("lora_a_stacked", "lora_b_stacked")
 """Attributes of vLLM's layers with the matrices of all slots: a tensor, or a tuple with one for each output slice."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from model_runner_base.host_loops import compiled
+from model_runner_base.step.host_loops import compiled
 
 FAN_IN = 8
 FAR = 1 << 29

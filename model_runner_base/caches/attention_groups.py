@@ -12,7 +12,7 @@ from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile, stored_size, whole_blocks
-from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.vllm_compat.types.cache_layout import CacheLayout, LayerCache
 from model_runner_base.vllm_compat.types.kv_cache import (
     attends_to_encoder,

@@ -17,11 +17,11 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.requests.block_tables import BlockTable
-from model_runner_base.requests.device_rows import DeviceRows, known_or
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.device_rows import DeviceRows, known_or
 from model_runner_base.step.packing import PackedStep, unpack
 from model_runner_base.step.request_layout import QUERY_START, STARTS
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling

@@ -15,10 +15,10 @@ from model_runner_base.caches.builders import BuilderCaches, StepRequests
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.models.recurrent.layers import states_of
-from model_runner_base.requests.block_tables import BlockTable
-from model_runner_base.requests.device_rows import DeviceRows
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.trace import LayerTrace

@@ -18,8 +18,8 @@ import torch
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.plans import trace_groups
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.decode_rows import STARTS

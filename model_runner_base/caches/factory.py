@@ -19,7 +19,7 @@ from model_runner_base.caches.states import StateCaches
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.recurrent.layers import is_plain
-from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.request_layout import RequestLayout
 from model_runner_base.step.rows_and_tiles import RowsAndTiles
 from model_runner_base.step.sizes import StepLimits

@@ -27,8 +27,8 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.decode_rows import DecodeRows

@@ -24,8 +24,8 @@ from model_runner_base.caches.kept_states import states_at
 from model_runner_base.caches.own_blocks import fill_ring, ring_size
 from model_runner_base.caches.plan_updates import write
 from model_runner_base.caches.states import ROWS, TILES
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize

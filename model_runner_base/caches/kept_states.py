@@ -16,8 +16,8 @@ import torch
 
 from model_runner_base.caches.plan_updates import write
 from model_runner_base.caches.states import ROWS, TILES, StateCaches, sections_of
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, Section

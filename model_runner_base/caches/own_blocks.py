@@ -5,9 +5,9 @@ import torch
 
 from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.attention.plan import PairGeometry
-from model_runner_base.host_loops import compiled
 from model_runner_base.step.chunk_tiles import ChunkTiles
 from model_runner_base.step.decode_rows import DecodeRows
+from model_runner_base.step.host_loops import compiled
 
 
 def blocks_of_rows(rows: DecodeRows, ring: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -15,8 +15,8 @@ import numpy as np
 
 from model_runner_base.attention.loops import FAN_IN, first_seen
 from model_runner_base.attention.plan import PairCount, PairGeometry
-from model_runner_base.host_loops import compiled
-from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.step.block_tables import BlockTable
+from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepLimits
 

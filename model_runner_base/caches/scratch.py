@@ -20,10 +20,10 @@ from model_runner_base.attention.plan import stored_block_size
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.plans import PlannedCaches
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.host_loops import compiled
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepLimits, StepSize

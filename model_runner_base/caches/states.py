@@ -14,8 +14,8 @@ import torch
 
 from model_runner_base.caches.group import CacheKind
 from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.decode_rows import DecodeRows

@@ -8,7 +8,7 @@ from model_runner_base.draft.model import DraftModelDrafter
 from model_runner_base.draft.ngram import NgramDrafter
 from model_runner_base.draft.parallel import ParallelDraftModel, ParallelEagle3
 from model_runner_base.draft.suffix import SuffixDrafter
-from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.vllm_compat.types.speculation import Speculation
 
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.heads.outputs import DraftTokenIds, ModelRunnerOutput
-from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.sizes import StepSize
 
 

@@ -9,8 +9,8 @@ Example, with matches of 2 tokens and 3 drafts: after "5 6 7 8 1 5 6" the drafts
 import numpy as np
 
 from model_runner_base.draft.host import HostDrafter
-from model_runner_base.host_loops import compiled
-from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.host_loops import compiled
+from model_runner_base.step.request_states import RequestStates
 
 
 class NgramDrafter(HostDrafter):

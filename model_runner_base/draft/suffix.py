@@ -10,7 +10,7 @@ import numpy as np
 
 from model_runner_base.draft.host import HostDrafter
 from model_runner_base.heads.outputs import DraftTokenIds
-from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.vllm_compat.types.speculation import SuffixOptions
 
 

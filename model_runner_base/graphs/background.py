@@ -20,7 +20,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from model_runner_base.graphs.policy import GraphPolicy, Wait
+from model_runner_base.step.graph_policy import GraphPolicy, Wait
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.sizes import StepSize
 

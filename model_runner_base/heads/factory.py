@@ -14,7 +14,7 @@ from model_runner_base.heads.pooling.head import PoolingHead
 from model_runner_base.heads.pooling.inner_activations import keep_inner_activations
 from model_runner_base.heads.pooling.placement import pooler_to_host
 from model_runner_base.heads.pooling.pooler import supported_pooling_tasks
-from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.request_states import RequestStates
 
 
 def pools(model_config: ModelConfig) -> bool:

@@ -14,11 +14,11 @@ import torch
 
 from model_runner_base.heads.pooled import PooledStep
 from model_runner_base.heads.sampled import SampledStep
-from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar, Schedule
 
 

@@ -9,9 +9,9 @@ from vllm.v1.outputs import LogprobsTensors
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.sampling.logprobs import NO_LOGPROBS, DeviceLogprobs, LogprobsGatherer, resolve_count
-from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.packing import pad_into
+from model_runner_base.step.request_states import RequestInfo
 
 
 @dataclass

@@ -12,14 +12,14 @@ import torch
 from vllm.config import ModelConfig
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
-from model_runner_base.requests.device_rows import DeviceRows
-from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.device_rows import DeviceRows
+from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.vllm_compat.probes.config import rotary_dims
 from model_runner_base.vllm_compat.probes.multimodal import takes_items

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import WrapFunction
+from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.sizes import geometric
 
 SMALLEST_PIECE = 64

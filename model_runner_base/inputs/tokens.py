@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model_runner_base.host_loops import compiled
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section, pad_into
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.sizes import StepSize
 
 

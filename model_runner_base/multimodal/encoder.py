@@ -21,7 +21,6 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import CheckpointError
-from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.multimodal.deepstack import DeepstackBuffers
 from model_runner_base.multimodal.inputs import MultiModalInputs, RotaryInputs
@@ -35,8 +34,9 @@ from model_runner_base.multimodal.towers.patches import PATCH_TOWERS
 from model_runner_base.multimodal.towers.tile_graphs import TileGraphs
 from model_runner_base.multimodal.towers.tiles import tiled_tower
 from model_runner_base.multimodal.towers.untried import check_outputs
-from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.components import StepComponent
+from model_runner_base.step.graph_policy import WrapFunction
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_compat.patches.free_memory import memory_of_host
 from model_runner_base.vllm_compat.probes.config import rotary_dims

@@ -13,11 +13,11 @@ import torch
 from model_runner_base.multimodal.deepstack import DeepstackBuffers
 from model_runner_base.multimodal.per_layer import PerLayerEmbeddings
 from model_runner_base.multimodal.rows import EncoderRows
-from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent
 from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.sizes import StepKind, StepSize
 
 ROWS, ROTATION = "encoder_rows", "rotary_offsets"

@@ -1,8 +1,8 @@
 """Spans of a prompt's items, for models whose image tokens see each other in both directions (Gemma 3 and 4)."""
 
 from model_runner_base.caches.spans import SentSpans, SpanEnds
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.request_states import RequestStates
 
 SEEN = ("image", "video")
 """Modalities whose tokens see each other, as in vLLM and transformers; those of a sound do not."""

@@ -20,7 +20,6 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.factory import make_drafter
-from model_runner_base.graphs.policy import GraphPolicy, StepFunction
 from model_runner_base.heads.factory import make_head
 from model_runner_base.heads.generate import GenerateHead, make_generate_head
 from model_runner_base.heads.head import Head
@@ -32,15 +31,16 @@ from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.model_graph import ModelGraph
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.multimodal.encoder import Encoder
-from model_runner_base.requests.block_tables import BlockTable
-from model_runner_base.requests.device_rows import DeviceRows
-from model_runner_base.requests.failures import RequestErrors
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.state_updates import StateUpdates
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.components import StepComponents
+from model_runner_base.step.device_rows import DeviceRows
+from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.packing import Packer
 from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.request_failures import RequestErrors
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.state import GraphState, HeldTensors
 from model_runner_base.step.token_layout import TokenLayout

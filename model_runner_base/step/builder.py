@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model_runner_base.host_loops import compiled, int_array
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.host_loops import compiled, int_array
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.schedule import Schedule
 
 

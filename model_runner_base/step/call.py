@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from model_runner_base.requests.device_rows import known_or
 from model_runner_base.step.chunk_tiles import ChunkTiles
 from model_runner_base.step.decode_rows import DecodeRows
+from model_runner_base.step.device_rows import known_or
 from model_runner_base.step.packing import Section, unpack
 from model_runner_base.step.sizes import StepSize
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from model_runner_base.requests.device_rows import DeviceRows
-from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.sizes import StepSize
 
 

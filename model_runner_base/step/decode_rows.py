@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from model_runner_base.requests.device_rows import known_or
+from model_runner_base.step.device_rows import known_or
 
 STARTS, LENGTHS = "decode_starts", "decode_lengths"
 

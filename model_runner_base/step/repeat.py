@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model_runner_base.host_loops import compiled, put_ints
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.components import RepeatPart, StepComponents
+from model_runner_base.step.host_loops import compiled, put_ints
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.schedule import Schedule
 
 

@@ -20,8 +20,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.requests.failures import RequestErrors
-from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.request_failures import RequestErrors
+from model_runner_base.step.request_states import RequestInfo
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model_runner_base.host_loops import compiled
+from model_runner_base.step.host_loops import compiled
 
 
 class StepKind(IntEnum):

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm import LLM
 
-from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.testing.engine import core_of, runner_of
 
 

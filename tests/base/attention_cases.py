@@ -16,8 +16,8 @@ from model_runner_base.attention.metadata import PagedAttentionMetadata
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.spans import NO_SPANS, SentSpans, SpanEnds
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 from model_runner_base.step.trace import LayerTrace
 

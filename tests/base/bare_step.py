@@ -8,13 +8,13 @@ from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.tokens import TokenInputs
-from model_runner_base.requests.device_rows import DeviceRows, commit
-from model_runner_base.requests.states import RequestStates
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent, StepComponents
+from model_runner_base.step.device_rows import DeviceRows, commit
 from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.trace import LayerTrace

@@ -13,8 +13,8 @@ from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from model_runner_base.graphs import background
 from model_runner_base.graphs.background import BackgroundCompiler
-from model_runner_base.graphs.policy import BucketPolicy, Wait
+from model_runner_base.step.graph_policy import BucketPolicy, Wait
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 

@@ -15,10 +15,10 @@ from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.requests.block_tables import BlockTable
-from model_runner_base.requests.device_rows import commit, known_or
-from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.builder import BatchBuilder, BatchOrder
+from model_runner_base.step.device_rows import commit, known_or
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Tiling
 

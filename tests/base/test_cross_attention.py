@@ -10,8 +10,8 @@ from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Tiling
 
 NUM_ROWS, MAX_LENGTH, BLOCK = 8, 96, 4

@@ -13,8 +13,8 @@ from test_state_prefixes import NEW_TOKENS, OPTIONS, SIZE, cached
 from vllm import LLM
 
 from model_runner_base.caches.kept_drafted_states import ROWS, RingUpdates, fill_rings
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts

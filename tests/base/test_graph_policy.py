@@ -17,9 +17,9 @@ from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.tiles import whole_blocks
-from model_runner_base.graphs.policy import BucketPolicy, GraphPolicy, NoGraphSizeError
-from model_runner_base.graphs.size_placement import expect_steps, place_sizes
-from model_runner_base.requests.block_tables import BlockTable
+from model_runner_base.step.block_tables import BlockTable
+from model_runner_base.step.graph_policy import BucketPolicy, GraphPolicy, NoGraphSizeError
+from model_runner_base.step.size_placement import expect_steps, place_sizes
 from model_runner_base.step.sizes import (
     COMMON_DIMS,
     Dim,

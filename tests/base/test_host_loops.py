@@ -11,9 +11,9 @@ import pytest
 from filelock import FileLock, Timeout
 from numba.core.caching import IndexDataCacheFile
 
-from model_runner_base.host_loops import cache_folder, compiling
+from model_runner_base.step.host_loops import cache_folder, compiling
 
-LOOP = """from model_runner_base.host_loops import compiled
+LOOP = """from model_runner_base.step.host_loops import compiled
 
 
 @compiled

@@ -12,7 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality, process_dict_updates
 
 from model_runner_base.heads.sampling.logits_processors import batch_update
-from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.testing.models import TinyModel
 
 INFOS = [RequestInfo(SamplingParams(), 0, [index]) for index in range(8)]

@@ -8,7 +8,7 @@ from conftest import engine
 from greedy import expected, generate
 from test_reload import FEW_BUCKETS
 
-from model_runner_base.graphs.policy import BucketPolicy
+from model_runner_base.step.graph_policy import BucketPolicy
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import runner_of

@@ -21,9 +21,9 @@ from vllm import LLM, SamplingParams
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.embeddings import EmbeddingInputs
 from model_runner_base.inputs.pool import SMALLEST_PIECE
-from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.components import StepComponent
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import metric
 from model_runner_base.testing.models import TinyModel

@@ -11,7 +11,7 @@ from conftest import engine
 from vllm import LLM, envs
 
 from model_runner_base.heads.sampling.slot_processors import SlotStates
-from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.completions import check_completions
 from model_runner_base.testing.drafts import speculation

@@ -11,8 +11,8 @@ from lane import HAS_OPENXLA
 from vllm import LLM
 
 from model_runner_base.caches.kept_states import ROWS, SOURCES, KeptStateUpdates, states_at
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.scheduling.corrections.state_prefixes import chunk_end
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts

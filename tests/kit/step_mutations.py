@@ -6,14 +6,14 @@ MUTATIONS = [
     # Request states and block tables
     Mutation(
         "a finished request keeps its row",
-        "requests/states.py",
+        "step/request_states.py",
         "        self.release(req_id)\n        self.infos.pop(req_id, None)",
         "        self.infos.pop(req_id, None)",
         REPEAT,
     ),
     Mutation(
         "a resumed request has computed nothing, although it found a prefix",
-        "requests/states.py",
+        "step/request_states.py",
         "self.num_computed[row] = num_computed",
         "self.num_computed[row] = num_computed if len(token_ids) == info.num_prompt_tokens else 0",
         STEPS,
@@ -34,14 +34,14 @@ MUTATIONS = [
     ),
     Mutation(
         "resumed requests append their blocks to the old ones",
-        "requests/block_tables.py",
+        "step/block_tables.py",
         "        put_ints(block_ids, self.table[row])\n        self.num_blocks[row] = len(block_ids)",
         "        self.append([row], [block_ids])",
         REPEAT,
     ),
     Mutation(
         "new blocks overwrite the last one",
-        "requests/block_tables.py",
+        "step/block_tables.py",
         "end = num_blocks[row]",
         "end = max(0, num_blocks[row] - 1)",
         STEPS,
@@ -63,14 +63,14 @@ MUTATIONS = [
     # What the device knows
     Mutation(
         "the device records a position that is one too small",
-        "requests/device_rows.py",
+        "step/device_rows.py",
         "computed.index_put_((slots[0],), slots[1])",
         "computed.index_put_((slots[0],), slots[1] - 1)",
         REPEAT,
     ),
     Mutation(
         "the device answers for the next row",
-        "requests/device_rows.py",
+        "step/device_rows.py",
         "on_device[(-values - 1).clamp(min=0)]",
         "on_device[(-values).clamp(min=0)]",
         REPEAT,
@@ -280,7 +280,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what lasts of a request outlives it",
-        "requests/states.py",
+        "step/request_states.py",
         "        self.infos.pop(req_id, None)",
         "        pass",
         "test_soak",

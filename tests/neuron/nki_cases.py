@@ -16,8 +16,8 @@ from model_runner_base.attention.plan import kv_tile_for, stored_block_size
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.caches.tiles import whole_blocks
-from model_runner_base.requests.block_tables import BlockTable
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
 
 DECODE = ((40, 1), (0, 1), (300, 1), (129, 1))

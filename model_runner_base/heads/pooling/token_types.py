@@ -13,9 +13,9 @@ from vllm.pooling_params import PoolingParams
 
 from model_runner_base.errors import RequestError
 from model_runner_base.heads.pooling.metadata import second_text_of
-from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.components import StepComponent
+from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.sizes import StepSize
 
 SECOND_TEXT = 1 << TOKEN_TYPE_SHIFT

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.stage import LogitsStage
-from model_runner_base.requests.states import RequestStates
+from model_runner_base.step.request_states import RequestStates
 
 
 @dataclass(frozen=True)

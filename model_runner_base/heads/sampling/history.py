@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.request_states import RequestInfo
 
 MAX_IN_FLIGHT = 2
 """Number of steps that asynchronous scheduling keeps launched and unread."""

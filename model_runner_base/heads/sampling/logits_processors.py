@@ -26,7 +26,7 @@ from model_runner_base.heads.sampling.custom_processors import CustomProcessors,
 from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.params import GREEDY_TEMPERATURE
 from model_runner_base.heads.sampling.stage import LogitsStage
-from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 
 
 class BatchProcessors(CustomProcessors):

@@ -19,8 +19,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.heads.sampling.likeliest import likeliest
+from model_runner_base.step.graph_policy import WrapFunction
 
 NUM_ON_DEVICE = 20
 """Number of likeliest tokens that are found on the device; the OpenAI API allows no more."""

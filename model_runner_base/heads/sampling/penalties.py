@@ -15,11 +15,11 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.stage import LogitsStage
-from model_runner_base.requests.device_rows import DeviceRows
-from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.device_rows import DeviceRows
+from model_runner_base.step.graph_policy import WrapFunction
+from model_runner_base.step.request_states import RequestInfo
 
 IN_PROMPT = 1 << 23
 """Bit that marks a prompt token, in the same int32 as the output's count, which no output is long enough to reach.

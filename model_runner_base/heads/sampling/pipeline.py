@@ -17,7 +17,6 @@ import vllm.envs
 from vllm.config import VllmConfig
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.prompt_logprobs import PromptLogprobs
 from model_runner_base.heads.sampled import SampledStep
@@ -41,10 +40,11 @@ from model_runner_base.heads.sampling.thinking_budget import ThinkingBudget, mar
 from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
-from model_runner_base.host_loops import compiled
-from model_runner_base.requests.device_rows import DeviceRows
-from model_runner_base.requests.states import RequestInfo, RequestStates
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.device_rows import DeviceRows
+from model_runner_base.step.graph_policy import SortLimits, StepFunction, WrapFunction
+from model_runner_base.step.host_loops import compiled
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Grammar
 
 

@@ -8,11 +8,11 @@ the candidates stay the same.
 
 import torch
 
-from model_runner_base.graphs.policy import SortLimits
 from model_runner_base.heads.sampling.params import GREEDY_TEMPERATURE, SamplingMode
 from model_runner_base.heads.sampling.random import gumbel_noise
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
-from model_runner_base.requests.device_rows import commit
+from model_runner_base.step.device_rows import commit
+from model_runner_base.step.graph_policy import SortLimits
 
 
 def sample(

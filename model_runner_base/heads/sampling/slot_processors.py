@@ -15,7 +15,7 @@ from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors, CustomStages
 from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.stage import LogitsStage
-from model_runner_base.requests.states import RequestInfo, RequestStates
+from model_runner_base.step.request_states import RequestInfo, RequestStates
 
 
 class SlotTensor:

@@ -10,7 +10,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.heads.head import Forward
-from model_runner_base.requests.states import RequestInfo
+from model_runner_base.step.request_states import RequestInfo
 
 
 class LogitsStage:

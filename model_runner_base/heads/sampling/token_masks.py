@@ -11,11 +11,11 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.policy import WrapFunction
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.stage import LogitsStage
-from model_runner_base.requests.states import RequestInfo
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.graph_policy import WrapFunction
+from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Grammar
 
 ALL = -1

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model_runner_base.graphs.policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.heads.sampling.likeliest import likeliest
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.requests.device_rows import NO_TOKEN
+from model_runner_base.step.device_rows import NO_TOKEN
+from model_runner_base.step.graph_policy import SortLimits, StepFunction, WrapFunction
 
 _LOW_BITS = 12
 

@@ -14,7 +14,7 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-from model_runner_base.host_loops import int_array, put_ints
+from model_runner_base.step.host_loops import int_array, put_ints
 
 
 @dataclass(slots=True, weakref_slot=True)

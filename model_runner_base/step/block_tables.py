@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from model_runner_base.host_loops import compiled, int_array, put_ints
+from model_runner_base.step.host_loops import compiled, int_array, put_ints
 
 
 class BlockTable:

@@ -1,1 +1,0 @@
-"""Records of every request that holds a row: tokens, progress, cache blocks."""
