@@ -144,7 +144,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from model_runner_base.start import warm_up
+    from model_runner_base.runner import warm_up
 
     warm_up.tqdm = bar.sizes  # type: ignore[assignment, misc]
     bar.next("Starting the engine")

@@ -14,7 +14,7 @@ from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.models.draft_loading import ATTRIBUTE as DRAFT
 from model_runner_base.models.loader import load_checkpoint
-from model_runner_base.start.memory import DeviceMemoryProfiler
+from model_runner_base.runner.memory import DeviceMemoryProfiler
 from model_runner_base.vllm_compat.types.speculation import max_step_tokens
 
 logger = init_logger(f"vllm.{__name__}")

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from model_runner_base.model_runner import ModelRunnerBase
     from model_runner_base.models.loader import load_checkpoint
     from model_runner_base.platform import PagedPlatform
-    from model_runner_base.start.memory import DeviceMemoryProfiler
-    from model_runner_base.start.step_memory import estimate_step_memory
+    from model_runner_base.runner.memory import DeviceMemoryProfiler
+    from model_runner_base.runner.step_memory import estimate_step_memory
     from model_runner_base.step.graph_policy import BucketPolicy, GraphPolicy
     from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
     from model_runner_base.worker import ModelRunnerWorker
 
 _HOMES = {
     "BucketPolicy": "step.graph_policy",
-    "DeviceMemoryProfiler": "start.memory",
+    "DeviceMemoryProfiler": "runner.memory",
     "DeviceOps": "device_ops",
     "GraphPolicy": "step.graph_policy",
     "MemoryInfo": "device_ops",
@@ -30,7 +30,7 @@ _HOMES = {
     "StepKind": "step.sizes",
     "StepLimits": "step.sizes",
     "StepSize": "step.sizes",
-    "estimate_step_memory": "start.step_memory",
+    "estimate_step_memory": "runner.step_memory",
     "load_checkpoint": "models.loader",
 }
 

@@ -30,7 +30,6 @@ from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.background import BackgroundCompiler
 from model_runner_base.heads.factory import supported_tasks
 from model_runner_base.heads.head import Forward
 from model_runner_base.heads.outputs import (
@@ -51,9 +50,10 @@ from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.models.loader import change_config, reload_checkpoint
 from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.multimodal.factory import choose_encoder
-from model_runner_base.start.processors import load_processors
-from model_runner_base.start.warm_up import profile_largest_step, warm_up_sizes
-from model_runner_base.start.wiring import StepParts, wire
+from model_runner_base.runner.background import BackgroundCompiler
+from model_runner_base.runner.processors import load_processors
+from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
+from model_runner_base.runner.wiring import StepParts, wire
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.guard import StepGuard, guarded
@@ -337,5 +337,5 @@ class ModelRunnerBase:
         profile_largest_step(self)
 
     def warm_up(self, sizes: Iterable[StepSize]) -> None:
-        """Makes the graphs of the sizes, and all that sampling may need for them (``start/warm_up.py``)."""
+        """Makes the graphs of the sizes, and all that sampling may need for them (``runner/warm_up.py``)."""
         warm_up_sizes(self, sizes)

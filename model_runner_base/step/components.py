@@ -1,7 +1,7 @@
 """Components of a step: the parts that have sections of the packed buffer, or further tensors of the graph.
 
-A feature of the model, such as LoRA, is a component in one list (``start/wiring.py``). All components are called in the
-list's order. A component may read sections that an earlier one has written (``reads``), and what an earlier one has
+A feature of the model, such as LoRA, is a component in one list (``runner/wiring.py``). All components are called in
+the list's order. A component may read sections that an earlier one has written (``reads``), and what an earlier one has
 bound in a ``ModelCall``. Code that needs one component alone also holds it by name, as ``sample_tokens`` does with the
 drafter.
 """

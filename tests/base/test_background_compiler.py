@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner_base.graphs import background
-from model_runner_base.graphs.background import BackgroundCompiler
+from model_runner_base.runner import background
+from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.step.graph_policy import BucketPolicy, Wait
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling

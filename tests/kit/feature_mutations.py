@@ -197,7 +197,7 @@ MUTATIONS = [
     # Start
     Mutation(
         "a size is offered before it is compiled",
-        "graphs/background.py",
+        "runner/background.py",
         "        for wait in self._begin(size):\n            wait()\n",
         "        self._begin(size)\n",
         "test_serving_while_sizes_are_made",
@@ -205,7 +205,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a size is offered when its model is compiled, and sampling is not",
-        "graphs/background.py",
+        "runner/background.py",
         "for wait in self._begin(size):",
         "for wait in self._begin(size)[:2]:",
         "test_serving_while_sizes_are_made",

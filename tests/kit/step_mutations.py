@@ -27,7 +27,7 @@ MUTATIONS = [
     ),
     Mutation(
         "while a step is repeated new blocks go to the first requests, not to those that need them",
-        "state_updates.py",
+        "runner/state_updates.py",
         "rows = list(compress(rows, every))",
         "rows = rows[: len(every) - every.count(None)]",
         STEPS,
@@ -122,7 +122,7 @@ MUTATIONS = [
     # The list of components
     Mutation(
         "a component is left out of the list",
-        "start/wiring.py",
+        "runner/wiring.py",
         "            *runner.adapters.components(requests),\n",
         "",
         "test_adapter_alone",
@@ -235,7 +235,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the padding of decode rows is not counted before chunks",
-        "model_graph.py",
+        "runner/forward.py",
         "        batch.query_start[batch.num_decodes :] += self._layout.chunk_start(size, num_tokens) - num_tokens\n",
         "",
         STEPS,

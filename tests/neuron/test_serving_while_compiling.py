@@ -13,7 +13,7 @@ from test_reload import other_weights
 from torch_xla import _XLAC
 from vllm import LLM, SamplingParams
 
-from model_runner_base.graphs import background
+from model_runner_base.runner import background
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import DEFAULTS, runner_of, shut_down

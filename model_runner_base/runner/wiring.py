@@ -28,10 +28,10 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.tokens import TokenInputs
-from model_runner_base.model_graph import ModelGraph
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.multimodal.encoder import Encoder
-from model_runner_base.state_updates import StateUpdates
+from model_runner_base.runner.forward import ModelGraph
+from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.components import StepComponents

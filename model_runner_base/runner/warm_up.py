@@ -14,12 +14,12 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.graphs.background import BackgroundCompiler, SizeParts
 from model_runner_base.heads.generate import ModelLogits
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.embeddings import profile_inputs
-from model_runner_base.start.wiring import StepParts
+from model_runner_base.runner.background import BackgroundCompiler, SizeParts
+from model_runner_base.runner.wiring import StepParts
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.host_loops import compiling
 from model_runner_base.step.request_states import RequestInfo

@@ -1,1 +1,0 @@
-"""Graphs of steps: which sizes have one, how a function becomes one, and when they are compiled."""
