@@ -18,8 +18,6 @@ from vllm.forward_context import override_forward_context
 from vllm.platforms import current_platform
 from vllm.tasks import SupportedTask
 
-from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
-from model_runner_base.adapters.lora import check_adapters, make_adapters
 from model_runner_base.admission import limits
 from model_runner_base.caches.allocation import allocate
 from model_runner_base.caches.contiguous import useful_memory
@@ -47,9 +45,11 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPlan
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
+from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
+from model_runner_base.inputs.adapters.lora import check_adapters, make_adapters
+from model_runner_base.inputs.multimodal.encoder import NO_ENCODER, Encoder
+from model_runner_base.inputs.multimodal.factory import choose_encoder
 from model_runner_base.models.loader import change_config, reload_checkpoint
-from model_runner_base.multimodal.encoder import NO_ENCODER, Encoder
-from model_runner_base.multimodal.factory import choose_encoder
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.processors import load_processors
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes

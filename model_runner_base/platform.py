@@ -123,7 +123,7 @@ class PagedPlatform(Platform):
     @classmethod
     def get_punica_wrapper(cls) -> str:
         """Qualified name of the class that runs the matrix products of LoRA layers."""
-        return "model_runner_base.adapters.punica.MaskedPunicaWrapper"
+        return "model_runner_base.inputs.adapters.punica.MaskedPunicaWrapper"
 
     @classmethod
     def can_update_inplace(cls) -> bool:

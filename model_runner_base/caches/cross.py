@@ -1,9 +1,9 @@
 """Cross-attention: every token sees its request's whole encoder output, which lies in blocks of its own.
 
-The keys and values of an encoder's output are written once, before the request's first step (multimodal/cross.py), and
-no step adds to them. So there is nothing to plan: each decode row, and each tile of a chunk, meets all KV tiles of its
-request, in their order. A step sends the blocks; the graph lists the pairs, which follow from the step's size. While a
-step is repeated nothing of this changes.
+The keys and values of an encoder's output are written once, before the request's first step
+(inputs/multimodal/cross.py), and no step adds to them. So there is nothing to plan: each decode row, and each tile of a
+chunk, meets all KV tiles of its request, in their order. A step sends the blocks; the graph lists the pairs, which
+follow from the step's size. While a step is repeated nothing of this changes.
 
 Example: an encoder output of 150 keys in blocks of 32 and KV tiles of 64. "a" has blocks 7, 3, 4, 8 and 9. Its decode
 row has pairs of (7, 3), (4, 8) and (9, null), in the last of which it sees 22 keys. A row of padding has null blocks,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from itertools import compress
 
-from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.heads.head import Head
-from model_runner_base.multimodal.encoder import Encoder
+from model_runner_base.inputs.adapters.adapters import Adapters
+from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.repeat import Repeat

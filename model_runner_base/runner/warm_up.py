@@ -12,11 +12,11 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.generate import ModelLogits
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import profile_inputs
 from model_runner_base.runner.background import BackgroundCompiler, SizeParts
 from model_runner_base.runner.wiring import StepParts

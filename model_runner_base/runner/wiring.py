@@ -9,7 +9,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, create_forward_context
 
-from model_runner_base.adapters.adapters import Adapters
 from model_runner_base.caches.allocation import bind
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.contiguous import num_lines
@@ -26,10 +25,11 @@ from model_runner_base.heads.head import Head
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import make_embedding_inputs
+from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.models.draft_loading import draft_of
-from model_runner_base.multimodal.encoder import Encoder
 from model_runner_base.runner.forward import ModelGraph
 from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.block_tables import BlockTable

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from vllm.model_executor.layers.attention import MMEncoderAttention
 from vllm.model_executor.layers.conv import Conv2dLayer, Conv3dLayer
 
-from model_runner_base.multimodal.towers.patch_graphs import QUERIES
+from model_runner_base.inputs.multimodal.towers.patch_graphs import QUERIES
 
 
 @torch.library.custom_op("neuron_runner::segment_attention", mutates_args=())

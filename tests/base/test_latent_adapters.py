@@ -12,7 +12,7 @@ from lane import HAS_OPENXLA
 from test_lora import COMPILED, EAGER, LORA, Made, check
 from test_reload import other_weights, reload_weights
 
-from model_runner_base.adapters.latents import AdaptedProjection
+from model_runner_base.inputs.adapters.latents import AdaptedProjection
 from model_runner_base.models.layers.latent_attention import Projection
 from model_runner_base.testing.adapters import make_adapter
 from model_runner_base.testing.engine import runner_of

@@ -21,11 +21,11 @@ from model_runner_base import (
     StepLimits,
     estimate_step_memory,
 )
-from model_runner_base.adapters.adapters import NO_ADAPTERS
 from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.pair_shapes import attention_memory
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.multimodal.encoder import NO_ENCODER
+from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS
+from model_runner_base.inputs.multimodal.encoder import NO_ENCODER
 from model_runner_base.platform import PagedPlatform
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, Tiling
 from neuron_runner.device_ops import XlaDeviceOps

@@ -10,8 +10,8 @@ from conftest import engine
 from lane import HAS_OPENXLA
 from safetensors.torch import load_file, save_file
 
+from model_runner_base.inputs.multimodal.towers.encoder_graphs import EncoderGraphs
 from model_runner_base.models.loader import CheckpointError
-from model_runner_base.multimodal.towers.encoder_graphs import EncoderGraphs
 from model_runner_base.testing.checks.test_multimodal import ask, expected, prompts, read
 from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import runner_of

@@ -14,7 +14,7 @@ from vllm import LLM
 from vllm.model_executor.models.hunyuan_vision import HunYuanVLForConditionalGeneration
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from model_runner_base.multimodal.positions import calc_xdrope_positions
+from model_runner_base.inputs.multimodal.positions import calc_xdrope_positions
 from model_runner_base.testing.engine import greedy, metric
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "max_num_batched_tokens": 24, "max_model_len": 128}

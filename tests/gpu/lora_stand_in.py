@@ -12,7 +12,7 @@ from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 from vllm.lora.punica_wrapper import punica_gpu
 from vllm.triton_utils import HAS_TRITON
 
-from model_runner_base.adapters.kernels import KernelProducts
+from model_runner_base.inputs.adapters.kernels import KernelProducts
 
 Fixed = Callable[[Callable[[], Any]], Any]
 """Function that gives what a kernel is launched with; a graph keeps what it was captured with."""

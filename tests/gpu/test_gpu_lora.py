@@ -16,8 +16,8 @@ from test_gpu_runner import run
 from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 from vllm.lora.punica_wrapper import punica_gpu
 
-from model_runner_base.adapters.kernels import KernelProducts
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.inputs.adapters.kernels import KernelProducts
 from model_runner_base.testing.adapters import EVERYWHERE, make_adapter
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
@@ -104,7 +104,7 @@ choose_platform("cuda_stand_in.KernelPlatform")
 import cuda_stand_in
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.triton_utils import HAS_TRITON
-from model_runner_base.adapters.kernels import KernelProducts
+from model_runner_base.inputs.adapters.kernels import KernelProducts
 
 assert HAS_TRITON
 torch.manual_seed(0)

@@ -17,8 +17,8 @@ from vllm.v1.worker.utils import request_memory
 
 from gpu_runner.device_ops import CudaDeviceOps
 from gpu_runner.worker import GPUWorker
-from model_runner_base.adapters.adapters import NO_ADAPTERS
-from model_runner_base.multimodal.encoder import NO_ENCODER
+from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS
+from model_runner_base.inputs.multimodal.encoder import NO_ENCODER
 
 
 class CountingGpu:

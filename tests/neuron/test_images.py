@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conftest import engine
 
+from model_runner_base.inputs.multimodal.towers import patch_graphs
 from model_runner_base.models.tower_placement import towers_of
-from model_runner_base.multimodal.towers import patch_graphs
 from model_runner_base.testing.adapters import EVERYWHERE, make_adapter
 from model_runner_base.testing.checks.test_multimodal import COUNT, Prompt, as_input, ask, expected, read
 from model_runner_base.testing.drafts import speculation

@@ -27,7 +27,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.ops.vit_attn_wrappers import torch_sdpa_wrapper
 
 import neuron_runner
-from model_runner_base.multimodal.towers.patches import PADDING
+from model_runner_base.inputs.multimodal.towers.patches import PADDING
 from model_runner_base.step.sizes import StepKind, StepSize
 from neuron_runner import ops
 from neuron_runner.compilation import CompiledFunction

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from model_runner_base import ModelRunnerBase
-from model_runner_base.multimodal.inputs import gather_encoder_outputs
-from model_runner_base.multimodal.positions import calc_mrope_positions
+from model_runner_base.inputs.multimodal.inputs import gather_encoder_outputs
+from model_runner_base.inputs.multimodal.positions import calc_mrope_positions
 
 ROOT = Path(__file__).parents[2]
 HOOKS = {"_cache_device_properties", "load_model", "profile_run", "capture_model"}

@@ -22,9 +22,9 @@ import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
-from model_runner_base.adapters.latents import slotted_class
-from model_runner_base.adapters.slots import SlotLayer, SlotWriter
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.inputs.adapters.latents import slotted_class
+from model_runner_base.inputs.adapters.slots import SlotLayer, SlotWriter
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.vllm_compat.probes.lora import embeddings_indices
 

@@ -17,7 +17,7 @@ from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
-from model_runner_base.adapters.slots import SlottedLayer
+from model_runner_base.inputs.adapters.slots import SlottedLayer
 from model_runner_base.models.layers.latent_attention import AbsorbedProjection
 
 

@@ -20,10 +20,10 @@ from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
 
-from model_runner_base.adapters.latents import adapt_projections, with_weights
-from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.admission.adapter_checks import Names, check_config, check_fit, widths_of
 from model_runner_base.heads.pooling.placement import pooler_modules
+from model_runner_base.inputs.adapters.latents import adapt_projections, with_weights
+from model_runner_base.inputs.adapters.slots import SlotLayer
 from model_runner_base.models.draft_loading import ATTRIBUTE as DRAFT
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer
 from model_runner_base.vllm_compat.types.recurrent import rename_adapters

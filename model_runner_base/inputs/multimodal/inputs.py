@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_runner_base.multimodal.deepstack import DeepstackBuffers
-from model_runner_base.multimodal.per_layer import PerLayerEmbeddings
-from model_runner_base.multimodal.rows import EncoderRows
+from model_runner_base.inputs.multimodal.deepstack import DeepstackBuffers
+from model_runner_base.inputs.multimodal.per_layer import PerLayerEmbeddings
+from model_runner_base.inputs.multimodal.rows import EncoderRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent

@@ -14,14 +14,14 @@ from vllm.model_executor.models import supports_lora
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from model_runner_base.adapters.adapters import NO_ADAPTERS, Adapters
-from model_runner_base.adapters.inputs import AdapterInputs
-from model_runner_base.adapters.kernels import KernelProducts
-from model_runner_base.adapters.manager import AdapterManager
-from model_runner_base.adapters.products import NO_SLOT, Products
-from model_runner_base.adapters.punica import MaskedPunicaWrapper
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
+from model_runner_base.inputs.adapters.inputs import AdapterInputs
+from model_runner_base.inputs.adapters.kernels import KernelProducts
+from model_runner_base.inputs.adapters.manager import AdapterManager
+from model_runner_base.inputs.adapters.products import NO_SLOT, Products
+from model_runner_base.inputs.adapters.punica import MaskedPunicaWrapper
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestStates

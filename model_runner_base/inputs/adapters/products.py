@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
-from model_runner_base.adapters.slots import SlotLayer
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.inputs.adapters.slots import SlotLayer
 from model_runner_base.step.graph_policy import WrapFunction
 
 NO_SLOT = -1

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import CheckpointError
-from model_runner_base.multimodal.encoder import Encoder
+from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.graph_policy import StepFunction, WrapFunction
