@@ -29,7 +29,6 @@ from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.factory import supported_tasks
-from model_runner_base.heads.head import Forward
 from model_runner_base.heads.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -39,10 +38,10 @@ from model_runner_base.heads.outputs import (
     make_output,
 )
 from model_runner_base.heads.pooled import PooledStep
-from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.logprobs import reads_processed
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPlan
+from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
@@ -55,6 +54,7 @@ from model_runner_base.runner.processors import load_processors
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.runner.wiring import StepParts, wire
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep

@@ -15,13 +15,12 @@ from vllm.forward_context import get_forward_context
 from model_runner_base.caches.group import CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
-from model_runner_base.heads.head import Forward
 from model_runner_base.heads.outputs import DraftTokenIds
-from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.heads.sampling.sampler import draw
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import Forward, ModelCall
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.decode_rows import LENGTHS
 from model_runner_base.step.device_rows import DeviceRows

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from model_runner_base.heads.head import Forward
 from model_runner_base.heads.outputs import DraftTokenIds, ModelRunnerOutput
-from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import Forward, ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.packing import PackedStep
 

@@ -12,14 +12,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.head import Forward, Head
-from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.head import Head
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPipeline, SamplingPlan
+from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import Forward, ModelCall
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction, WrapFunction
 from model_runner_base.step.request_states import RequestInfo, RequestStates

@@ -5,42 +5,18 @@ leaves the answer to ``sample_tokens``, which the engine calls next.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from model_runner_base.heads.pooled import PooledStep
-from model_runner_base.heads.sampled import SampledStep
+from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import Forward, ModelCall
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_states import RequestInfo
-from model_runner_base.step.schedule import Arrival, Grammar, Schedule
-
-
-@dataclass
-class Forward:
-    """A step whose model has been launched: L padded rows of logits, T padded tokens."""
-
-    schedule: Schedule
-    batch: InputBatch
-    step: PackedStep
-    """The packed step, as the model's graph left it."""
-    logits: torch.Tensor
-    """[L, V] float32; this rank's part of the rows if the vocabulary is cut. Of a pooling head: the rows [L, hidden]
-    that it reads of the hidden states."""
-    sample_slots: torch.Tensor
-    """[2, L] or [3, L] int32, see ``ModelCall.sample_slots``."""
-    hidden_states: torch.Tensor
-    """[T, hidden]"""
-    kept: tuple[torch.Tensor, ...] = ()
-    """Further tensors for drafting, as returned by ``Drafter.keep``."""
-    grammar_masks: Mapping[int, np.ndarray] = field(default_factory=dict)
-    """Tokens that a grammar allows, by row of logits: bitmasks in the format of ``sampling/token_masks.py``."""
+from model_runner_base.step.schedule import Arrival, Grammar
 
 
 class Head(ABC):

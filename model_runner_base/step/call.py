@@ -1,15 +1,18 @@
-"""One call of the model inside a step's graph: tensors that components make of the packed buffer for the model."""
+"""One call of the model inside a step's graph: what components make of the packed buffer for it, and its results."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.chunk_tiles import ChunkTiles
 from model_runner_base.step.decode_rows import DecodeRows
 from model_runner_base.step.device_rows import known_or
-from model_runner_base.step.packing import Section, unpack
+from model_runner_base.step.packing import PackedStep, Section, unpack
+from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepSize
 
 
@@ -89,3 +92,24 @@ class ModelCall:
             drafts = torch.where(has_draft, token_ids[indices[1:]], -1)
             slots.append(torch.cat((drafts, torch.full_like(rows[:1], -1))))
         return torch.stack(slots)
+
+
+@dataclass
+class Forward:
+    """A step whose model has been launched: L padded rows of logits, T padded tokens."""
+
+    schedule: Schedule
+    batch: InputBatch
+    step: PackedStep
+    """The packed step, as the model's graph left it."""
+    logits: torch.Tensor
+    """[L, V] float32; this rank's part of the rows if the vocabulary is cut. Of a pooling head: the rows [L, hidden]
+    that it reads of the hidden states."""
+    sample_slots: torch.Tensor
+    """[2, L] or [3, L] int32, see ``ModelCall.sample_slots``."""
+    hidden_states: torch.Tensor
+    """[T, hidden]"""
+    kept: tuple[torch.Tensor, ...] = ()
+    """Further tensors for drafting, as returned by ``Drafter.keep``."""
+    grammar_masks: Mapping[int, np.ndarray] = field(default_factory=dict)
+    """Tokens that a grammar allows, by row of logits: bitmasks in the format of ``heads/sampling/token_masks.py``."""

@@ -8,7 +8,7 @@ from conftest import engine
 from failing import SEED, fail_admission
 from vllm import SamplingParams
 
-from model_runner_base.heads.head import Forward
+from model_runner_base.step.call import Forward
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, greedy, runner_of, tokens_of
 from model_runner_base.testing.models import TinyModel

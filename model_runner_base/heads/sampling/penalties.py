@@ -15,8 +15,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.stage import LogitsStage
+from model_runner_base.step.call import Forward
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestInfo

@@ -17,9 +17,6 @@ import vllm.envs
 from vllm.config import VllmConfig
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.head import Forward
-from model_runner_base.heads.prompt_logprobs import PromptLogprobs
-from model_runner_base.heads.sampled import SampledStep
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.logprobs import (
@@ -34,6 +31,8 @@ from model_runner_base.heads.sampling.logprobs import (
 )
 from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
 from model_runner_base.heads.sampling.penalties import Penalties
+from model_runner_base.heads.sampling.prompt_logprobs import PromptLogprobs
+from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.heads.sampling.thinking_budget import ThinkingBudget, markers_of
@@ -41,6 +40,7 @@ from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import Forward
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.step.host_loops import compiled

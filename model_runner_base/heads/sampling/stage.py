@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.heads.head import Forward
+from model_runner_base.step.call import Forward
 from model_runner_base.step.request_states import RequestInfo
 
 

@@ -13,10 +13,10 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.heads.sampling.token_masks import allows_only
+from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.packing import pad_into
 from model_runner_base.step.request_states import RequestInfo, RequestStates

@@ -11,9 +11,9 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.head import Forward
 from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.step.batch import InputBatch
+from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Grammar

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model_runner_base.heads.prompt_logprobs import PromptChunk
 from model_runner_base.heads.sampling.logprobs import DeviceLogprobs
+from model_runner_base.heads.sampling.prompt_logprobs import PromptChunk
 
 
 @dataclass
