@@ -130,7 +130,7 @@ class Biases(Rule):
 
 @dataclass(frozen=True)
 class Adapter(Rule):
-    """A ``LoRARequest``; adapters/ checks its files."""
+    """A ``LoRARequest``; adapter_checks.py checks its files."""
 
     def check(self, name: str, value: Any, vocab_size: int) -> None:
         Integer(1, INT64_MAX).check("lora_int_id", value.lora_int_id, vocab_size)

@@ -1,1 +1,1 @@
-"""Inputs of the model for the tokens of a step: ids or embeddings."""
+"""Inputs of the model for the tokens of a step: ids, embeddings, adapters, images and sounds."""

@@ -1,1 +1,1 @@
-"""Start-up, before the first request: wiring, warm-up, memory."""
+"""Runner of a model's steps: wiring, warm-up, memory, updates of states, the forward pass."""

@@ -1,1 +1,1 @@
-"""One step: its schedule, its batch, its size, and the buffer that carries it to the device."""
+"""One step: its schedule, requests, batch and size, and the buffer that carries it to the device."""

@@ -1,1 +1,1 @@
-"""Code that depends on vLLM's release: its step types, differences between releases, and patches of its methods."""
+"""Code that depends on vLLM's release: its types, differences between releases, and patches of its methods."""

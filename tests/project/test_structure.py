@@ -40,8 +40,8 @@ INSIDE = [
     for package in ("model_runner_base", "gpu_runner", "neuron_runner", "examples")
     for path in sorted((ROOT / package).rglob("*.py"))
     if path not in PORTS
-    and path != ROOT / "model_runner_base" / "testing" / "scheduler_outputs.py"
-    and ROOT / "model_runner_base" / "scheduling" not in path.parents
+    and path != BASE / "testing" / "scheduler_outputs.py"
+    and BASE / "scheduling" not in path.parents
 ]
 
 
@@ -104,18 +104,18 @@ def test_readers_of_step_types_are_found() -> None:
 
 def test_the_scheduler_stands_apart() -> None:
     """The scheduler serves vLLM without our runner, too: it imports no other folder, and three modules know of it."""
-    folder = ROOT / "model_runner_base" / "scheduling"
+    folder = BASE / "scheduling"
     for path in folder.rglob("*.py"):
         of_ours = re.findall(r"^\s*from (model_runner_base\S*) import", path.read_text(), re.MULTILINE)
         assert all(module.startswith("model_runner_base.scheduling") for module in of_ours), path.name
-    others = [path for path in (ROOT / "model_runner_base").rglob("*.py") if folder not in path.parents]
+    others = [path for path in (BASE).rglob("*.py") if folder not in path.parents]
     named_in = {path.name for path in others if "model_runner_base.scheduling" in path.read_text()}
     assert named_in == {"our_engines.py", "platform.py", "worker.py"}
 
 
 @pytest.mark.parametrize(("part", "other"), [("corrections", "rows"), ("rows", "corrections")])
 def test_rows_and_corrections_of_the_scheduler_import_neither_the_other(part: str, other: str) -> None:
-    folder = ROOT / "model_runner_base" / "scheduling"
+    folder = BASE / "scheduling"
     paths = [folder / "step_hooks.py", *(folder / part).glob("*.py")]
     assert len(paths) > 5
     assert [path.name for path in paths if f"model_runner_base.scheduling.{other}" in path.read_text()] == []
@@ -123,19 +123,19 @@ def test_rows_and_corrections_of_the_scheduler_import_neither_the_other(part: st
 
 def test_one_module_repeats_steps() -> None:
     """One module, step/repeat.py, follows schedules; no other module knows of a step that is like the last one."""
-    files = (ROOT / "model_runner_base").rglob("*.py")
+    files = (BASE).rglob("*.py")
     assert [path.name for path in files if "_steady" in path.read_text()] == []
 
 
-def test_files_have_at_most_400_lines() -> None:
-    """A file is read in one sitting; one with more lines has more than one idea."""
+def test_files_have_at_most_600_lines() -> None:
+    """A file is one idea; one with more lines has more than one."""
     out = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
     files = [path for path in out.stdout.splitlines() if (ROOT / path).is_file()]
     lines = {path: len((ROOT / path).read_text().splitlines()) for path in files}
-    assert len(lines) > 500 and {path: count for path, count in lines.items() if count > 400} == {}
+    assert len(lines) > 500 and {path: count for path, count in lines.items() if count > 600} == {}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "model_runner_base").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((BASE).rglob("*.py")), ids=lambda path: path.name)
 def test_base_names_no_device(path: Path) -> None:
     # "input" and "output" hold the letters of an accelerator's name; no word of ours should.
     text = re.sub(r"(in|out)puts?", "", path.read_text(), flags=re.IGNORECASE)
@@ -178,18 +178,49 @@ def test_base_has_the_names_that_the_rfc_fixes() -> None:
     assert callable(calc_mrope_positions) and callable(gather_encoder_outputs)
 
 
-def test_folders_of_the_base_have_an_order() -> None:
-    """No two folders import each other, not even by others in between or inside of functions."""
-    base, imported = ROOT / "model_runner_base", dict[str, set[str]]()
-    for path in base.rglob("*.py"):
-        part = path.relative_to(base).parts[0]
-        if part == "testing" or part.endswith(".py"):
-            continue
+def modules_of_the_base() -> dict[str, set[str]]:
+    """Modules of the base by name, each with those that it imports, also inside of functions; without the kit."""
+    modules = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in BASE.rglob("*.py")}
+    imported: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = set()
         for node in ast.walk(ast.parse(path.read_text())):
-            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
-            if parts[:1] == ["model_runner_base"] and len(parts) > 1 and (base / parts[1]).is_dir():
-                imported.setdefault(part, set()).update({parts[1]} - {part})
-    assert list(TopologicalSorter(imported).static_order())  # It raises CycleError for folders in a circle.
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found.update({f"{node.module}.{alias.name}" for alias in node.names} | {node.module})
+        imported[name] = found & modules.keys()
+    return {name: found for name, found in imported.items() if not name.startswith("model_runner_base.testing.")}
+
+
+def test_folders_of_the_base_have_an_order() -> None:
+    """No two modules or folders of one folder import each other, not even by others in between."""
+    imported = modules_of_the_base()
+    folders = {name.rpartition(".")[0] for name in imported}
+    for folder in folders | {folder.rpartition(".")[0] for folder in folders} - {""}:
+        depth = folder.count(".") + 2
+        within = dict[str, set[str]]()
+        for name, found in imported.items():
+            if name.startswith(f"{folder}."):
+                part = ".".join(name.split(".")[:depth])
+                others = {".".join(other.split(".")[:depth]) for other in found if other.startswith(f"{folder}.")}
+                within.setdefault(part, set()).update(others - {part})
+        assert list(TopologicalSorter(within).static_order()), folder  # It raises CycleError for parts in a circle.
+
+
+def test_top_of_the_base_is_what_a_vendor_needs() -> None:
+    """Modules that a vendor subclasses, calls or catches are at the top; everything else is in a folder."""
+    top = {"__init__.py", "device_ops.py", "errors.py", "model_runner.py", "platform.py", "worker.py"}
+    assert {path.name for path in BASE.glob("*.py")} == top
+
+
+def test_ground_floor_imports_nothing_of_the_base() -> None:
+    """Folders with types and releases of vLLM serve every folder, and the kit serves none."""
+    for name, found in modules_of_the_base().items():
+        folders = {other.split(".")[1] for other in found if other.count(".")}
+        assert "testing" not in folders, name
+        if name.startswith("model_runner_base.vllm_compat."):
+            assert folders <= {"vllm_compat"}, name
+        if name.startswith("model_runner_base.admission."):
+            assert folders <= {"admission", "errors", "vllm_compat"}, name
 
 
 def test_imports_point_one_way() -> None:
@@ -197,7 +228,7 @@ def test_imports_point_one_way() -> None:
     own = {"filelock", "numba", "numpy", "psutil", "pydantic", "tqdm"}
     base = {"model_runner_base", "vllm", "torch", "transformers", "safetensors"} | own
     kit = {"PIL", "hypothesis", "pytest", "regex", "rich", "scipy", "tokenizers"}
-    for path in (ROOT / "model_runner_base").rglob("*.py"):
+    for path in (BASE).rglob("*.py"):
         allowed = base | kit if "testing" in path.parts else base
         if path.name == "refusals.py":  # An error of the server's, which vLLM makes of it.
             allowed = allowed | {"fastapi"}

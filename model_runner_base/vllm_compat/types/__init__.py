@@ -1,5 +1,6 @@
-"""Readers and writers of vLLM's step types, a file for each; no other folder imports these types.
+"""Readers of vLLM's types of caches, layers and drafts, a file for each.
 
-Elsewhere a step is a ``Schedule`` and a cache is a ``CacheLayout``. So a release of vLLM that changes its
-``SchedulerOutput``, ``KVCacheConfig``, ``ModelRunnerOutput`` or ``CommonAttentionMetadata`` changes this folder alone.
+Elsewhere a cache is a ``CacheLayout`` and a step is a ``Schedule``. So a release of vLLM that changes its
+``KVCacheConfig`` or ``CommonAttentionMetadata`` changes this folder alone. Its ``SchedulerOutput`` is read in
+step/scheduler_output.py, and its ``ModelRunnerOutput`` is made in heads/outputs.py.
 """
