@@ -27,16 +27,15 @@ from model_runner_base.models.layers.fused_moe import use_plain_experts
 from model_runner_base.models.layers.latent_attention import use_plain_latents
 from model_runner_base.models.layers.replaced_experts import check_activation, follow_activation
 from model_runner_base.models.misfits import misfit_of_config, misfit_of_reload
-from model_runner_base.models.patches.backend_experts import adapt_experts
-from model_runner_base.models.patches.cohere_windows import correct_windows
-from model_runner_base.models.patches.dbrx import load_dbrx
-from model_runner_base.models.patches.kimi_linear import use_plain_kimi_linear
-from model_runner_base.models.patches.modernbert import correct_modernbert
-from model_runner_base.models.patches.olmo_hybrid import load_olmo_hybrid
-from model_runner_base.models.patches.plain_experts import allow_experts_without_gate
-from model_runner_base.models.patches.router_biases import load_router_biases
-from model_runner_base.models.patches.unequal_heads import use_plain_unequal_heads
-from model_runner_base.models.patches.xielu import use_models_dtype
+from model_runner_base.models.patches.checkpoints import load_dbrx, load_olmo_hybrid, load_router_biases
+from model_runner_base.models.patches.experts import adapt_experts, allow_experts_without_gate
+from model_runner_base.models.patches.layers import (
+    correct_modernbert,
+    correct_windows,
+    use_models_dtype,
+    use_plain_kimi_linear,
+    use_plain_unequal_heads,
+)
 from model_runner_base.models.quantized.configuration import reading
 from model_runner_base.models.recurrent.kernels import check_kernels
 from model_runner_base.models.recurrent.layers import is_plain, use_plain_recurrences

@@ -29,7 +29,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a router's bias is left out",
-        "models/patches/router_biases.py",
+        "models/patches/checkpoints.py",
         "                default_weight_loader(self.e_score_correction_bias, weight)\n",
         "",
         "test_later_experts and laguna",

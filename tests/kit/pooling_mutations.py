@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a window to both sides is one token short",
-        "models/patches/modernbert.py",
+        "models/patches/layers.py",
         "module.config.local_attention // 2 + 1",
         "module.config.local_attention // 2",
         "test_pooling and mixed_batches and modernbert",
