@@ -172,10 +172,12 @@ class PagedPlatform(Platform):
         )
         from model_runner_base.models.quantized.configuration import set_aside
         from model_runner_base.models.quantized.gguf.engine_args import serve_gguf_files
-        from model_runner_base.vllm_compat.patches.auto_dtype import take_dtypes_in_order
-        from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
-        from model_runner_base.vllm_compat.patches.forced_backends import leave_backend_open
-        from model_runner_base.vllm_compat.patches.quantized_config import before_a_method_is_chosen
+        from model_runner_base.vllm_compat.patches.configs import (
+            before_a_method_is_chosen,
+            leave_backend_open,
+            recognise_marked_heads,
+            take_dtypes_in_order,
+        )
 
         def batch_defaults(world_size: int) -> tuple[dict[UsageContext | None, int], dict[UsageContext | None, int]]:
             contexts = (None, *UsageContext)

@@ -38,9 +38,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
         end_servers_and_engines_with_this_process,
         end_workers_with_this_process,
     )
-    from model_runner_base.vllm_compat.patches.item_data import keep_item_data
-    from model_runner_base.vllm_compat.patches.pixel_scales import scale_in_processor
-    from model_runner_base.vllm_compat.patches.whole_sounds import keep_sounds_whole
+    from model_runner_base.vllm_compat.patches.items import keep_item_data, keep_sounds_whole, scale_in_processor
 
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = scheduler.scheduler_cls or scheduler_cls

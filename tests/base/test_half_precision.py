@@ -19,7 +19,7 @@ from model_runner_base.testing.half_precision import DTYPES, EAGER, ORDERS, Half
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.quantized import EXAMPLES, write_checkpoints
 from model_runner_base.testing.rounding import changed
-from model_runner_base.vllm_compat.patches import auto_dtype
+from model_runner_base.vllm_compat.patches import configs as auto_dtype
 from model_runner_base.vllm_compat.probes.experts import wrong_in_float16
 
 PROMPTS = random_prompts(33, [5, 30, 70, 120, 200])

@@ -32,7 +32,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import DEFAULTS, generate, greedy, metric, tokens_of
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.vllm_compat.patches.eagle_marker import recognise_marked_heads
+from model_runner_base.vllm_compat.patches.configs import recognise_marked_heads
 
 NUM_ROWS, PADDING = 6, 6
 Request = tuple[int, list[tuple[int, int]], int]

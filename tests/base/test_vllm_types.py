@@ -34,7 +34,7 @@ from model_runner_base.step.schedule import Arrival, Grammar
 from model_runner_base.step.scheduler_output import read_grammar, read_schedule
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
-from model_runner_base.vllm_compat.patches.item_data import keep_item_data
+from model_runner_base.vllm_compat.patches.items import keep_item_data
 from model_runner_base.vllm_compat.types import kv_cache
 from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata
 from model_runner_base.vllm_compat.types.cache_layout import CacheLayout

@@ -38,7 +38,7 @@ from model_runner_base.step.components import StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
-from model_runner_base.vllm_compat.patches.free_memory import memory_of_host
+from model_runner_base.vllm_compat.patches.items import memory_of_host
 from model_runner_base.vllm_compat.probes.config import rotary_dims
 from model_runner_base.vllm_compat.probes.multimodal import group_by_modality, largest_items, sees_in_windows
 from model_runner_base.vllm_compat.types.speculation import max_step_tokens
