@@ -214,8 +214,8 @@ class PagedPlatform(Platform):
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.models.quantized.configuration import check_checkpoint, set_aside
         from model_runner_base.scheduling.releases import has_known_steps
+        from model_runner_base.vllm_compat.probes.models import has_own_kernels, has_unequal_heads
         from model_runner_base.vllm_compat.probes.multimodal import takes_items
-        from model_runner_base.vllm_compat.probes.unequal_heads import has_own_kernels, has_unequal_heads
         from model_runner_base.vllm_compat.types.kv_cache import raise_limit_for_encoder
 
         if vllm_config.parallel_config.worker_cls == "auto":

@@ -4,9 +4,8 @@ from vllm.config import VllmConfig
 
 from model_runner_base.errors import refuse
 from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
-from model_runner_base.vllm_compat.probes.backend import LAYER_TYPES, other_layer_type
 from model_runner_base.vllm_compat.probes.experts import ZeroExpertRouter
-from model_runner_base.vllm_compat.probes.unequal_heads import has_unequal_heads
+from model_runner_base.vllm_compat.probes.models import LAYER_TYPES, has_unequal_heads, other_layer_type
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
 WITH_LATENTS = (*HOST_METHODS, "mtp")

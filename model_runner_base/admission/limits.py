@@ -20,7 +20,7 @@ from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_slot_processors
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
-from model_runner_base.vllm_compat.probes.ling import left_out
+from model_runner_base.vllm_compat.probes.models import left_out
 from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
 from model_runner_base.vllm_compat.types.kv_cache import keeps_window_blocks
 from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states, keeps_prefixes

@@ -18,8 +18,8 @@ from model_runner_base.testing.table import FAILED
 from model_runner_base.testing.tokenizer import add_tokenizer
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
-from model_runner_base.vllm_compat.probes.prompts import HAS_MIXED_PROMPTS
-from model_runner_base.vllm_compat.probes.unequal_heads import CHOOSES_BACKENDS
+from model_runner_base.vllm_compat.probes.models import CHOOSES_BACKENDS
+from model_runner_base.vllm_compat.types.mixed_prompts import HAS_MIXED_PROMPTS
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

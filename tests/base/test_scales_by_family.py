@@ -18,6 +18,7 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
 from vllm.model_executor.layers.attention import MLAAttention
 
+from model_runner_base.models.layers.attention_blocks import attention_layers
 from model_runner_base.models.layers.cache_scales import scales_by_layer
 from model_runner_base.models.loader import CheckpointError, load_checkpoint
 from model_runner_base.testing.architectures import CONFIGS, LATENT, LATENT_LATER, LATER, UNEQUAL_HEADS
@@ -31,7 +32,6 @@ from model_runner_base.testing.sounds import HEARING_FAMILIES, make_hearing_mode
 from model_runner_base.testing.swept_architectures import SWEPT
 from model_runner_base.testing.table import refusal
 from model_runner_base.testing.transcription import make_transcriber
-from model_runner_base.vllm_compat.probes.attention_layers import attention_layers
 
 Make = Callable[[Path], Path]
 

@@ -26,7 +26,15 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.adapters.latents import slotted_class
 from model_runner_base.inputs.adapters.slots import SlotLayer, SlotWriter
 from model_runner_base.step.graph_policy import WrapFunction
-from model_runner_base.vllm_compat.probes.lora import embeddings_indices
+
+
+def embeddings_indices(first_rows: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``first_rows`` [T] of each token's table, in the form in which embeddings read them.
+
+    In releases whose adapters could bring tokens of their own, that is two equal tensors. Those releases have no
+    ``apply_lora_full_linear``.
+    """
+    return first_rows if hasattr(PunicaWrapperBase, "apply_lora_full_linear") else (first_rows, first_rows)
 
 
 class MaskedPunicaWrapper(PunicaWrapperBase):

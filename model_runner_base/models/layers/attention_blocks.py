@@ -1,13 +1,32 @@
 """Attention blocks of a model: an attention layer, and the projections around it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from model_runner_base.models.tower_placement import towers_of
-from model_runner_base.vllm_compat.probes.attention_layers import attention_layers
+
+
+def attention_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields paths and layers. A layer of a module that a model uses at several places has several paths.
+
+    vLLM's Transformers backend puts its attention layers into the classes of transformers. In 0.16 they are in a
+    dictionary by the number of the layer, which the attention class of transformers has too.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Attention | MLAAttention):
+            yield path, module
+        instances = getattr(module, "attention_instances", None)
+        if isinstance(instances, dict):
+            numbered = [(name, each) for name, each in module.named_modules() if hasattr(each, "layer_idx")]
+            places = {each.layer_idx: name for name, each in numbered}
+            places |= {each.layer_idx: name for name, each in numbered if "Attention" in type(each).__name__}
+            for index, layer in instances.items():
+                yield ".".join(filter(None, (path, places.get(index), "attn"))), layer
+
 
 OTHER, TOWER = ".other", ".tower"
 """Labels of parameters that are in no block; labels of the others are paths of modules, which begin with no dot."""

@@ -15,10 +15,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import MLAAttention
 
 from model_runner_base.attention.paged import PagedAttentionImpl
-from model_runner_base.models.layers.attention_blocks import OTHER, TOWER, AttentionBlocks
+from model_runner_base.models.layers.attention_blocks import OTHER, TOWER, AttentionBlocks, attention_layers
 from model_runner_base.models.weight_places import WeightPlaces
 from model_runner_base.models.weight_stream import Weights
-from model_runner_base.vllm_compat.probes.attention_layers import attention_layers
 
 logger = init_logger(f"vllm.{__name__}")
 

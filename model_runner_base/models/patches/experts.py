@@ -10,8 +10,8 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
-from model_runner_base.vllm_compat.probes.backend import uses_backend
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer, ExpertsView
+from model_runner_base.vllm_compat.probes.models import uses_backend
 
 BACKEND_MODULE = "vllm.model_executor.models.transformers.moe"
 

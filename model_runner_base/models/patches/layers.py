@@ -14,7 +14,7 @@ from vllm.model_executor.models.modernbert import ModernBertAttention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
-from model_runner_base.vllm_compat.probes.unequal_heads import BACKENDS, has_unequal_heads
+from model_runner_base.vllm_compat.probes.models import BACKENDS, has_unequal_heads
 
 COHERE_LAYERS = ("CohereAttention", "Cohere2MoeAttention")
 """Names of vLLM's classes, which not every release has."""

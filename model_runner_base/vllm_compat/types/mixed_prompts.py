@@ -8,6 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from vllm.v1.engine import EngineCoreRequest
+
+HAS_MIXED_PROMPTS = "prompt_is_token_ids" in EngineCoreRequest.__struct_fields__
+"""Whether a prompt may have tokens and embeddings."""
 
 
 def mark_tokens(embeds: torch.Tensor, is_token: Sequence[bool]) -> torch.Tensor:

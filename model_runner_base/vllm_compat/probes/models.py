@@ -1,0 +1,65 @@
+"""Probes of vLLM's classes of models: which of them compute otherwise than most, and by what."""
+
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Types of layers that vLLM's Transformers backend tells apart; it has all others see every key."""
+
+
+def uses_backend(model_config: Any) -> bool:
+    """Whether vLLM serves a model by transformers' own classes (its Transformers backend)."""
+    # A model within another one, such as the text model of Idefics 3, may have no architecture of its own.
+    return bool(model_config.architectures and model_config.using_transformers_backend())
+
+
+def other_layer_type(model_config: Any) -> str | None:
+    """The first type of layer that the backend would take for full attention; None if there is none."""
+    types = getattr(model_config.hf_text_config, "layer_types", None) or ()
+    other = next((name for name in types if name not in LAYER_TYPES), None)
+    return other if other is not None and uses_backend(model_config) else None
+
+
+BACKENDS = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
+"""Names of the backends that a model's class may choose."""
+CHOOSES_BACKENDS = BACKENDS[1] in AttentionBackendEnum.__members__
+"""Whether the classes of MiMo-V2 choose backends. In releases that do not have these, they pad values."""
+
+
+def has_unequal_heads(architecture: str, config: Any) -> bool:
+    """Whether a model's class chooses a backend for keys and values of unequal head sizes by itself.
+
+    Args:
+        config: the text model's config from ``config.json``.
+    """
+    if not CHOOSES_BACKENDS or not architecture.startswith("MiMoV2"):
+        return False
+    sizes = ("head_dim", "v_head_dim"), ("swa_head_dim", "swa_v_head_dim")
+    return any(getattr(config, keys, None) != getattr(config, values, None) for keys, values in sizes)
+
+
+def has_own_kernels(architecture: str, config: Any) -> bool:
+    """Whether a model's class runs keys and values of unequal head sizes with kernels that it names itself."""
+    return "Pangu" in architecture and getattr(config, "param_sink_number", 0) > 0
+
+
+def left_out(architecture: str, config: Any) -> dict[str, bool]:
+    """Messages and conditions of UnsupportedConfigError: what this release of vLLM leaves out of Ling's config.
+
+    Args:
+        config: the text model's config from ``config.json``.
+    """
+    if not IS_ONE_MODULE or not architecture.startswith("BailingMoe"):
+        return {}
+    share = getattr(config, "partial_rotary_factor", 1.0)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    refusals = {
+        "this release of vLLM takes the head of Ling as it is stored, and norm_head asks for it normalised: use vLLM "
+        "0.33, or a checkpoint without norm_head": bool(getattr(config, "norm_head", False)),
+        "this release of vLLM leaves out partial_rotary_factor in Ling: set rotary_dim to "
+        f"{int(size * share)} in config.json": share != 1 and not hasattr(config, "rotary_dim"),
+    }
+    return refusals
