@@ -62,8 +62,7 @@ from model_runner_base.step.request_failures import RequestErrors
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
-from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec, read_layout
+from model_runner_base.vllm_compat.types.kv_cache import CacheLayout, KVCacheConfig, KVCacheSpec, read_layout
 
 
 class ModelRunnerBase:

@@ -15,8 +15,13 @@ from model_runner_base.caches.tiles import stored_size
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.recurrent.layers import state_tensors
-from model_runner_base.vllm_compat.types.cache_layout import CacheLayout, LayerCache
-from model_runner_base.vllm_compat.types.kv_cache import attention_layers, bind_cache, shared_caches
+from model_runner_base.vllm_compat.types.kv_cache import (
+    CacheLayout,
+    LayerCache,
+    attention_layers,
+    bind_cache,
+    shared_caches,
+)
 from model_runner_base.vllm_compat.types.recurrent import keeps_prefixes, num_places, num_states, recurrent_layers
 
 

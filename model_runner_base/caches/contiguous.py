@@ -3,8 +3,7 @@
 from vllm.config import VllmConfig
 
 from model_runner_base.attention.plan import kv_tile_for
-from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
-from model_runner_base.vllm_compat.types.kv_cache import KVCacheSpec, cross_length, useful_bytes
+from model_runner_base.vllm_compat.types.kv_cache import CacheLayout, KVCacheSpec, cross_length, useful_bytes
 
 
 def is_contiguous(vllm_config: VllmConfig) -> bool:

@@ -44,7 +44,7 @@ from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.state import GraphState, HeldTensors
 from model_runner_base.step.token_layout import TokenLayout
-from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
+from model_runner_base.vllm_compat.types.kv_cache import CacheLayout
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 

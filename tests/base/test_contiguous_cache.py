@@ -39,7 +39,7 @@ from model_runner_base.testing.checks.test_schedules import OPTIONS, Schedules, 
 from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
-from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
+from model_runner_base.vllm_compat.types.kv_cache import CacheLayout
 from neuron_runner.metrics import CompilationCount
 
 MAX_LENGTH = 320

@@ -25,8 +25,7 @@ from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.vllm_compat.types.cache_layout import CacheLayout, GroupLayout, TensorLayout
-from model_runner_base.vllm_compat.types.kv_cache import layer_caches
+from model_runner_base.vllm_compat.types.kv_cache import CacheLayout, GroupLayout, TensorLayout, layer_caches
 
 
 @pytest.fixture

@@ -37,8 +37,7 @@ from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
 from model_runner_base.vllm_compat.patches.items import keep_item_data
 from model_runner_base.vllm_compat.types import kv_cache
 from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata
-from model_runner_base.vllm_compat.types.cache_layout import CacheLayout
-from model_runner_base.vllm_compat.types.kv_cache import planning, read_layout
+from model_runner_base.vllm_compat.types.kv_cache import CacheLayout, planning, read_layout
 
 BLOCKS = st.tuples(st.lists(st.integers(1, 99), min_size=1, max_size=3), st.lists(st.integers(1, 99), max_size=3))
 TOKENS = st.lists(st.integers(0, 500), min_size=1, max_size=6)

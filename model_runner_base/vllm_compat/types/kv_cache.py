@@ -1,7 +1,8 @@
 """Reads vLLM's KV-cache specs and ``KVCacheConfig`` into a ``CacheLayout``, and finds the layers that they are for."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -26,7 +27,57 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from model_runner_base.vllm_compat.types.cache_layout import CacheLayout, GroupLayout, LayerCache, TensorLayout
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Form of the keys and values that one attention layer keeps of a token."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    spec: Any
+    """vLLM's KV-cache spec of the layer, with which its metadata builders are made."""
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Layers that keep a token's keys and values in blocks of the same ids."""
+
+    layers: dict[str, LayerCache]
+    """Layers by name."""
+    block_size: int
+    """Number of tokens in one of the scheduler's blocks."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Memory that layers share. They are in different groups, so no two of them use a block at a time."""
+
+    num_blocks: int
+    """Number of the scheduler's blocks in this memory."""
+    layer_names: list[str]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Layout of a model's whole KV cache.
+
+    Example: a model of two layers that see everything and one with a sliding window, blocks of 16 tokens:
+
+        CacheLayout(num_blocks=100, groups=[GroupLayout({"layers.0": ..., "layers.2": ...}, block_size=16),
+                                            GroupLayout({"layers.1": ...}, block_size=16)],
+                    tensors=[TensorLayout(num_blocks=100, layer_names=["layers.0", "layers.1"]),
+                             TensorLayout(num_blocks=100, layer_names=["layers.2"])])
+    """
+
+    num_blocks: int
+    """Number of the scheduler's blocks in each group; block 0 is the null block, which no request gets."""
+    groups: list[GroupLayout]
+    tensors: list[TensorLayout]
+    make_views: Callable[..., dict[str, torch.Tensor]] | None = None
+    """Function that makes the one buffer of all layers, and each layer's view of it for vLLM's own kernels; None if
+    vLLM does not place all layers in one buffer."""
+
 
 planning: Any = kv_cache_utils
 if not hasattr(planning, "get_kv_cache_groups"):
@@ -38,8 +89,12 @@ IS_ONE_BUFFER = "layers" in KVCacheTensor.__dataclass_fields__
 memory of its own, in a shape that a backend gives."""
 
 __all__ = [
+    "CacheLayout",
+    "GroupLayout",
     "KVCacheConfig",
     "KVCacheSpec",
+    "LayerCache",
+    "TensorLayout",
     "attends_to_encoder",
     "attention_layers",
     "bind_cache",
