@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import product
 
-from model_runner_base.caches.contiguous_decode import contiguous_sizes
+from model_runner_base.caches.contiguous import contiguous_sizes
 from model_runner_base.step.graph_policy import BucketPolicy
 from model_runner_base.step.size_placement import place_sizes, prompts_alone
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric

@@ -1,6 +1,6 @@
 """Metadata of attention over a plan: where keys and values are written, and which of them each token sees.
 
-The kinds of caches make it inside the step's graph (caches/paged.py, caches/contiguous_decode.py).
+The kinds of caches make it inside the step's graph (caches/paged.py, caches/contiguous.py).
 attention/paged.py reads it, as do a device's own kernels in its place.
 """
 
@@ -29,7 +29,7 @@ class PairPlan:
     """[P] first position of each pair's KV tile, ``FAR`` for padding; None: 0 for all."""
     pair_blocks: torch.Tensor | None
     """[P, B] cache blocks of each pair's KV tile; None if pair i is the front of cache line i, whatever its length
-    (caches/contiguous_decode.py)."""
+    (caches/contiguous.py)."""
     last: torch.Tensor
     """[P, Q] last key that each query sees; in causal attention its own position. Negative if it sees no key of the
     tile."""

@@ -19,10 +19,9 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from model_runner_base.attention.cache_format import CacheFormat
+from model_runner_base.attention.cache_format import CacheFormat, numbers_of
 from model_runner_base.attention.capture import OneNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
-from model_runner_base.attention.numbers import numbers_of
 from model_runner_base.attention.pieces import (
     MASK_VALUE,
     MAX_DIAGONAL_KV_HEADS,
@@ -56,7 +55,7 @@ class PagedAttentionBackend(AttentionBackend):
     """Whether the base plans attention, so that the layers' ``impl`` has a ``cache_format``; else metadata builders of
     the backend plan it."""
     reads_lines: ClassVar[bool] = True
-    """Whether decode may read whole lines of a contiguous cache (caches/contiguous_decode.py)."""
+    """Whether decode may read whole lines of a contiguous cache (caches/contiguous.py)."""
 
     @staticmethod
     def get_name() -> str:

@@ -8,7 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
-from model_runner_base.attention.numbers import Float8
+from model_runner_base.attention.cache_format import Float8
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.caches.scratch import scratch_caches
 from model_runner_base.caches.tiles import stored_size

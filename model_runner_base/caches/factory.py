@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 
 from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.built_states import BuiltStateCaches
-from model_runner_base.caches.contiguous_decode import ContiguousDecode
+from model_runner_base.caches.contiguous import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.drafted_states import DraftedStateCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind

@@ -4,7 +4,7 @@ A group's kind is chosen once, from what its layers keep and read (caches/factor
 kinds side by side:
 
 - ``caches/paged.py`` plans attention in plain torch;
-- ``caches/contiguous_decode.py`` reads whole lines of a contiguous cache;
+- ``caches/contiguous.py`` reads whole lines of a contiguous cache;
 - ``caches/scratch.py`` serves layers that keep nothing for a later step;
 - ``caches/cross.py`` serves layers that see an encoder's output;
 - ``caches/states.py`` serves recurrent layers, which keep one state of a request, or several

@@ -92,7 +92,7 @@ class PlannedCaches(CacheKind):
     """Groups with two plans each, of decode rows and of chunk tiles; ``label`` begins the names of their sections.
 
     ``spans``: further keys that tokens of chunks see, outside their layer's key range. Steps by whole cache lines are
-    not planned here (caches/contiguous_decode.py).
+    not planned here (caches/contiguous.py).
     """
 
     reads = (STARTS,)

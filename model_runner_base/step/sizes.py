@@ -30,7 +30,7 @@ class StepKind(IntEnum):
     MIXED = 1
     """Step of decode rows and chunks of prompts."""
     DECODE_CONTIGUOUS = 2
-    """Step of decode rows that reads every line of a contiguous cache, used or not (caches/contiguous_decode.py)."""
+    """Step of decode rows that reads every line of a contiguous cache, used or not (caches/contiguous.py)."""
 
     __hash__ = int.__hash__  # Enum's own is a Python function, which is slow: sizes are looked up in every step.
 

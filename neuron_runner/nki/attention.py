@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config
 
+from model_runner_base.attention.cache_format import AS_THEY_ARE
 from model_runner_base.attention.metadata import PairPlan
-from model_runner_base.attention.numbers import AS_THEY_ARE
 from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
 from neuron_runner.config import read_neuron_config
 from neuron_runner.nki.availability import NKI_VARIABLE, require_nki

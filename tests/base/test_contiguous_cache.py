@@ -25,8 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
-from model_runner_base.caches.contiguous import num_lines, useful_memory
-from model_runner_base.caches.contiguous_decode import ContiguousDecode
+from model_runner_base.caches.contiguous import ContiguousDecode, num_lines, useful_memory
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches, plan_dims
 from model_runner_base.step.block_tables import BlockTable

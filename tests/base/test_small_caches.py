@@ -13,7 +13,7 @@ from test_latent_attention import LARGEST, caches_of
 from test_reload import reload_weights
 from vllm.config import CacheConfig
 
-from model_runner_base.attention.numbers import FLOAT8, Float8
+from model_runner_base.attention.cache_format import FLOAT8, Float8
 from model_runner_base.models.loader import CheckpointError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, metric

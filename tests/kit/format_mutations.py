@@ -48,7 +48,7 @@ MUTATIONS = [
     ),
     Mutation(
         "numbers too large for 8 bits are not limited",
-        "attention/numbers.py",
+        "attention/cache_format.py",
         ".clamp(-limit, limit)",
         "",
         "test_cache_formats and eight_bits",
