@@ -29,6 +29,7 @@ from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.factory import supported_tasks
+from model_runner_base.heads.head import PooledStep
 from model_runner_base.heads.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -37,7 +38,6 @@ from model_runner_base.heads.outputs import (
     ModelRunnerOutput,
     make_output,
 )
-from model_runner_base.heads.pooled import PooledStep
 from model_runner_base.heads.sampling.logprobs import reads_processed
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPlan

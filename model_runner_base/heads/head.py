@@ -5,18 +5,32 @@ leaves the answer to ``sample_tokens``, which the engine calls next.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
-from model_runner_base.heads.pooled import PooledStep
 from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar
+
+Value = torch.Tensor | None
+"""Result of pooling for one request: a vector, a row for each of its tokens, or None while its prompt is not whole."""
+
+
+@dataclass
+class PooledStep:
+    """Results of a step that a pooling head has answered."""
+
+    finish: Callable[[], tuple[Sequence[Value], dict[str, str | None]]]
+    """Waits for the step and pools; returns the value of each request of the batch, and the reasons of those that
+    failed, by request."""
+    errors: dict[str, str | None] = field(default_factory=dict)
+    """Requests that failed before the step ran, with the reason."""
 
 
 class Head(ABC):

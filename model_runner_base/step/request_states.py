@@ -34,7 +34,7 @@ class RequestInfo:
     items: Sequence[MultiModalFeatureSpec] = ()
     """Images and other items of the prompt, with their positions."""
     output_token_ids: list[int] = field(default_factory=list)
-    """Output so far, kept up to date only if a sampling rule reads it (heads/sampling/history.py); always the same
+    """Output so far, kept up to date only if a sampling rule reads it (heads/sampling/stage.py); always the same
     list."""
 
     @property

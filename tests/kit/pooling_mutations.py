@@ -5,7 +5,7 @@ from mutation import Mutation
 MUTATIONS = [
     Mutation(
         "a vector is that of the token before the last",
-        "heads/pooling/rows.py",
+        "heads/pooling/components.py",
         "batch.query_start + batch.query_len - 1",
         "batch.query_start + (batch.query_len - 1).clip(max=batch.query_len // 2)",
         "test_pooling and mixed_batches and qwen3",
@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a second text begins one token late",
-        "heads/pooling/token_types.py",
+        "heads/pooling/components.py",
         "token_ids[first + starts[index] :",
         "token_ids[first + starts[index] + 1 :",
         "test_pooling and pairs",

@@ -346,14 +346,14 @@ MUTATIONS = [
     ),
     Mutation(
         "noise ignores the position",
-        "heads/sampling/random.py",
+        "heads/sampling/sampler.py",
         "stream = _mix(stream ^ (position * _GOLDEN))",
         "stream = _mix(stream)",
         "test_positions_are_independent",
     ),
     Mutation(
         "the upper half of a seed is ignored",
-        "heads/sampling/random.py",
+        "heads/sampling/sampler.py",
         "stream = _mix(_mix(seed_low) ^ seed_high)",
         "stream = _mix(_mix(seed_low))",
         "test_seeds_that_differ_in_high_bits",

@@ -14,11 +14,15 @@ from vllm.pooling_params import PoolingParams
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import RequestError
-from model_runner_base.heads.head import Head
-from model_runner_base.heads.pooled import PooledStep, Value
+from model_runner_base.heads.head import Head, PooledStep, Value
+from model_runner_base.heads.pooling.components import (
+    POOLED_ROWS,
+    PooledRows,
+    TokenTypes,
+    check_token_types,
+    has_token_types,
+)
 from model_runner_base.heads.pooling.pooler import HostPooler, Need, Whole
-from model_runner_base.heads.pooling.rows import POOLED_ROWS, PooledRows
-from model_runner_base.heads.pooling.token_types import TokenTypes, check_token_types, has_token_types
 from model_runner_base.step.call import Forward, ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.request_states import RequestInfo, RequestStates

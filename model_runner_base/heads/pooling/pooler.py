@@ -18,7 +18,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.tasks import SupportedTask
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.heads.pooled import Value
+from model_runner_base.heads.head import Value
 from model_runner_base.heads.pooling.metadata import pooling_metadata
 
 logger = init_logger(f"vllm.{__name__}")

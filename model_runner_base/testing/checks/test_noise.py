@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm import LLM
 
-from model_runner_base.heads.sampling.random import gumbel_noise
+from model_runner_base.heads.sampling.sampler import gumbel_noise
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, sampled, tokens_of

@@ -1,8 +1,4 @@
-"""Token types of a pair of texts, which BERT adds to the embeddings: 0 in the first text, 1 in the second.
-
-vLLM's models take them in a bit of the token ids (``vllm/model_executor/models/bert.py``). Its front end sends where
-the second text lies.
-"""
+"""Components of a pooling head: the rows that its pooler reads, and the token types of pairs of texts."""
 
 from typing import Any, ClassVar
 
@@ -15,8 +11,32 @@ from model_runner_base.errors import RequestError
 from model_runner_base.heads.pooling.metadata import second_text_of
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.components import StepComponent
+from model_runner_base.step.packing import Section, pad_into
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.sizes import StepSize
+
+POOLED_ROWS = "pooled_rows"
+
+
+class PooledRows(StepComponent):
+    """Packs the index of each request's last token in the step, or of its first token (``is_first``).
+
+    Example: "a" has 3 tokens of its prompt, "b" 2, after one row of padding: the last ones are 3 and 5.
+    """
+
+    prompts_in_chunks = True
+    """True: a pooling model has tokens of prompts only, so a step has no decode rows, and only mixed sizes run."""
+
+    def __init__(self, is_first: bool) -> None:
+        self._is_first = is_first
+
+    def sections(self, size: StepSize) -> list[Section]:
+        return [Section(POOLED_ROWS, (size.num_logits,))]
+
+    def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
+        rows = batch.query_start if self._is_first else batch.query_start + batch.query_len - 1
+        pad_into(views[POOLED_ROWS], rows, 0)
+
 
 SECOND_TEXT = 1 << TOKEN_TYPE_SHIFT
 """The bit of the ids of a second text's tokens."""
@@ -39,7 +59,13 @@ def check_token_types(params: PoolingParams, num_tokens: int, has_types: bool) -
 
 
 class TokenTypes(StepComponent):
-    """Sets the bit in the ids of second texts, after the ids were packed."""
+    """Sets the bit in the ids of second texts, after the ids were packed.
+
+    A token's type is 0 in the first text and 1 in the second. BERT adds an embedding of it.
+
+    vLLM's models take them in a bit of the token ids (``vllm/model_executor/models/bert.py``). Its front end sends
+    where the second text lies.
+    """
 
     reads: ClassVar[tuple[str, ...]] = ("token_ids",)
 
