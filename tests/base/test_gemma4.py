@@ -15,7 +15,7 @@ from lane import HAS_OPENXLA
 from torch import nn
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.inputs.multimodal.per_layer import PerLayerEmbeddings
+from model_runner_base.inputs.multimodal.layer_inputs import PerLayerEmbeddings
 from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read
 from model_runner_base.testing.engine import greedy
 from model_runner_base.testing.further_images import gemma4

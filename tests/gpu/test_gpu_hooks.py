@@ -23,8 +23,8 @@ from gpu_runner.static_inputs import StaticInputs
 from gpu_runner.worker import GPUWorker, check_model
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.inputs.multimodal.deepstack import DeepstackBuffers
 from model_runner_base.inputs.multimodal.encoder import NO_ENCODER, Encoder
+from model_runner_base.inputs.multimodal.layer_inputs import DeepstackBuffers
 from model_runner_base.testing.engine import runner_of
 from model_runner_base.testing.images import make_seeing_model
 

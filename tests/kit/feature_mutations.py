@@ -272,7 +272,7 @@ MUTATIONS = [
     ),
     Mutation(
         "deeper levels of an image are those of the step before",
-        "inputs/multimodal/deepstack.py",
+        "inputs/multimodal/layer_inputs.py",
         "            self._bound = _named(levels)",
         "            self._bound, self._next = getattr(self, '_next', None), _named(levels)",
         "test_an_image_of_several_requests",

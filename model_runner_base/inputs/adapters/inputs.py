@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 from vllm.lora.request import LoRARequest
 
-from model_runner_base.inputs.adapters.products import NO_SLOT, Products
+from model_runner_base.inputs.adapters.slots import NO_SLOT, Products
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent

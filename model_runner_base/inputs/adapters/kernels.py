@@ -25,8 +25,7 @@ from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.inputs.adapters.products import NO_SLOT
-from model_runner_base.inputs.adapters.slots import SlotLayer
+from model_runner_base.inputs.adapters.slots import NO_SLOT, SlotLayer
 from model_runner_base.step.graph_policy import WrapFunction
 
 

@@ -20,8 +20,8 @@ from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.inputs.adapters.inputs import AdapterInputs
 from model_runner_base.inputs.adapters.kernels import KernelProducts
 from model_runner_base.inputs.adapters.manager import AdapterManager
-from model_runner_base.inputs.adapters.products import NO_SLOT, Products
 from model_runner_base.inputs.adapters.punica import MaskedPunicaWrapper
+from model_runner_base.inputs.adapters.slots import NO_SLOT, Products
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestStates

@@ -8,7 +8,7 @@ goes to the device. So a few functions, one for each shape of matrix, write adap
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -188,3 +188,29 @@ class SlottedLayer(SlotLayer):
             shape[layout == "second"] *= num_slots
             stacks.append(self._writer.make(shape, laid.dtype))
         return stacks
+
+
+NO_SLOT = -1
+"""Slot of a token whose request has no adapter."""
+
+
+class Products(Protocol):
+    """LoRA matmuls of one punica wrapper, which vLLM's LoRA layers call."""
+
+    vocab_size: int
+    """Number of rows in an embedding's table."""
+
+    def bind(self, token_slots: torch.Tensor, logits_slots: torch.Tensor) -> None:
+        """Binds the slots [T] of the step's tokens and [L] of its rows of logits: int32, ``NO_SLOT`` for no adapter.
+
+        Part of the graph, before the model.
+        """
+
+    def unbind(self) -> None:
+        """Releases the tensors that ``bind`` computed, which must not outlive the graph's tracing.
+
+        Called when the model has run, its logits included.
+        """
+
+    def make_layers(self, wrap: WrapFunction, device_ops: DeviceOps) -> Callable[[BaseLayerWithLoRA], SlotLayer]:
+        """Returns a function that wraps one of vLLM's layers, and writes its slots in these products' layout."""

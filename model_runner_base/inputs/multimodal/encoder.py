@@ -21,11 +21,9 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import CheckpointError
-from model_runner_base.inputs.multimodal.deepstack import DeepstackBuffers
 from model_runner_base.inputs.multimodal.inputs import MultiModalInputs, RotaryInputs
-from model_runner_base.inputs.multimodal.per_layer import PerLayerEmbeddings
+from model_runner_base.inputs.multimodal.layer_inputs import DeepstackBuffers, PerLayerEmbeddings
 from model_runner_base.inputs.multimodal.positions import calc_mrope_positions, calc_xdrope_positions
-from model_runner_base.inputs.multimodal.rows import EncoderRows
 from model_runner_base.inputs.multimodal.spans import ItemSpans
 from model_runner_base.inputs.multimodal.towers.encoder_graphs import EAGER, EncoderGraphs, check_rows
 from model_runner_base.inputs.multimodal.towers.patch_graphs import PatchGraphs
@@ -33,7 +31,7 @@ from model_runner_base.inputs.multimodal.towers.patches import PATCH_TOWERS
 from model_runner_base.inputs.multimodal.towers.tile_graphs import TileGraphs
 from model_runner_base.inputs.multimodal.towers.tiles import tiled_tower
 from model_runner_base.inputs.multimodal.towers.untried import check_outputs
-from model_runner_base.inputs.pool import EmbeddingPool
+from model_runner_base.inputs.pool import EmbeddingPool, EncoderRows
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestInfo, RequestStates

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_runner_base.inputs.multimodal.deepstack import DeepstackBuffers
-from model_runner_base.inputs.multimodal.per_layer import PerLayerEmbeddings
-from model_runner_base.inputs.multimodal.rows import EncoderRows
+from model_runner_base.inputs.multimodal.layer_inputs import DeepstackBuffers, PerLayerEmbeddings
+from model_runner_base.inputs.pool import EncoderRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from vllm import LLM, RequestOutput
 
-from model_runner_base.inputs.multimodal.rows import EncoderRows
+from model_runner_base.inputs.pool import EncoderRows
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import greedy, metric
 from model_runner_base.testing.images import TOKEN_BYTES, SeeingModel, make_seeing_model, picture

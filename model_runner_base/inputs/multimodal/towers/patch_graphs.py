@@ -12,10 +12,9 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.inputs.multimodal.rows import EncoderRows
 from model_runner_base.inputs.multimodal.towers.encoder_graphs import EncoderGraphs, check_rows
 from model_runner_base.inputs.multimodal.towers.patches import PADDING, Frames, PatchTower
-from model_runner_base.inputs.pool import EmbeddingPool
+from model_runner_base.inputs.pool import EmbeddingPool, EncoderRows
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.sizes import geometric
 

@@ -12,10 +12,9 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.inputs.multimodal.rows import EncoderRows
 from model_runner_base.inputs.multimodal.towers.encoder_graphs import EncoderGraphs, check_rows
 from model_runner_base.inputs.multimodal.towers.tiles import BETWEEN, TiledTower, tile_shape
-from model_runner_base.inputs.pool import EmbeddingPool
+from model_runner_base.inputs.pool import EmbeddingPool, EncoderRows
 from model_runner_base.models.tower_placement import towers_of
 from model_runner_base.step.graph_policy import WrapFunction
 

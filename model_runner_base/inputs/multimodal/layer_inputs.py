@@ -1,9 +1,4 @@
-"""Models that add further parts of an encoder's output after each of their first layers (deepstack, Qwen3-VL).
-
-Such an encoder's output has rows of (1 + levels) * H numbers: first the embedding, then the levels, which are added
-after layer 0, 1 and so on. vLLM's model keeps the levels in buffers between two calls, but a graph cannot. Here they
-are a part of the graph that uses them.
-"""
+"""Further inputs of single layers: parts of an encoder's output (deepstack), or an embedding of each token."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +15,12 @@ class DeepstackBuffers:
 
     If calls must be alike (``DeviceOps.calls_alike``), each level has a buffer here whose address does not change. What
     was compiled or captured in one call then reads it in all calls. A call without images finds zeros there.
+
+    A model with deepstack (Qwen3-VL) adds further parts of an encoder's output after each of its first layers.
+
+    Such an encoder's output has rows of (1 + levels) * H numbers: first the embedding, then the levels, which are added
+    after layer 0, 1 and so on. vLLM's model keeps the levels in buffers between two calls, but a graph cannot. Here
+    they are a part of the graph that uses them.
     """
 
     def __init__(self, model: Any, model_config: ModelConfig, max_num_tokens: int, device_ops: DeviceOps) -> None:
@@ -57,3 +58,45 @@ class DeepstackBuffers:
 
 def _named(levels: Sequence[torch.Tensor]) -> IntermediateTensors:
     return IntermediateTensors({f"deepstack_input_embeds_{level}": x for level, x in enumerate(levels)})
+
+
+_BUFFER = "per_layer_embeddings"
+
+
+class PerLayerEmbeddings:
+    """Replaces the model's buffer; does nothing for a model without one.
+
+    If calls must be alike (``DeviceOps.calls_alike``), the address does not change, as for ``DeepstackBuffers``.
+
+    Such a model (Gemma 4) looks up a further embedding of each token for each of its layers.
+
+    Tokens of an item have those of token 0. vLLM's model looks them up while it embeds tokens, and keeps them in a
+    buffer until it runs. Here they are a part of the graph that uses them.
+    """
+
+    def __init__(self, model: Any, max_num_tokens: int, device_ops: DeviceOps) -> None:
+        self._model = model
+        own: torch.Tensor | None = getattr(model, _BUFFER, None)
+        self._exists = own is not None
+        self._held: torch.Tensor | None = None
+        if own is not None:
+            if device_ops.calls_alike:
+                self._held = device_ops.zeros((max_num_tokens, *own.shape[1:]), own.dtype)
+            model.per_layer_embeddings = self._held
+
+    def bind(self, token_ids: torch.Tensor, is_encoded: torch.Tensor | None) -> None:
+        """Binds the embeddings of a step's tokens [T]; ``is_encoded`` [T] are those of items. Part of the graph."""
+        if not self._exists:
+            return
+        if is_encoded is not None:
+            token_ids = torch.where(is_encoded, 0, token_ids)
+        embeddings = self._model.get_language_model().model.get_per_layer_inputs(token_ids)
+        if self._held is None:
+            self._model.per_layer_embeddings = embeddings
+        else:
+            self._held[: len(token_ids)].copy_(embeddings)
+
+    def unbind(self) -> None:
+        """Releases the embeddings, since no tensor of a graph may outlive its tracing."""
+        if self._exists:
+            self._model.per_layer_embeddings = self._held
