@@ -50,9 +50,8 @@ from model_runner_base.inputs.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.inputs.multimodal.factory import choose_encoder
 from model_runner_base.models.loader import change_config, reload_checkpoint
 from model_runner_base.runner.background import BackgroundCompiler
-from model_runner_base.runner.processors import load_processors
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
-from model_runner_base.runner.wiring import StepParts, wire
+from model_runner_base.runner.wiring import StepParts, load_processors, wire
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction

@@ -33,8 +33,7 @@ from model_runner_base.heads.outputs import (
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.models.recurrent.memory import recurrence_memory
 from model_runner_base.platform import PagedPlatform
-from model_runner_base.runner.cache_memory import host_cache_memory, memory_line, weights_memory
-from model_runner_base.runner.memory import DeviceMemoryProfiler
+from model_runner_base.runner.memory import DeviceMemoryProfiler, host_cache_memory, memory_line, weights_memory
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups

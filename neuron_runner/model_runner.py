@@ -4,7 +4,7 @@ from model_runner_base.heads.pooling.placement import pooler_left_out
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.models.loader import load_checkpoint
 from model_runner_base.models.tower_placement import towers_left_out
-from model_runner_base.runner.cache_memory import weights_memory
+from model_runner_base.runner.memory import weights_memory
 from model_runner_base.runner.step_memory import estimate_step_memory
 from model_runner_base.step.graph_policy import GraphPolicy
 from neuron_runner import environment

@@ -23,7 +23,9 @@ from model_runner_base.heads.factory import make_head
 from model_runner_base.heads.generate import GenerateHead, make_generate_head
 from model_runner_base.heads.head import Head
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors
+from model_runner_base.heads.sampling.logits_processors import BatchProcessors
 from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.slot_processors import SlotProcessors
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import make_embedding_inputs
@@ -44,6 +46,8 @@ from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.state import GraphState, HeldTensors
 from model_runner_base.step.token_layout import TokenLayout
+from model_runner_base.vllm_compat.probes.config import uses_slot_processors
+from model_runner_base.vllm_compat.probes.processors import has_custom_processors
 from model_runner_base.vllm_compat.types.kv_cache import CacheLayout
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
@@ -225,3 +229,13 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
         drafter=drafter,
         graph=graph,
     )
+
+
+def load_processors(vllm_config: VllmConfig, device: torch.device) -> CustomProcessors:
+    """Loads the custom logits processors of a user and of plugins, which run on ``device``.
+
+    Raises what vLLM raises if one cannot be loaded.
+    """
+    if uses_slot_processors(vllm_config) and has_custom_processors(vllm_config):
+        return SlotProcessors(vllm_config, device)
+    return BatchProcessors(vllm_config, device)

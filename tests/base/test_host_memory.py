@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 import model_runner_base.worker
 from model_runner_base import MemoryInfo
 from model_runner_base.device_ops import host_memory
-from model_runner_base.runner.cache_memory import host_cache_memory, weights_memory
+from model_runner_base.runner.memory import host_cache_memory, weights_memory
 from model_runner_base.testing.engine import core_of, runner_of
 from model_runner_base.testing.models import TinyModel
 
