@@ -257,8 +257,13 @@ def test_what_is_not_dequantised_is_refused_by_name(config: dict[str, object], m
 
 
 FAULTS = {
-    "a zero point off by one": ("gptq", "formats/gptq.py", "zeros = zeros + 1", "zeros = zeros + 0"),
-    "act order ignored": ("gptq in order", "formats/gptq.py", 'groups = parts.get("groups")', "groups = None"),
+    "a zero point off by one": ("gptq", "formats/packed_integers.py", "zeros = zeros + 1", "zeros = zeros + 0"),
+    "act order ignored": (
+        "gptq in order",
+        "formats/packed_integers.py",
+        'groups = parts.get("groups")',
+        "groups = None",
+    ),
     "the scale of the neighbouring block": (
         "fp8 of blocks",
         "formats/fp8.py",
@@ -271,7 +276,12 @@ FAULTS = {
         'scale_values(parts["scale"])',
         'scale_values(parts["scale"]).T',
     ),
-    "the other order in a word": ("awq", "formats/awq.py", "[0, 4, 1, 5, 2, 6, 3, 7]", "[0, 2, 4, 6, 1, 3, 5, 7]"),
+    "the other order in a word": (
+        "awq",
+        "formats/packed_integers.py",
+        "[0, 4, 1, 5, 2, 6, 3, 7]",
+        "[0, 2, 4, 6, 1, 3, 5, 7]",
+    ),
     "zero points left out": ("int4 asymmetric", "formats/compressed_tensors.py", "shift_(values, *", "(values, *"),
     "values swapped in a byte": (
         "nvfp4",

@@ -5,14 +5,14 @@ from mutation import Mutation
 MUTATIONS = [
     Mutation(
         "a zero point is off by one",
-        "models/quantized/formats/gptq.py",
+        "models/quantized/formats/packed_integers.py",
         "zeros = zeros + 1",
         "zeros = zeros + 0",
         "test_quantised_checkpoints and GPTQ",
     ),
     Mutation(
         "the order of a quantised weight's inputs is ignored",
-        "models/quantized/formats/gptq.py",
+        "models/quantized/formats/packed_integers.py",
         'groups = parts.get("groups")',
         "groups = None",
         "test_quantised_checkpoints and GPTQ",

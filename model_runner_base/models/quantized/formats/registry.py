@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.models.quantized.formats.awq import Awq
 from model_runner_base.models.quantized.formats.compressed_tensors import CompressedTensors
 from model_runner_base.models.quantized.formats.fp8 import Fp8
 from model_runner_base.models.quantized.formats.gguf import Gguf
-from model_runner_base.models.quantized.formats.gptq import Gptq
 from model_runner_base.models.quantized.formats.modelopt import ModelOpt
 from model_runner_base.models.quantized.formats.mxfp4 import GptOssMxfp4
+from model_runner_base.models.quantized.formats.packed_integers import Awq, Gptq
 from model_runner_base.models.quantized.weight_format import WeightFormat
 
 

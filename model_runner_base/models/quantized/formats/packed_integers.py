@@ -1,4 +1,4 @@
-"""GPTQ checkpoints: integers of 2, 4 or 8 bits, packed along the inputs, in groups that follow the inputs' order."""
+"""GPTQ and AWQ checkpoints: integers of a few bits, packed into words, in groups with a scale and a zero point each."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_runner_base.models.quantized.arithmetic import unpack_integers
+from model_runner_base.models.quantized.arithmetic import scale_, shift_, unpack_integers
 from model_runner_base.models.quantized.weight_format import VALUES, Parts, WeightFormat
 
 
@@ -93,3 +93,44 @@ class Gptq(WeightFormat):
             raise ValueError(f"g_idx has shape {list(groups.shape)} for {num_inputs} inputs")
         values.sub_(zeros.index_select(0, groups.int()).T)
         return values.float().mul_(scales.index_select(0, groups.int()).T)
+
+
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Place in a word of each of eight consecutive outputs, lowest bits first."""
+
+
+class Awq(WeightFormat):
+    """AWQ: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8] int32, ``scales`` [groups, out].
+
+    ``weight[o, i] = scales[g, o] * (q[i, o] - zero[g, o])``, with ``g`` the group of input ``i``.
+    """
+
+    title = "AWQ"
+    endings = {  # noqa: RUF012
+        ".qweight": (VALUES, ".weight"),
+        ".qzeros": ("zeros", ".weight"),
+        ".scales": ("scales", ".weight"),
+    }
+
+    def unsupported_reason(self) -> str | None:
+        bits = self.config.get("bits", self.config.get("w_bit"))
+        if bits != 4:
+            return f"bits {bits}"
+        version = str(self.config.get("version", "gemm")).lower()
+        if version != "gemm":
+            return f"version {version}"
+        return None if self.config.get("zero_point", True) else "zero_point False"
+
+    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+        return (VALUES, "zeros", "scales")
+
+    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
+        values, zeros, scales = _in_order(parts[VALUES]), _in_order(parts["zeros"]), parts["scales"].float()
+        size = self.config.get("group_size", self.config.get("q_group_size", -1))
+        block = (values.shape[0] if size in (None, -1) else size, 1)
+        return scale_(shift_(values, zeros, block).float(), scales, block).T
+
+
+def _in_order(packed: torch.Tensor) -> torch.Tensor:
+    """Integers [rows, 8 * P] in the order of the outputs, of words [rows, P]."""
+    return unpack_integers(packed, 4).unflatten(-1, (-1, 8))[..., PLACES].flatten(-2)
