@@ -19,7 +19,7 @@ from model_runner_base.caches.plans import trace_groups
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.decode_rows import STARTS
+from model_runner_base.step.device_tokens import STARTS
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from model_runner_base.step.trace import LayerTrace

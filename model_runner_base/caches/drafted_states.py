@@ -24,7 +24,7 @@ from model_runner_base.models.recurrent.step import RowSteps
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.decode_rows import DecodeRows
+from model_runner_base.step.device_tokens import DecodeRows
 from model_runner_base.step.packing import Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 

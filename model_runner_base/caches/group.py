@@ -31,7 +31,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.decode_rows import DecodeRows
+from model_runner_base.step.device_tokens import DecodeRows
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.step.token_layout import TokenLayout

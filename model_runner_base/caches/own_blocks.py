@@ -5,8 +5,7 @@ import torch
 
 from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.attention.plan import PairGeometry
-from model_runner_base.step.chunk_tiles import ChunkTiles
-from model_runner_base.step.decode_rows import DecodeRows
+from model_runner_base.step.device_tokens import ChunkTiles, DecodeRows
 from model_runner_base.step.host_loops import compiled
 
 

@@ -30,9 +30,8 @@ from model_runner_base.caches.plan_updates import PlanUpdates
 from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, BidirectionalSpans, SpanEnds
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.chunk_tiles import ChunkTiles
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.decode_rows import STARTS, DecodeRows
+from model_runner_base.step.device_tokens import STARTS, ChunkTiles, DecodeRows
 from model_runner_base.step.packing import Array, PackedStep, Section, pad_into
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed, Requests
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize

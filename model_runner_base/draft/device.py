@@ -22,8 +22,8 @@ from model_runner_base.heads.sampling.sampler import draw
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall
 from model_runner_base.step.components import StepComponents
-from model_runner_base.step.decode_rows import LENGTHS
 from model_runner_base.step.device_rows import DeviceRows
+from model_runner_base.step.device_tokens import LENGTHS
 from model_runner_base.step.graph_policy import SortLimits, WrapFunction
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize

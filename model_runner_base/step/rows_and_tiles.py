@@ -21,9 +21,16 @@ import torch
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.chunk_tiles import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.decode_rows import LENGTHS, STARTS, DecodeRows
+from model_runner_base.step.device_tokens import (
+    LENGTHS,
+    STARTS,
+    TILE_POSITIONS,
+    TILE_STARTS,
+    TOKEN_SLOTS,
+    ChunkTiles,
+    DecodeRows,
+)
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize

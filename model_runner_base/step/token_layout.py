@@ -13,7 +13,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.builder import BatchOrder
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.decode_rows import DecodeRows
+from model_runner_base.step.device_tokens import DecodeRows
 from model_runner_base.step.sizes import StepLimits, StepSize
 
 

@@ -4,7 +4,7 @@ The scheduler gives out the indices of states. Index 0 belongs to no request, an
 its source and writes its destination. They are one state, unless prefixes are kept (caches/kept_states.py) or drafts
 are verified (caches/drafted_states.py). Several requests may have one source, but each has a destination of its own. A
 decode row's tokens are computed in turn, and each has a source and a destination. Tokens of chunks lie in tiles
-(step/chunk_tiles.py), and a request's tiles follow each other, so a tile is its request's first or last one where its
+(step/device_tokens.py), and a request's tiles follow each other, so a tile is its request's first or last one where its
 neighbour has another destination.
 
 Example: tiles of 64 tokens; "a" has 100 tokens of its prompt and state 3, "b" has 20 tokens and state 1; one tile of
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from model_runner_base.step.chunk_tiles import ChunkTiles
+from model_runner_base.step.device_tokens import ChunkTiles
 
 
 class TileSteps(NamedTuple):
