@@ -14,7 +14,6 @@ from vllm.sampling_params import SamplingParams
 from model_runner_base.admission.attention_limits import check_attention
 from model_runner_base.admission.multimodal_limits import check_multimodal, check_text_alone
 from model_runner_base.admission.pooling_limits import check_pooling
-from model_runner_base.admission.recurrent_ranks import check_ranks
 from model_runner_base.admission.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.vllm_compat.probes import multimodal
@@ -25,6 +24,43 @@ from model_runner_base.vllm_compat.probes.processors import plugins_with_process
 from model_runner_base.vllm_compat.types.kv_cache import keeps_window_blocks
 from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states, keeps_prefixes
 from model_runner_base.vllm_compat.types.speculation import read_speculation
+
+RECURRENT_HEADS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "mamba_n_heads",
+    "mamba_num_heads",
+    "n_mamba_heads",
+)
+RECURRENT_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+HEADS_OF_WHOLE_MODELS = {
+    "mamba": "intermediate_size",
+    "falcon_mamba": "intermediate_size",
+    "mamba2": "num_heads",
+    "lfm2": "hidden_size",
+    "lfm2_moe": "hidden_size",
+}
+"""Fields of heads or channels, by type of model, that mean something else in other models."""
+
+
+def check_ranks(config: Any, ranks: int) -> None:
+    """Raises UnsupportedConfigError for a model, given its config, whose recurrent layers ``ranks`` cannot share.
+
+    A rank has its part of the heads, or of the channels of Mamba and of short convolutions, with their states. Groups
+    of Mamba 2 are cut like heads, but a single group is on every rank.
+    """
+    shared = [*RECURRENT_HEADS, *filter(None, [HEADS_OF_WHOLE_MODELS.get(config.model_type)])]
+    counts = {name: getattr(config, name, None) for name in [*shared, *RECURRENT_GROUPS]}
+    if config.model_type == "kimi_linear":
+        counts["linear_attn_config.num_heads"] = (config.linear_attn_config or {}).get("num_heads")
+    for name, count in counts.items():
+        is_on_every_rank = name in RECURRENT_GROUPS and count == 1
+        if count and count % ranks and not is_on_every_rank:
+            raise UnsupportedConfigError(
+                f"recurrent layers with {name}={count} are not cut over {ranks} ranks: use a tensor_parallel_size that "
+                "divides it"
+            )
+
 
 NEWER_PARAMS = tuple(name for name, rule in SAMPLING.items() if isinstance(rule, NotYet))
 """Refused fields of ``SamplingParams``, which newer releases of vLLM have."""
