@@ -6,7 +6,7 @@ in the files that it calls. A device plugs itself in through four hooks (``_cach
 ``graph_policy``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.forward_context import override_forward_context
 from vllm.platforms import current_platform
 from vllm.tasks import SupportedTask
 
@@ -34,9 +33,9 @@ from model_runner_base.heads.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
     DraftTokenIds,
-    FailedOutput,
     ModelRunnerOutput,
     make_output,
+    with_fields,
 )
 from model_runner_base.heads.sampling.logprobs import reads_processed
 from model_runner_base.heads.sampling.params import SamplingMode
@@ -62,6 +61,8 @@ from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import CacheLayout, KVCacheConfig, KVCacheSpec, read_layout
+
+Output = ModelRunnerOutput | AsyncModelRunnerOutput
 
 
 class ModelRunnerBase:
@@ -96,10 +97,8 @@ class ModelRunnerBase:
         self._wired_model_len: int | None = None
         """Model length that block tables and graphs were made for; None before ``initialize_kv_cache``."""
         self.errors = RequestErrors(vllm_config.parallel_config.world_size)
-        self.all_failed = False
-        """Whether every request of the last step failed, so that ``execute_model`` left nothing to sample."""
-        self.pending: Forward | None = None
-        """Forward pass that ``execute_model`` left for ``sample_tokens``; None if there is none."""
+        self.pending: Callable[[GrammarOutput | None], Output] | None = None
+        """Rest of a step, which ``execute_model`` leaves for ``sample_tokens``; None if there is none."""
 
         # _cache_device_properties may replace these two.
         self.device_ops = DeviceOps(device)
@@ -210,6 +209,7 @@ class ModelRunnerBase:
         """Allocates and binds the KV caches, and wires the step, whose parts depend on them."""
         self._wired_model_len = self.max_model_len
         self.parts = wire(self, read_layout(kv_cache_config))
+        self.step_guard.forward_context = self.parts.forward_context
 
     @property
     def use_piecewise_graph(self) -> bool:
@@ -243,55 +243,56 @@ class ModelRunnerBase:
     # ---- The engine's contract: one step ----
 
     @guarded
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
-    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+    def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None) -> Output | None:
         """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless this returns an output.
 
         ``intermediate_tensors`` would come from an earlier stage of a pipeline, which limits.py refuses.
         """
-        schedule, parts, self.all_failed = read_schedule(scheduler_output), self.parts, False
-        if not schedule.total_num_tokens:
-            self._update_states(schedule)
-            return EMPTY_MODEL_RUNNER_OUTPUT
-        schedule = self._update_states(schedule)
+        parts, schedule = self.parts, self._update_states(read_schedule(scheduler_output))
         self._execute_encoder(schedule)
-        self.all_failed = not schedule.total_num_tokens
-        if self.all_failed:
-            return FailedOutput([], {}, errors=self.errors.take()) if parts.head.answers_at_once else None
+        if not schedule.total_num_tokens:
+            return self._end_without_tokens(scheduler_output)
         batch, step = self._prepare_inputs(schedule)
         logits, slots, hidden_states, *kept = parts.graph.run(batch, step)
         forward = Forward(schedule, batch, step, logits, slots, hidden_states, tuple(kept))
         answer = parts.head.answer(forward)
         if answer is not None:
-            if self.errors:
-                answer.errors = self.errors.take()
-            launched = self.make_output(batch, answer)
-            return launched if self.scheduler_config.async_scheduling else launched.get_output()
-        self.pending = forward
+            return self._end_step(forward, answer)
+        self.pending = partial(self._sample, forward)
         return None
 
     @guarded
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """Launches the sampler on the forward pass that ``execute_model`` left; the device records the tokens by
-        row."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Output | None:
+        """Ends the step that ``execute_model`` has begun; None if that has failed, and the engine raises its error."""
         pending, self.pending = self.pending, None
-        if pending is None:
-            # Unless every request failed alone, execute_model itself has failed, and the engine raises its exception.
-            return FailedOutput([], {}, errors=self.errors.take()) if self.all_failed else None
-        parts, batch = self.parts, pending.batch
-        plan = self._prepare_sampling(batch)
-        sampled = parts.head.sample(plan, pending, read_grammar(grammar_output))
-        if self.errors:
-            sampled.errors = self.errors.take()
-        launched = self.make_output(batch, sampled)
-        with override_forward_context(parts.forward_context):
-            parts.drafter.draft(pending, sampled, plan.mode)
+        return None if pending is None else pending(grammar_output)
+
+    def _sample(self, forward: Forward, grammar_output: GrammarOutput | None) -> Output:
+        """Launches the sampler on a forward pass; the device records the tokens by row."""
+        plan = self._prepare_sampling(forward.batch)
+        return self._end_step(forward, self.parts.head.sample(plan, forward, read_grammar(grammar_output)))
+
+    def _end_step(self, forward: Forward, results: SampledStep | PooledStep) -> Output:
+        """Begins the copy of a step's results, and lets the components end the step; returns the step's output."""
+        forward.results = results
+        launched = self.make_output(forward.batch, results)
+        results.fields |= self.parts.components.end_step(forward)
         if self.scheduler_config.async_scheduling:
             return launched
         output = launched.get_output()
-        parts.drafter.read(batch, output)
+        self.parts.drafter.read(forward.batch, output)
         return output
+
+    def _end_without_tokens(self, scheduler_output: SchedulerOutput) -> Output | None:
+        """Ends a step that has no tokens, or none that are left since all of its requests have failed."""
+        fields = self.parts.components.end_step(None)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return with_fields(EMPTY_MODEL_RUNNER_OUTPUT, fields)
+        output = with_fields(EMPTY_MODEL_RUNNER_OUTPUT, {"errors": {}} | fields)
+        if self.parts.head.answers_at_once:
+            return output
+        self.pending = lambda grammar_output: output
+        return None
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Returns the last drafts; None if there is no drafter."""
@@ -302,10 +303,8 @@ class ModelRunnerBase:
         return self.parts.updates.apply(schedule)
 
     def _execute_encoder(self, schedule: Schedule) -> None:
-        """Runs the encoder on the items that the scheduler names."""
-        if self.encoder.is_needed(schedule):
-            with override_forward_context(self.parts.forward_context):
-                self.encoder.run(schedule, self.parts.requests.infos)
+        """Begins the step in all components: an encoder runs on the items that the scheduler names."""
+        self.parts.components.begin_step(schedule)
 
     def _prepare_inputs(self, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
         """Returns the batch, and its packed buffer on the device: a repeat of the last step, or packed from scratch."""

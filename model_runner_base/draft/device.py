@@ -5,7 +5,7 @@ temperature and filters, and with the noise of their position. A draft is right 
 likeliest for both models. This holds at any temperature.
 """
 
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Mapping, MutableSequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +17,10 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.heads.outputs import DraftTokenIds
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.heads.sampling.sampler import draw
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall
-from model_runner_base.step.components import StepComponents
+from model_runner_base.step.components import NO_FIELDS, StepComponents
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.device_tokens import LENGTHS
 from model_runner_base.step.graph_policy import SortLimits, WrapFunction
@@ -104,11 +103,13 @@ class DeviceDrafter(Drafter):
         """Launches the graphs that draft after a step."""
         raise NotImplementedError
 
-    def draft(self, forward: Forward, sampled: SampledStep, mode: SamplingMode) -> None:
-        self._last_batch = batch = forward.batch
-        mode = max(mode, SamplingMode.RANDOM)
-        outcome = Outcome(sampled.tokens, forward.hidden_states, forward.kept, batch.num_decodes > 0)
-        self.launch(forward.step, mode, outcome)
+    def end_step(self, forward: Forward | None) -> Mapping[str, Any]:
+        """Launches drafting of each request's next tokens into ``DeviceRows``, without waiting."""
+        if forward is not None:
+            self._last_batch, sampled = forward.batch, forward.results
+            outcome = Outcome(sampled.tokens, forward.hidden_states, forward.kept, forward.batch.num_decodes > 0)
+            self.launch(forward.step, max(sampled.mode, SamplingMode.RANDOM), outcome)
+        return NO_FIELDS
 
     def warm_up_at(self, step: PackedStep, results: list[torch.Tensor]) -> None:
         _, slots, features, *kept = results

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from model_runner_base.heads.outputs import DraftTokenIds, ModelRunnerOutput
-from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import Forward, ModelCall
+from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.packing import PackedStep
 
@@ -20,7 +18,8 @@ from model_runner_base.step.packing import PackedStep
 class Drafter(StepComponent):
     """Drafter interface; this default drafts nothing.
 
-    A drafter is the last component, so its sections are written after those of inputs and caches.
+    A drafter is the last component, so its sections are written after those of inputs and caches. One on the device
+    drafts in ``end_step``.
     """
 
     # ---- A step's forward ----
@@ -29,10 +28,7 @@ class Drafter(StepComponent):
         """Returns the model's hidden states [T, hidden], and further tensors for drafting. Part of the graph."""
         return output, ()
 
-    # ---- After the step's sampling ----
-
-    def draft(self, forward: Forward, sampled: SampledStep, mode: SamplingMode) -> None:
-        """Launches drafting of each request's next tokens into ``DeviceRows``, without waiting."""
+    # ---- After the step ----
 
     def read(self, batch: InputBatch, output: ModelRunnerOutput) -> None:
         """Called with a step's output if the engine reads each step before it schedules the next."""

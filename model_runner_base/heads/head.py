@@ -29,8 +29,8 @@ class PooledStep:
     finish: Callable[[], tuple[Sequence[Value], dict[str, str | None]]]
     """Waits for the step and pools; returns the value of each request of the batch, and the reasons of those that
     failed, by request."""
-    errors: dict[str, str | None] = field(default_factory=dict)
-    """Requests that failed before the step ran, with the reason."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the step's output, as in ``SampledStep``."""
 
 
 class Head(ABC):

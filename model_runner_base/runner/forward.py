@@ -72,22 +72,22 @@ class ModelGraph:
         return step
 
     def run(self, batch: InputBatch | None, step: PackedStep) -> list[torch.Tensor]:
-        """Launches the graph on a packed step, or on padding if ``batch`` is None.
+        """Launches the graph on a packed step, or on padding if ``batch`` is None, in the forward context of steps.
 
         Returns the tensors that the head makes of the hidden states, then those that drafting needs in addition.
         """
-        with override_forward_context(self._forward_context):
-            self._components.prepare(batch, step, self._rows)
-            tokens, computed, *_ = self._rows.tensors
-            sent = step.on_device, step.entries_on_device
-            *results, step.on_device = self.forward(step.size, *sent, tokens, computed, *self._components.tensors)
+        self._components.prepare(batch, step, self._rows)
+        tokens, computed, *_ = self._rows.tensors
+        sent = step.on_device, step.entries_on_device
+        *results, step.on_device = self.forward(step.size, *sent, tokens, computed, *self._components.tensors)
         return results
 
     def dummy_run(self, size: StepSize) -> list[torch.Tensor]:
         """Runs the graph of a size on nothing but padding; returns as ``run``."""
         self._bind_kv_caches()
         self._repeat.stop()
-        return self.run(None, self.pad(size))
+        with override_forward_context(self._forward_context):
+            return self.run(None, self.pad(size))
 
     def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
         """Runs the drafting that follows a step of a size; ``results`` are what the step's run returned."""

@@ -5,7 +5,6 @@ from itertools import compress
 
 from model_runner_base.heads.head import Head
 from model_runner_base.inputs.adapters.adapters import Adapters
-from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.repeat import Repeat
@@ -24,7 +23,6 @@ class StateUpdates:
         head: Head,
         components: StepComponents,
         adapters: Adapters,
-        encoder: Encoder,
         repeat: Repeat,
         errors: RequestErrors,
     ) -> None:
@@ -33,7 +31,6 @@ class StateUpdates:
         self._head = head
         self._components = components
         self._adapters = adapters
-        self._encoder = encoder
         self._repeat = repeat
         self._errors = errors
 
@@ -46,7 +43,7 @@ class StateUpdates:
             requests.release(req_id)
         if errors:
             errors.forget(schedule.finished)
-            schedule = schedule.without(errors)
+            schedule = errors.leave_out(schedule)
         if schedule.arrivals:
             requests.free_rows_for([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
             for arrival in schedule.arrivals:
@@ -56,8 +53,6 @@ class StateUpdates:
             schedule = self._leave_out_failed(schedule)
         if any(schedule.new_blocks):
             self._append_blocks(schedule)
-        if schedule.freed_items:  # Before others are encoded, since the scheduler may have given them this memory.
-            self._encoder.give_up(schedule.freed_items)
         return schedule
 
     def _forget(self, req_id: str) -> None:
@@ -69,7 +64,7 @@ class StateUpdates:
         failed = [req_id for req_id in schedule.num_tokens if req_id in self._errors] if self._errors else ()
         for req_id in failed:
             self._forget(req_id)
-        return schedule.without(self._errors) if failed else schedule
+        return self._errors.leave_out(schedule) if failed else schedule
 
     def _admit(self, arrival: Arrival) -> None:
         """Gives a new or resumed request its row, and tells all parts that keep a state for each row."""

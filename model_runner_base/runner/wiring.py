@@ -155,6 +155,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     runner.encoder.connect(requests, groups, kv_caches, index_of)
     components = StepComponents(
         [
+            runner.errors,
             TokenInputs(requests),
             *head.components(),
             # Adapters come before components that look embeddings up, and the layout before those that read positions.
@@ -208,9 +209,7 @@ def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
     )
 
     # The states that a schedule updates.
-    updates = StateUpdates(
-        requests, block_tables, head, components, runner.adapters, runner.encoder, repeat, runner.errors
-    )
+    updates = StateUpdates(requests, block_tables, head, components, runner.adapters, repeat, runner.errors)
     order = token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)
     return StepParts(
         requests=requests,

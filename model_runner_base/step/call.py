@@ -112,3 +112,5 @@ class Forward:
     """Further tensors for drafting, as returned by ``Drafter.keep``."""
     grammar_masks: Mapping[int, np.ndarray] = field(default_factory=dict)
     """Tokens that a grammar allows, by row of logits: bitmasks in the format of ``heads/sampling/token_masks.py``."""
+    results: Any = None
+    """Results of the head, once it has launched them: ``SampledStep`` or ``PooledStep``."""

@@ -6,18 +6,21 @@ bound in a ``ModelCall``. Code that needs one component alone also holds it by n
 drafter.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import Forward, ModelCall
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.request_states import RequestInfo
+from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepSize
+
+NO_FIELDS: Mapping[str, Any] = {}
 
 
 class RepeatPart(Protocol):
@@ -43,6 +46,18 @@ class StepComponent:
 
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         """Called when a request takes a row; ``token_ids`` are its prompt and its output so far."""
+
+    # ---- Every step, also one without tokens ----
+
+    def begin_step(self, schedule: Schedule) -> None:
+        """Called when rows and cache blocks are up to date, before the step is packed."""
+
+    def end_step(self, forward: Forward | None) -> Mapping[str, Any]:
+        """Called when the step's work is launched; returns fields of its ``ModelRunnerOutput``, by name.
+
+        ``forward`` is the step's forward pass, with its results; None for a step without tokens.
+        """
+        return NO_FIELDS
 
     # ---- On the host ----
 
@@ -101,6 +116,8 @@ class StepComponents:
         self.prompts_in_chunks = False
         self._all: list[StepComponent] = []
         self._admit: list[Callable[..., None]] = []
+        self._begin_step: list[Callable[[Schedule], None]] = []
+        self._end_step: list[Callable[[Forward | None], Mapping[str, Any]]] = []
         self._sections: list[Callable[..., list[Section]]] = []
         self._fill: list[Callable[..., None]] = []
         self._fill_padding: list[Callable[..., None]] = []
@@ -126,6 +143,8 @@ class StepComponents:
         self._all.append(component)
         self.prompts_in_chunks |= component.prompts_in_chunks
         note(self._admit, "admit")
+        note(self._begin_step, "begin_step")
+        note(self._end_step, "end_step")
         note(self._sections, "sections")
         note(self._fill, "fill")
         note(self._fill_padding, "fill_padding")
@@ -143,6 +162,17 @@ class StepComponents:
     def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
         for admit in self._admit:
             admit(row, info, token_ids)
+
+    def begin_step(self, schedule: Schedule) -> None:
+        for begin_step in self._begin_step:
+            begin_step(schedule)
+
+    def end_step(self, forward: Forward | None) -> dict[str, Any]:
+        """Fields of the step's output that components report."""
+        fields: dict[str, Any] = {}
+        for end_step in self._end_step:
+            fields.update(end_step(forward))
+        return fields
 
     def sections(self, size: StepSize) -> list[Section]:
         """Sections of the whole packed buffer."""

@@ -8,19 +8,25 @@ missing file.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import replace
+from itertools import compress
+from typing import Any, TypeVar
 
 import torch
 from vllm.logger import init_logger
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+from model_runner_base.step.call import Forward
+from model_runner_base.step.components import NO_FIELDS, StepComponent
+from model_runner_base.step.schedule import Schedule
 
 logger = init_logger(f"vllm.{__name__}")
 
 T = TypeVar("T")
 
 
-class RequestErrors:
-    """Failed requests that steps may still name."""
+class RequestErrors(StepComponent):
+    """Failed requests that steps may still name. The output of the next step tells the scheduler of their errors."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         # Files may be missing on one rank's host alone; the others would run the request.
@@ -53,15 +59,31 @@ class RequestErrors:
         for req_id in self._failed.keys() & set(req_ids):
             del self._failed[req_id]
 
-    def without(self, by_request: Mapping[str, T]) -> dict[str, T]:
-        """A copy of ``by_request`` without the failed requests."""
+    def leave_out(self, schedule: Schedule) -> Schedule:
+        """A copy of the step without the failed requests; their items are encoded, since others may share them."""
+        failed = self._failed
+        is_left = [req_id not in failed for req_id in schedule.continued]
+        num_tokens = self._without(schedule.num_tokens)
+        items = [items[index] for req_id, items in failed.items() for index in schedule.encoder_inputs.get(req_id, ())]
+        return replace(
+            schedule,
+            arrivals=[arrival for arrival in schedule.arrivals if arrival.req_id not in failed],
+            continued=list(compress(schedule.continued, is_left)),
+            new_blocks=list(compress(schedule.new_blocks, is_left)),
+            num_computed=list(compress(schedule.num_computed, is_left)),
+            num_tokens=num_tokens,
+            total_num_tokens=sum(num_tokens.values()),
+            drafts=self._without(schedule.drafts),
+            encoder_inputs=self._without(schedule.encoder_inputs),
+            failed_items=[*schedule.failed_items, *items],
+        )
+
+    def _without(self, by_request: Mapping[str, T]) -> dict[str, T]:
         return {req_id: value for req_id, value in by_request.items() if req_id not in self._failed}
 
-    def items_of(self, by_request: Mapping[str, Sequence[int]]) -> list[MultiModalFeatureSpec]:
-        """Items of failed requests whose indices are in ``by_request``."""
-        return [items[index] for req_id, items in self._failed.items() for index in by_request.get(req_id, ())]
-
-    def take(self) -> dict[str, str | None]:
-        """Returns the errors by request that the scheduler was not told of yet, and clears them."""
+    def end_step(self, forward: Forward | None) -> Mapping[str, Any]:
+        """Returns the ``errors`` by request that the scheduler was not told of yet."""
+        if not self._untold:
+            return NO_FIELDS
         untold, self._untold = self._untold, {}
-        return untold
+        return {"errors": untold}

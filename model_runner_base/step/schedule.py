@@ -9,8 +9,7 @@ Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import compress
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.step.request_failures import RequestErrors
 from model_runner_base.step.request_states import RequestInfo
 
 
@@ -80,23 +78,6 @@ class Schedule:
     """Identifiers of items whose encoder outputs are freed, before others are encoded."""
     failed_items: Sequence[MultiModalFeatureSpec] = ()
     """Items of requests that failed. They are encoded, since other requests may share them."""
-
-    def without(self, errors: RequestErrors) -> "Schedule":
-        """A copy of the step without the requests that failed."""
-        continued = [req_id not in errors for req_id in self.continued]
-        num_tokens = errors.without(self.num_tokens)
-        return replace(
-            self,
-            arrivals=[arrival for arrival in self.arrivals if arrival.req_id not in errors],
-            continued=list(compress(self.continued, continued)),
-            new_blocks=list(compress(self.new_blocks, continued)),
-            num_computed=list(compress(self.num_computed, continued)),
-            num_tokens=num_tokens,
-            total_num_tokens=sum(num_tokens.values()),
-            drafts=errors.without(self.drafts),
-            encoder_inputs=errors.without(self.encoder_inputs),
-            failed_items=[*self.failed_items, *errors.items_of(self.encoder_inputs)],
-        )
 
 
 class Grammar(NamedTuple):

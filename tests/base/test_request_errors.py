@@ -14,6 +14,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from model_runner_base.heads.outputs import FailedOutput
+from model_runner_base.step.call import Forward
+from model_runner_base.step.components import StepComponent
+from model_runner_base.step.schedule import Schedule
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import core_of, greedy, runner_of
 from model_runner_base.testing.models import TinyModel
@@ -186,3 +189,47 @@ def test_a_request_that_fails_leaves_no_prefix(llm: LLM, model: TinyModel, monke
     assert run(llm)["bad"].finish_reason == "error"
     assert generate(llm, [prompt]) == expected(model, [prompt])
     assert not runner_of(llm).errors
+
+
+def flush(llm: LLM) -> None:
+    """Runs the steps, without tokens, that tell the runner which requests have ended."""
+    for _ in range(3):
+        llm.llm_engine.step()
+
+
+class Reporter(StepComponent):
+    """Component that reports a field of the output in every step."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        self.fields: dict[str, Any] = {"num_nans_in_logits": {"a request that is not there": 7}}
+
+    def begin_step(self, schedule: Schedule) -> None:
+        self.begun.append(schedule.total_num_tokens)
+
+    def end_step(self, forward: Forward | None) -> dict[str, Any]:
+        self.ended.append(0 if forward is None else forward.schedule.total_num_tokens)
+        return self.fields
+
+
+def test_components_report_in_every_step(llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a component reports is in every output: beside an error, of a step without tokens, and of one whose only
+    request has failed."""
+    reporter, scheduler, seen = Reporter(), core_of(llm).scheduler, list[Any]()
+    read = scheduler.update_from_output
+    fail_admission(llm, monkeypatch)
+    flush(llm)
+    monkeypatch.setattr(scheduler, "update_from_output", lambda step, output: seen.append(output) or read(step, output))
+    runner_of(llm).parts.components.add(reporter)
+    failed = greedy(9, seed=SEED)
+    assert check_beside(llm, model, failed).finish_reason == "error"
+    add(llm, "alone", (5, 6), failed)
+    assert run(llm)["alone"].finish_reason == "error"
+    flush(llm)
+    fields, reporter.fields = reporter.fields, {}
+    assert reporter.begun == reporter.ended
+    assert 0 in reporter.begun and max(reporter.begun) == sum(map(len, PROMPTS))
+    assert len(seen) == len(reporter.begun)
+    assert [output.num_nans_in_logits for output in seen] == [fields["num_nans_in_logits"]] * len(seen)
+    assert len([output for output in seen if getattr(output, "errors", None)]) == 2

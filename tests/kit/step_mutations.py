@@ -266,16 +266,15 @@ MUTATIONS = [
     Mutation(
         "the host waits for each step",
         "model_runner.py",
-        "        launched = self.make_output(batch, sampled)\n",
-        "        launched = self.make_output(batch, sampled)\n        launched.get_output()\n",
+        "        launched = self.make_output(forward.batch, results)\n",
+        "        launched = self.make_output(forward.batch, results)\n        launched.get_output()\n",
         "test_host_does_not_wait",
     ),
     Mutation(
         "a head answers a step twice",
         "model_runner.py",
-        "        self.pending = forward\n        return None\n",
-        "        self.pending = forward\n        sampled = parts.head.sample(parts.head.plan(batch), forward, None)\n"
-        "        return self.make_output(batch, sampled).get_output()\n",
+        "        self.pending = partial(self._sample, forward)\n        return None\n",
+        "        self.pending = partial(self._sample, forward)\n        return self._sample(forward, None)\n",
         REPEAT,
     ),
     Mutation(

@@ -211,6 +211,7 @@ class SamplingPipeline:
             sampled = SampledStep(self._call(plan.sample_parts, forward.logits, forward.sample_slots))
         else:
             sampled = self._sample_rows(plan, forward, self._whole(forward.logits), grammar)
+        sampled.mode = plan.mode
         sampled.prompt_chunks = self.prompt_logprobs.collect(forward.batch, forward.hidden_states)
         return sampled
 

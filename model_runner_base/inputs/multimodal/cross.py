@@ -19,7 +19,7 @@ from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.graph_policy import StepFunction, WrapFunction
-from model_runner_base.step.request_states import RequestInfo, RequestStates
+from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_compat.probes.multimodal import group_by_modality
 from model_runner_base.vllm_compat.types.kv_cache import cross_length
@@ -62,7 +62,10 @@ class CrossEncoder(Encoder):
         return (1 + 2 * self._num_layers) * length * width * self._dtype.itemsize
 
     @torch.no_grad()
-    def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
+    def begin_step(self, schedule: Schedule) -> None:
+        if not schedule.encoder_inputs:
+            return
+        infos = self._requests.infos
         req_ids = [req_id for req_id, indices in schedule.encoder_inputs.items() for _ in indices]
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
         contents = [(item.modality, item.data) for item in items]

@@ -60,13 +60,6 @@ class Encoder(StepComponent):
     def give_up(self, identifiers: Iterable[str]) -> None:
         """Forgets the outputs of the items with these identifiers."""
 
-    def is_needed(self, schedule: Schedule) -> bool:
-        """Whether the step has items to encode."""
-        return bool(schedule.encoder_inputs or schedule.failed_items)
-
-    def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
-        """Encodes the items that the scheduler asks for; there are none without an encoder."""
-
     def check_reload(self) -> None:
         """Raises CheckpointError if the encoder cannot follow a reload of the model's weights."""
 
@@ -136,10 +129,23 @@ class ItemEncoder(Encoder):
         (pool,) = self._pool.tensors
         return pool[0].nbytes * (self._pool.num_rows + 3 * self._max_num_tokens) + self._graphs.step_memory()
 
-    def is_needed(self, schedule: Schedule) -> bool:
-        return super().is_needed(schedule) or bool(self._outdated)
+    def connect(
+        self,
+        requests: RequestStates,
+        groups: Sequence[AttentionGroup],
+        kv_caches: MutableSequence[torch.Tensor],
+        index_of: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._requests = requests
 
-    def run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
+    def begin_step(self, schedule: Schedule) -> None:
+        """Encodes what the scheduler asks for, after it has freed what the scheduler may have given to others."""
+        if schedule.freed_items:
+            self.give_up(schedule.freed_items)
+        if schedule.encoder_inputs or schedule.failed_items or self._outdated:
+            self._run(schedule, self._requests.infos)
+
+    def _run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
         outdated = [*self._outdated_items(schedule, infos)] if self._outdated else []
         if outdated:
