@@ -8,10 +8,7 @@ from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.built_states import BuiltStateCaches
 from model_runner_base.caches.contiguous import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
-from model_runner_base.caches.drafted_states import DraftedStateCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.kept_drafted_states import KeptDraftedStateCaches
-from model_runner_base.caches.kept_states import KeptStateCaches
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
 from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
@@ -87,19 +84,11 @@ def make_state_caches(
             "recurrent layers with vLLM's kernels need vLLM's attention in all other layers, and those in plain torch "
             "the base's own: choose one for all layers"
         )
-    kept = keeps_prefixes(vllm_config)
-    block_size = vllm_config.cache_config.block_size if kept else limits.max_model_len
+    block_size = vllm_config.cache_config.block_size if keeps_prefixes(vllm_config) else limits.max_model_len
     table = BlockTable(limits.max_num_reqs, limits.max_model_len, block_size, 1)
     if has_kernels:
         return table, BuiltStateCaches(table, layers, limits, vllm_config, device_ops)
-    drafted = limits.decode.query > 1
-    kinds_of = {
-        (False, False): StateCaches,
-        (True, False): KeptStateCaches,
-        (False, True): DraftedStateCaches,
-        (True, True): KeptDraftedStateCaches,
-    }
-    return table, kinds_of[kept, drafted](table, list(layers), limits)
+    return table, StateCaches(table, list(layers), limits)
 
 
 def make_layout(kinds: Sequence[CacheKind], limits: StepLimits) -> TokenLayout:

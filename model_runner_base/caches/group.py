@@ -7,8 +7,7 @@ kinds side by side:
 - ``caches/contiguous.py`` reads whole lines of a contiguous cache;
 - ``caches/scratch.py`` serves layers that keep nothing for a later step;
 - ``caches/cross.py`` serves layers that see an encoder's output;
-- ``caches/states.py`` serves recurrent layers, which keep one state of a request, or several
-  (``caches/kept_states.py``, ``caches/drafted_states.py``);
+- ``caches/states.py`` serves recurrent layers, which keep one state of a request, or several;
 - ``caches/builders.py`` hands groups to backends with metadata builders of their own, ``caches/built_states.py`` those
   of recurrent layers.
 

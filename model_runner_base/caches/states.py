@@ -1,18 +1,37 @@
-"""States of recurrent layers: a kind of cache with one entry a request, however long it is.
+"""States of recurrent layers: a kind of cache that holds what a layer knows of a request, however long it is.
 
-The scheduler numbers states by a group of its own (scheduling/state_group.py), which is the last of a
-request's blocks. A request's state stays where it is for as long as the request runs: a repeated step sends nothing.
-Where prefixes are kept (caches/kept_states.py) or drafts are verified (caches/drafted_states.py), a request has more
-states.
-A request at position 0 reads zeros, whatever the last owner of its state left there.
+The scheduler numbers states by a group of its own (scheduling/state_group.py), which is the last of a request's blocks.
+A request's states lie at two coordinates:
+
+- **The block.** As a rule a request has one block. Where prefixes are kept it has one for each block of tokens (vLLM's
+  cache mode "align"): the state after c tokens is in the block of the last of them. A prefix that is hit ends with a
+  block, so the first step after it reads a state that stays as it is for other requests, and nothing is ever copied.
+- **The place.** As a rule a block has one place. Where drafts are verified it has Q, as many as a decode row has
+  tokens: the state after c tokens is at place c % Q. A row whose first token is at position p reads the state after p
+  tokens, and writes those after p + 1 to p + Q tokens. The last of these takes the place of the one that was read,
+  which no later step needs. The next step begins after the last right draft, and the state that it reads is there,
+  whichever draft that was. A wrong draft is overwritten by the right token at its position, in the same block and at
+  the same place.
+
+The device knows a row's position (``DecodeRows``), also where the host has not read it yet, and works out both. The
+host sends the blocks of all positions that a row may touch, as a ring (caches/own_blocks.py). So a repeated step sends
+something only where a request may enter a block. Of chunks the host knows all, and sends the indices. A request at
+position 0 reads zeros, whatever the last owner of its state left there.
+
+Example, Q = 4, blocks of 16 tokens: a row at position 30 reads place 2 of block 1. It writes places 3 and 0 of block 1,
+and places 1 and 2 of block 2. Its first draft is right and the second is not, so the next step is at position 32: it
+reads place 0 of block 1, the state after 32 tokens, and writes to block 2 alone.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from model_runner_base.caches.group import CacheKind
+from model_runner_base.caches.own_blocks import fill_ring, ring_size
+from model_runner_base.caches.plan_updates import write
 from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
@@ -23,54 +42,61 @@ from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.trace import LayerTrace
 
-ROWS, TILES = "decode_states", "chunk_tile_states"
+BLOCKS = "decode_state_blocks"
+"""Section of the rings of decode rows."""
+STATES, SOURCES = "chunk_tile_states", "chunk_tile_state_sources"
+"""Sections of the states that chunks write, and that they read; the second is left out where they are the same."""
 
 
 class StateCaches(CacheKind):
-    """States of all recurrent layers; a request has the same index in each.
+    """States of all recurrent layers; a request has the same indices in each.
 
     Args:
-        table: one entry a row, the request's index.
+        table: the blocks of each row; its block size is the model length where a request has one block.
         layer_names: recurrent layers.
     """
 
     def __init__(self, table: BlockTable, layer_names: Sequence[str], limits: StepLimits) -> None:
         self._table, self._layer_names, self._limits = table, layer_names, limits
+        self._num_places = limits.decode.query
+        self._has_one_block = table.block_size >= limits.max_model_len
+        # The state that is read belongs to the position before the row's first one.
+        reach = 1 + limits.unread + self._num_places
+        self._ring = 1 if self._has_one_block else ring_size(reach, table.block_size)
+        self._stays = self._has_one_block and self._num_places == 1
+        """Whether a step writes a request's state to where it has read it."""
 
     def sections(self, size: StepSize) -> list[Section]:
-        return sections_of(ROWS, TILES, size)
+        num_rows, _, _, num_tiles, _ = size.plan_dims()
+        sections = [Section(BLOCKS, (num_rows, self._ring))]
+        if size.kind == StepKind.MIXED:
+            sections += [Section(name, (num_tiles,)) for name in ((STATES,) if self._stays else (STATES, SOURCES))]
+        return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        states = self._table.table[batch.rows, 0]
-        self._fill_states(ROWS, TILES, states, batch, size, views)
-
-    def _fill_states(
-        self,
-        rows: str,
-        tiles: str,
-        states: np.ndarray,
-        batch: InputBatch,
-        size: StepSize,
-        views: dict[str, np.ndarray],
-    ) -> None:
-        """Writes the ``states`` [R] of R requests to the sections ``rows`` and ``tiles``."""
-        pad_into(views[rows], states[: batch.num_decodes], 0)
+        rows = batch.num_decodes
+        fill_rings(self._table, self._limits.unread, batch.num_computed[:rows], batch, views[BLOCKS])
         if size.kind == StepKind.MIXED:
-            self._fill_tiles(views[tiles], states[batch.num_decodes :], batch)
+            self._fill_tiles(views[STATES], batch.seq_lens[rows:], batch)
+            if not self._stays:
+                self._fill_tiles(views[SOURCES], batch.num_computed[rows:], batch)
 
-    def _fill_tiles(self, view: np.ndarray, states: np.ndarray, batch: InputBatch) -> None:
-        """Writes the ``states`` of the requests with a chunk to a section with one number for each tile."""
-        num_tiles = -(-batch.query_len[batch.num_decodes :] // self._limits.chunk.query)
+    def _fill_tiles(self, view: np.ndarray, counts: np.ndarray, batch: InputBatch) -> None:
+        """Writes the states after ``counts`` tokens of the requests with a chunk, one number for each tile."""
+        rows = batch.num_decodes
+        states = place_of(block_at(self._table, batch.rows[rows:], counts - 1), counts, self._num_places)
+        num_tiles = -(-batch.query_len[rows:] // self._limits.chunk.query)
         pad_into(view, np.repeat(states, num_tiles), 0)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
-        return ()
+        return () if self._has_one_block else [RingUpdates(self._table, self._limits, batch, step)]
 
     def bind(self, call: ModelCall) -> None:
         assert call.rows is not None, "states are read in the layout of rows and tiles"
         tiles = None
         if call.tiles is not None:
-            tiles = TileSteps.of(call.tiles, call.arrays[TILES], self._sources(call, TILES))
+            sources = call.arrays[STATES if self._stays else SOURCES]
+            tiles = TileSteps.of(call.tiles, call.arrays[STATES], sources)
         step = RecurrentStep(self._rows(call, call.rows), tiles)
         call.metadata.update(dict.fromkeys(self._layer_names, step))
 
@@ -78,21 +104,74 @@ class StateCaches(CacheKind):
         """Does nothing: no layer of a draft model is recurrent."""
 
     def _rows(self, call: ModelCall, rows: DecodeRows) -> tuple[RowSteps, ...]:
-        """The states of the decode rows."""
-        return (RowSteps(call.arrays[ROWS], self._sources(call, ROWS), rows.positions[:, 0] > 0),)
+        """States that each token of the decode rows reads and writes."""
+        blocks, positions, num_places = call.arrays[BLOCKS], rows.positions, self._num_places
+        if self._stays:
+            return (RowSteps(blocks[:, 0], blocks[:, 0], positions[:, 0] > 0),)
+        sources = place_of(self._blocks_at(blocks, positions - 1), positions, num_places)
+        written = place_of(self._blocks_at(blocks, positions), positions + 1, num_places)
+        if rows.is_token is not None:
+            # Tokens that are missing come last. What is computed for them goes to padding.
+            written = torch.where(rows.is_token, written, 0)
+        return tuple(
+            [RowSteps(written[:, token], sources[:, token], positions[:, token] > 0) for token in range(num_places)]
+        )
 
-    def _sources(self, call: ModelCall, section: str) -> torch.Tensor:
-        """Indices of the states that are read, in the order of those in ``section``, which are written."""
-        return call.arrays[section]
+    def _blocks_at(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[R, Q] block of each of the ``positions`` [R, Q]; the first block for one before 0."""
+        if self._ring == 1:
+            return blocks.expand_as(positions)
+        return blocks.gather(1, (positions.clamp(min=0) // self._table.block_size % self._ring).long())
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
         return {}
 
 
-def sections_of(rows: str, tiles: str, size: StepSize) -> list[Section]:
-    """Section ``rows``, one number for each decode row; in a step with chunks also ``tiles``, one for each tile."""
-    num_rows, _, _, num_tiles, _ = size.plan_dims()
-    sections = [Section(rows, (num_rows,))]
-    if size.kind == StepKind.MIXED:
-        sections.append(Section(tiles, (num_tiles,)))
-    return sections
+def block_at(table: BlockTable, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[R] block of each of R positions; the first block for a position before 0."""
+    return table.table[rows, np.maximum(positions, 0) // table.block_size]
+
+
+def place_of(blocks: Any, counts: Any, num_places: int) -> Any:
+    """Indices in the layers' tensors of the states after ``counts`` tokens, in these ``blocks``.
+
+    Both are arrays of NumPy, or tensors.
+    """
+    return blocks if num_places == 1 else blocks * num_places + counts % num_places
+
+
+def fill_rings(table: BlockTable, unread: int, positions: np.ndarray, batch: InputBatch, rings: np.ndarray) -> None:
+    """Writes the blocks that decode rows may read or write, if their positions are ``positions`` [R] or up to
+    ``unread`` before them."""
+    rows = len(positions)
+    first = np.maximum(positions - unread - 1, 0)
+    stop = positions + batch.query_len[:rows]
+    fill_ring(table.block_size, first, stop, batch.rows[:rows], table.table, table.num_blocks, rings)
+
+
+class RingUpdates:
+    """Updates of the rows' rings while their step is repeated, made where a row may enter a block."""
+
+    def __init__(self, table: BlockTable, limits: StepLimits, batch: InputBatch, step: PackedStep) -> None:
+        self._table, self._unread, self._query = table, limits.unread, limits.decode.query
+        self._batch, self._step = batch, step
+        self._steps_to_entry = 1
+
+    def begin(self, positions: np.ndarray) -> None:
+        self._steps_to_entry = 1
+
+    def follow(self, positions: np.ndarray) -> bool:
+        self._steps_to_entry -= 1
+        if self._steps_to_entry:
+            return True
+        step, size = self._step, self._table.block_size
+        sent = step.views[BLOCKS]
+        rings = np.empty_like(sent)
+        fill_rings(self._table, self._unread, positions, self._batch, rings)
+        entries, begin = step.entries, step.offsets[BLOCKS]
+        for place in np.flatnonzero(rings != sent).tolist():
+            write(step.buffer, entries.array, entries.count, begin + place, int(rings.flat[place]))
+        # Positions move on by as many tokens as a row has, at most.
+        left = size - (positions + self._query - 1) % size
+        self._steps_to_entry = -(-int(left.min()) // self._query)
+        return True

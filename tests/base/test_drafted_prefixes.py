@@ -12,7 +12,8 @@ from test_recurrent_speculation import multi_token_prediction
 from test_state_prefixes import NEW_TOKENS, OPTIONS, SIZE, cached
 from vllm import LLM
 
-from model_runner_base.caches.kept_drafted_states import ROWS, RingUpdates, fill_rings
+from model_runner_base.caches.own_blocks import ring_size
+from model_runner_base.caches.states import BLOCKS, RingUpdates, fill_rings
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.packing import PackedStep, Section
@@ -128,20 +129,21 @@ def test_arrivals(served: tuple[LLM, TinyModel]) -> None:
     check_equal(model, TOGETHER, run_with_arrivals(llm, TOGETHER, counts, rng), counts)
 
 
-def test_repeated_steps() -> None:
+@pytest.mark.parametrize(("query", "unread"), [(4, 3), (1, 0)], ids=["drafts", "single tokens"])
+def test_repeated_steps(query: int, unread: int) -> None:
     """Rings of a repeated step are those of a step that is packed anew, however far requests have come.
 
     Entries are sent where a request may enter a block.
     """
     rng = np.random.default_rng(136)
-    table, query, unread = BlockTable(5, 400, SIZE, 1), 4, 3
+    table, width = BlockTable(5, 400, SIZE, 1), ring_size(1 + unread + query, SIZE)
     table.table[:] = rng.permutation(table.table.size).reshape(table.table.shape)
     table.num_blocks[:] = table.table.shape[1]
     rows, positions = np.array([3, 0, 4]), np.array([5, 14, 28])
-    batch = InputBatch([], 12, rows, np.full(3, query), *[np.zeros(3)] * 4, 3, 3, query)  # type: ignore[arg-type]
+    batch = InputBatch([], 3 * query, rows, np.full(3, query), *[np.zeros(3)] * 4, 3, 3, query)  # type: ignore[arg-type]
     limits: Any = type("Limits", (), {"unread": unread, "decode": type("Tiling", (), {"query": query})})
-    step = PackedStep(StepSize(StepKind.DECODE, (4, 4, 4)), [Section(ROWS, (4, 2))], None)  # type: ignore[arg-type]
-    fill_rings(table, unread, positions, batch, step.views[ROWS])
+    step = PackedStep(StepSize(StepKind.DECODE, (4, 4, 4)), [Section(BLOCKS, (4, width))], None)  # type: ignore[arg-type]
+    fill_rings(table, unread, positions, batch, step.views[BLOCKS])
     updates = RingUpdates(table, limits, batch, step)
     updates.begin(positions)
     num_quiet = 0
@@ -150,9 +152,9 @@ def test_repeated_steps() -> None:
         step.entries.clear()
         before = step.buffer.copy()
         assert updates.follow(positions)
-        for row, ring, position in zip(rows, step.views[ROWS], positions.tolist(), strict=False):
+        for row, ring, position in zip(rows, step.views[BLOCKS], positions.tolist(), strict=False):
             for touched in range(max(position - unread - 1, 0), position + query):
-                assert ring[touched // SIZE % 2] == table.table[row, touched // SIZE]
+                assert ring[touched // SIZE % width] == table.table[row, touched // SIZE]
         assert step.entries.count[0] == (before != step.buffer).sum()
         num_quiet += step.entries.count[0] == 0
     assert num_quiet > 20, "something is sent though no request entered a block"

@@ -12,7 +12,7 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner_base.caches.drafted_states import ROWS, DraftedStateCaches
+from model_runner_base.caches.states import BLOCKS, StateCaches
 from model_runner_base.models.recurrent.convolution import convolve
 from model_runner_base.models.recurrent.delta_rule import (
     channel_delta_rows,
@@ -216,8 +216,9 @@ def test_steps_equal_a_loop(name: str, lengths: list[int], tile: int, spare: int
 def test_wrong_drafts_leave_no_trace(name: str, lengths: list[int], query: int, seed: int) -> None:
     """Rows of several tokens, some of the last of which are wrong, equal loops over those that are right."""
     kind, rng = KINDS[name], np.random.default_rng(seed)
-    limits: Any = SimpleNamespace(decode=SimpleNamespace(query=query))
-    caches = DraftedStateCaches(None, [], limits)  # type: ignore[arg-type]
+    limits: Any = SimpleNamespace(decode=SimpleNamespace(query=query), max_model_len=100, unread=0)
+    table: Any = SimpleNamespace(block_size=100)
+    caches = StateCaches(table, [], limits)
     cases = [kind.case(rng, length) for length in lengths]
     params = tuple(torch.from_numpy(each).float() for each in cases[0][1])
     states = torch.full((query * (len(lengths) + 2), *kind.state), float("nan"))
@@ -236,7 +237,7 @@ def test_wrong_drafts_leave_no_trace(name: str, lengths: list[int], query: int, 
         index = torch.arange(query)
         positions = torch.from_numpy(done).unsqueeze(1) + index
         rows = DecodeRows(positions, index < torch.tensor([*num_tokens, 0]).unsqueeze(1))
-        call: Any = SimpleNamespace(arrays={ROWS: state_of})
+        call: Any = SimpleNamespace(arrays={BLOCKS: state_of.unsqueeze(1)})
         values = tuple(torch.from_numpy(np.concatenate(each)).float() for each in zip(*row_inputs, strict=True))
         out = kind.run(values, params, states, RecurrentStep(caches._rows(call, rows), None)).double().numpy()
         for request, right in enumerate(num_right):

@@ -10,11 +10,7 @@ from conftest import engine
 from lane import HAS_OPENXLA
 from vllm import LLM
 
-from model_runner_base.caches.kept_states import ROWS, SOURCES, KeptStateUpdates, states_at
 from model_runner_base.scheduling.corrections.state_prefixes import chunk_end
-from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
 from model_runner_base.testing.checks.test_multimodal import Prompt, ask, expected, read
@@ -204,28 +200,3 @@ def test_chunks_end_with_blocks() -> None:
             start = end
             ends.add(end)
         assert last in ends or last < min(ends)
-
-
-def test_repeated_steps() -> None:
-    """The sections of a repeated step are those of a step that is packed anew; entries are sent where they change."""
-    rng = np.random.default_rng(109)
-    table = BlockTable(5, 200, SIZE, 1)
-    table.table[:] = rng.permutation(table.table.size).reshape(table.table.shape)
-    rows, positions = np.array([3, 0, 4]), np.array([5, 15, 16])
-    sections = [Section(ROWS, (4,)), Section(SOURCES[ROWS], (4,))]
-    step = PackedStep(StepSize(StepKind.DECODE, (4, 4, 4)), sections, None)  # type: ignore[arg-type]
-    for name, ids in ((ROWS, positions), (SOURCES[ROWS], positions - 1)):
-        step.views[name][:3] = states_at(table, rows, ids)
-    updates = KeptStateUpdates(table, rows, step)
-    updates.begin(positions)
-    num_quiet = 0
-    for _ in range(60):
-        positions = positions + 1
-        step.entries.clear()
-        before = step.buffer.copy()
-        assert updates.follow(positions)
-        assert step.views[ROWS].tolist() == [*table.table[rows, positions // SIZE], 0]
-        assert step.views[SOURCES[ROWS]].tolist() == [*table.table[rows, (positions - 1) // SIZE], 0]
-        assert step.entries.count[0] == (before != step.buffer).sum()
-        num_quiet += step.entries.count[0] == 0
-    assert num_quiet > 30, "something is sent though no request entered a block"

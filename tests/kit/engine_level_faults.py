@@ -73,27 +73,30 @@ pipeline.Penalties = Penalties
 """
 
 READS_STATES_BESIDE_NO_DRAFTS = """
-from model_runner_base.caches.kept_drafted_states import KeptDraftedStateCaches
-rows_of = KeptDraftedStateCaches._rows
+from model_runner_base.caches.states import StateCaches
+rows_of = StateCaches._rows
 def without_drafts(self, call, rows):
     first, *others = rows_of(self, call, rows)
     if not rows.is_token[:, 1:].any():
         first = first._replace(sources=first.states)
     return (first, *others)
-KeptDraftedStateCaches._rows = without_drafts
+StateCaches._rows = without_drafts
 """
 
 READS_THE_NEXT_BLOCKS_STATE = """
-from model_runner_base.caches import kept_drafted_states as kept
-fill = kept.KeptDraftedStateCaches.fill
+import numpy as np
+from model_runner_base.caches import states
+from model_runner_base.step.packing import pad_into
+fill = states.StateCaches.fill
 def filled(self, batch, size, views):
     fill(self, batch, size, views)
-    if kept.SOURCES in views:
-        counts, first = batch.num_computed, batch.num_decodes
-        states = kept.states_at(self._table, batch.rows, counts)
-        places = kept.place_of(states, counts, self._num_places)
-        self._fill_tiles(views[kept.SOURCES], places[first:], batch)
-kept.KeptDraftedStateCaches.fill = filled
+    if states.SOURCES in views:
+        first, counts = batch.num_decodes, batch.num_computed[batch.num_decodes:]
+        blocks = states.block_at(self._table, batch.rows[first:], counts)
+        num_tiles = -(-batch.query_len[first:] // self._limits.chunk.query)
+        places = states.place_of(blocks, counts, self._num_places)
+        pad_into(views[states.SOURCES], np.repeat(places, num_tiles), 0)
+states.StateCaches.fill = filled
 """
 
 FAULTS = [

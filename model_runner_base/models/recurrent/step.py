@@ -1,11 +1,11 @@
 """Step of recurrent layers: which state each decode row and each chunk tile reads and writes.
 
 The scheduler gives out the indices of states. Index 0 belongs to no request, and padding writes there. A request reads
-its source and writes its destination. They are one state, unless prefixes are kept (caches/kept_states.py) or drafts
-are verified (caches/drafted_states.py). Several requests may have one source, but each has a destination of its own. A
-decode row's tokens are computed in turn, and each has a source and a destination. Tokens of chunks lie in tiles
-(step/device_tokens.py), and a request's tiles follow each other, so a tile is its request's first or last one where its
-neighbour has another destination.
+its source and writes its destination. They are one state, unless prefixes are kept or drafts are verified
+(caches/states.py). Several requests may have one source, but each has a destination of its own. A decode row's tokens
+are computed in turn, and each has a source and a destination. Tokens of chunks lie in tiles (step/device_tokens.py),
+and a request's tiles follow each other, so a tile is its request's first or last one where its neighbour has another
+destination.
 
 Example: tiles of 64 tokens; "a" has 100 tokens of its prompt and state 3, "b" has 20 tokens and state 1; one tile of
 padding. ``states`` of the tiles are [3, 3, 1, 0], ``is_first`` [yes, no, yes, yes], ``written`` [0, 3, 1, 0].
