@@ -1,7 +1,8 @@
 """Refusals of the code base, read from its source: the settings that are refused, and the message of each.
 
-A table of refusals is a dictionary named ``refusals``, whose keys are messages (``limits.py``). Other refusals are
-messages of ``raise UnsupportedConfigError(...)``. An expression in a message is shown by its last name: ``<method>``.
+A table of refusals is a dictionary named ``refusals``, whose keys are messages (``admission/limits.py``). Other
+refusals are messages of ``raise UnsupportedConfigError(...)``. An expression in a message is shown by its last name:
+``<method>``.
 """
 
 import ast

@@ -26,8 +26,6 @@ class MemoryInfo:
 
     free: int
     total: int
-    is_of_host: bool = False
-    """Whether it is the host's, which its processors read through caches of some MiB."""
 
 
 class DeviceOps:
@@ -56,7 +54,7 @@ class DeviceOps:
         return self.device
 
     def memory_info(self) -> MemoryInfo:
-        return MemoryInfo(*host_memory(), is_of_host=True)
+        return MemoryInfo(*host_memory())
 
     def memory_pool(self, tag: str) -> AbstractContextManager:
         """Context in which "weights" or "kv_cache" are allocated, by ``tag``. A device that sleeps sets these pools

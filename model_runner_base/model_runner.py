@@ -48,6 +48,7 @@ from model_runner_base.inputs.adapters.lora import check_adapters, make_adapters
 from model_runner_base.inputs.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.inputs.multimodal.factory import choose_encoder
 from model_runner_base.models.loader import change_config, reload_checkpoint
+from model_runner_base.platform import shares_host_memory
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.runner.wiring import StepParts, load_processors, wire
@@ -151,7 +152,11 @@ class ModelRunnerBase:
 
     def make_output(self, batch: InputBatch, results: SampledStep | PooledStep) -> AsyncModelRunnerOutput:
         """Makes the output of a step. The next step may change the arrays of ``batch``, so an output copies what it
-        keeps."""
+        keeps.
+
+        Its ``get_output`` returns ``with_fields(output, results.fields)``: what components report is there only after
+        this method has returned.
+        """
         return make_output(batch, results, self.device_ops)
 
     # ---- The engine's contract: before the first step ----
@@ -209,7 +214,6 @@ class ModelRunnerBase:
         """Allocates and binds the KV caches, and wires the step, whose parts depend on them."""
         self._wired_model_len = self.max_model_len
         self.parts = wire(self, read_layout(kv_cache_config))
-        self.step_guard.forward_context = self.parts.forward_context
 
     @property
     def use_piecewise_graph(self) -> bool:
@@ -230,7 +234,8 @@ class ModelRunnerBase:
     @cached_property
     def _attention_memory(self) -> int:
         """Bytes that attention in plain torch may take at a time."""
-        return attention_memory(self.vllm_config, self.device_ops.memory_info())
+        total = self.device_ops.memory_info().total
+        return attention_memory(self.vllm_config, total, shares_host_memory(self.vllm_config))
 
     @contextmanager
     def changing_adapters(self) -> Iterator[Adapters]:
@@ -246,7 +251,7 @@ class ModelRunnerBase:
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None) -> Output | None:
         """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless this returns an output.
 
-        ``intermediate_tensors`` would come from an earlier stage of a pipeline, which limits.py refuses.
+        ``intermediate_tensors`` would come from an earlier stage of a pipeline, which admission/limits.py refuses.
         """
         parts, schedule = self.parts, self._update_states(read_schedule(scheduler_output))
         self._execute_encoder(schedule)
@@ -274,22 +279,19 @@ class ModelRunnerBase:
 
     def _end_step(self, forward: Forward, results: SampledStep | PooledStep) -> Output:
         """Begins the copy of a step's results, and lets the components end the step; returns the step's output."""
-        forward.results = results
+        parts, forward.results = self.parts, results
         launched = self.make_output(forward.batch, results)
-        results.fields |= self.parts.components.end_step(forward)
+        results.fields |= parts.components.end_step(forward)
         if self.scheduler_config.async_scheduling:
             return launched
         output = launched.get_output()
-        self.parts.drafter.read(forward.batch, output)
+        parts.components.read(forward.batch, output)
         return output
 
     def _end_without_tokens(self, scheduler_output: SchedulerOutput) -> Output | None:
         """Ends a step that has no tokens, or none that are left since all of its requests have failed."""
-        fields = self.parts.components.end_step(None)
-        if not scheduler_output.total_num_scheduled_tokens:
-            return with_fields(EMPTY_MODEL_RUNNER_OUTPUT, fields)
-        output = with_fields(EMPTY_MODEL_RUNNER_OUTPUT, {"errors": {}} | fields)
-        if self.parts.head.answers_at_once:
+        output = with_fields(EMPTY_MODEL_RUNNER_OUTPUT, self.parts.components.end_step(None))
+        if not scheduler_output.total_num_scheduled_tokens or self.parts.head.answers_at_once:
             return output
         self.pending = lambda grammar_output: output
         return None
@@ -303,7 +305,7 @@ class ModelRunnerBase:
         return self.parts.updates.apply(schedule)
 
     def _execute_encoder(self, schedule: Schedule) -> None:
-        """Begins the step in all components: an encoder runs on the items that the scheduler names."""
+        """Begins the step in all components, of which one may be the encoder of the items that the scheduler names."""
         self.parts.components.begin_step(schedule)
 
     def _prepare_inputs(self, schedule: Schedule) -> tuple[InputBatch, PackedStep]:

@@ -209,8 +209,7 @@ class PagedPlatform(Platform):
         from vllm.config import CompilationMode
 
         from model_runner_base.attention.plan import kv_tile_for
-        from model_runner_base.caches.pair_shapes import attention_memory
-        from model_runner_base.device_ops import MemoryInfo
+        from model_runner_base.caches.pair_shapes import asked_memory
         from model_runner_base.errors import UnsupportedConfigError
         from model_runner_base.models.quantized.configuration import check_checkpoint, set_aside
         from model_runner_base.scheduling.releases import has_known_steps
@@ -261,7 +260,7 @@ class PagedPlatform(Platform):
             )
         forgo_kv_scales(cache)
         kv_tile_for(cache.block_size)  # Raises for a size that attention cannot read in parts.
-        attention_memory(vllm_config, MemoryInfo(0, 0))  # Raises for a setting that is no size.
+        asked_memory(vllm_config)  # Raises for a setting that is no size.
         model = vllm_config.model_config
         if model is None:
             return
@@ -310,3 +309,11 @@ class PagedPlatform(Platform):
         """Raises ValueError for a request whose output would be wrong. vLLM passes two arguments by position, or three
         by name."""
         check_arriving(processed_inputs, params)
+
+
+def shares_host_memory(vllm_config: "VllmConfig") -> bool:
+    """Whether the memory of the process's device is the host's; not so on a platform that is no ``PagedPlatform``."""
+    from vllm.platforms import current_platform
+
+    # No getattr: vLLM's platforms return None for attributes that they do not have.
+    return isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory(vllm_config)

@@ -32,7 +32,7 @@ from model_runner_base.heads.outputs import (
 )
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.models.recurrent.memory import recurrence_memory
-from model_runner_base.platform import PagedPlatform
+from model_runner_base.platform import PagedPlatform, shares_host_memory
 from model_runner_base.runner.memory import DeviceMemoryProfiler, host_cache_memory, memory_line, weights_memory
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
@@ -137,7 +137,7 @@ class ModelRunnerWorker(WorkerBase):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the model by ``load_config``. vLLM asks for dummy weights on ranks that join a running engine, which
-        limits.py refuses."""
+        admission/limits.py refuses."""
         with (
             set_current_vllm_config(self.vllm_config),
             DeviceMemoryProfiler(self.model_runner.device_ops) as profiler,
@@ -198,8 +198,7 @@ class ModelRunnerWorker(WorkerBase):
 
     def _shares_host_memory(self) -> bool:
         """Whether the device's memory is the host's."""
-        # No getattr: vLLM's platforms return None for attributes that they do not have.
-        return isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory(self.vllm_config)
+        return shares_host_memory(self.vllm_config)
 
     def _num_sharing(self) -> int:
         """Number of workers, this one included, that share one device memory."""
@@ -301,7 +300,7 @@ class ModelRunnerWorker(WorkerBase):
         self.model_runner.reset_encoder_cache()
 
     def execute_dummy_batch(self) -> None:
-        """Raises NotImplementedError: only idle data-parallel ranks run it, and limits.py refuses data parallelism."""
+        """Raises NotImplementedError: only idle data-parallel ranks run it, which are refused (admission/limits.py)."""
         raise NotImplementedError
 
     # ---- Profiling, by vLLM's own wrappers ----

@@ -19,7 +19,7 @@ from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.vllm_compat.probes import multimodal
 from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_slot_processors
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
-from model_runner_base.vllm_compat.probes.models import left_out
+from model_runner_base.vllm_compat.probes.models import left_out_of_ling
 from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
 from model_runner_base.vllm_compat.types.kv_cache import keeps_window_blocks
 from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states, keeps_prefixes
@@ -43,7 +43,7 @@ HEADS_OF_WHOLE_MODELS = {
 """Fields of heads or channels, by type of model, that mean something else in other models."""
 
 
-def check_ranks(config: Any, ranks: int) -> None:
+def check_recurrent_ranks(config: Any, ranks: int) -> None:
     """Raises UnsupportedConfigError for a model, given its config, whose recurrent layers ``ranks`` cannot share.
 
     A rank has its part of the heads, or of the channels of Mamba and of short convolutions, with their states. Groups
@@ -166,7 +166,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     if has_states(vllm_config):
         _check_recurrent(vllm_config)
     if model:
-        refuse(left_out(model.architecture, model.hf_text_config))
+        refuse(left_out_of_ling(model.architecture, model.hf_text_config))
         check_attention(vllm_config)
     if model and model.is_encoder_decoder:
         _check_encoder_decoder(vllm_config)
@@ -256,7 +256,7 @@ def _check_recurrent(vllm_config: VllmConfig) -> None:
         **_computed_otherwise(config),
     }
     refuse(refusals)
-    check_ranks(config, vllm_config.parallel_config.tensor_parallel_size)
+    check_recurrent_ranks(config, vllm_config.parallel_config.tensor_parallel_size)
 
 
 def _computed_otherwise(config: Any) -> dict[str, Any]:

@@ -7,33 +7,35 @@ from typing import Any
 from vllm.config import ModelConfig, VllmConfig
 
 from model_runner_base.attention.pieces import PairShape
-from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_compat.types.kv_cache import is_of_latents, larger_head
 
 SETTING = "attention_memory_gib"
 """Key of ``additional_config``: memory in GiB that the pairs of one layer may take at a time."""
 LARGEST_DEFAULT = 256 << 20
-LARGEST_DEFAULT_OF_HOST = 32 << 20
-"""Memory of a piece where the device is the host. What is larger fits no cache, and each allocation of 32 MiB is mapped
-and cleared anew by the C library: decode rows of a model of 0.6B parameters took two to ten times as long."""
+"""Largest default in bytes. Larger pieces were read no faster on the devices that were measured."""
+LARGEST_DEFAULT_ON_HOST = 32 << 20
+"""Largest default where memory is the host's. The C library maps and clears each larger array anew, and what does not
+fit a processor's caches is read several times as slowly."""
 SHARE = 64
 
 
-def attention_memory(vllm_config: VllmConfig, memory: MemoryInfo) -> int:
-    """Bytes that the pairs of one layer may take at a time: the user's setting, or a 64th of the device's memory, but
-    256 MiB at most, and 32 MiB where it is the host's.
+def attention_memory(vllm_config: VllmConfig, device_memory: int, is_on_host: bool) -> int:
+    """Bytes that the pairs of one layer may take at a time: what the user asks for, or a 64th of ``device_memory``,
+    which is 0 where it is not known, within the largest default."""
+    largest = LARGEST_DEFAULT_ON_HOST if is_on_host else LARGEST_DEFAULT
+    return asked_memory(vllm_config) or min(largest, device_memory // SHARE or largest)
 
-    Raises UnsupportedConfigError for a setting that is no size.
-    """
+
+def asked_memory(vllm_config: VllmConfig) -> int | None:
+    """Bytes that the user asks for; None: the default. Raises UnsupportedConfigError for a setting that is no size."""
     config = vllm_config.additional_config
     asked = config.get(SETTING) if isinstance(config, dict) else None
     if asked is None:
-        largest = LARGEST_DEFAULT_OF_HOST if memory.is_of_host else LARGEST_DEFAULT
-        return min(largest, memory.total // SHARE or largest)
+        return None
     if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked < math.inf:
         raise UnsupportedConfigError(f"{SETTING}={asked!r} in additional_config is no size: give GiB above 0")
-    return int(asked * (1 << 30))
+    return max(1, int(asked * (1 << 30)))
 
 
 def pair_shapes(specs: Iterable[Any], model_config: ModelConfig) -> set[PairShape]:

@@ -17,6 +17,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.heads.outputs import DraftTokenIds
 from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.heads.sampling.sampler import draw
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall
@@ -107,6 +108,7 @@ class DeviceDrafter(Drafter):
         """Launches drafting of each request's next tokens into ``DeviceRows``, without waiting."""
         if forward is not None:
             self._last_batch, sampled = forward.batch, forward.results
+            assert isinstance(sampled, SampledStep), "a pooling model has no drafter"
             outcome = Outcome(sampled.tokens, forward.hidden_states, forward.kept, forward.batch.num_decodes > 0)
             self.launch(forward.step, max(sampled.mode, SamplingMode.RANDOM), outcome)
         return NO_FIELDS

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from model_runner_base.heads.outputs import DraftTokenIds, ModelRunnerOutput
-from model_runner_base.step.batch import InputBatch
+from model_runner_base.heads.outputs import DraftTokenIds
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.packing import PackedStep
@@ -19,7 +18,7 @@ class Drafter(StepComponent):
     """Drafter interface; this default drafts nothing.
 
     A drafter is the last component, so its sections are written after those of inputs and caches. One on the device
-    drafts in ``end_step``.
+    drafts in ``end_step``, one on the host in ``read``.
     """
 
     # ---- A step's forward ----
@@ -29,9 +28,6 @@ class Drafter(StepComponent):
         return output, ()
 
     # ---- After the step ----
-
-    def read(self, batch: InputBatch, output: ModelRunnerOutput) -> None:
-        """Called with a step's output if the engine reads each step before it schedules the next."""
 
     def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
         """Waits for the latest drafts of ``requests`` (rows by id) and returns them."""

@@ -6,14 +6,14 @@ leaves the answer to ``sample_tokens``, which the engine calls next.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import Forward, ModelCall
+from model_runner_base.step.call import Forward, ModelCall, StepResults
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar
@@ -23,14 +23,12 @@ Value = torch.Tensor | None
 
 
 @dataclass
-class PooledStep:
+class PooledStep(StepResults):
     """Results of a step that a pooling head has answered."""
 
     finish: Callable[[], tuple[Sequence[Value], dict[str, str | None]]]
     """Waits for the step and pools; returns the value of each request of the batch, and the reasons of those that
     failed, by request."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the step's output, as in ``SampledStep``."""
 
 
 class Head(ABC):

@@ -77,7 +77,7 @@ class StepOutput(AsyncModelRunnerOutput):
         self._device_ops = device_ops
 
     def get_kv_connector_output(self) -> None:
-        """Returns None, since limits.py refuses KV transfer."""
+        """Returns None, since admission/limits.py refuses KV transfer."""
 
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
@@ -158,7 +158,7 @@ class PooledOutput(AsyncModelRunnerOutput):
         self._pooled = pooled
 
     def get_kv_connector_output(self) -> None:
-        """Returns None, since limits.py refuses KV transfer."""
+        """Returns None, since admission/limits.py refuses KV transfer."""
 
     def get_output(self) -> ModelRunnerOutput:
         values, late = self._pooled.finish()

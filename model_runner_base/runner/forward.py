@@ -72,7 +72,9 @@ class ModelGraph:
         return step
 
     def run(self, batch: InputBatch | None, step: PackedStep) -> list[torch.Tensor]:
-        """Launches the graph on a packed step, or on padding if ``batch`` is None, in the forward context of steps.
+        """Launches the graph on a packed step, or on padding if ``batch`` is None.
+
+        The caller has set vLLM's forward context of steps.
 
         Returns the tensors that the head makes of the hidden states, then those that drafting needs in addition.
         """

@@ -43,12 +43,12 @@ class StateUpdates:
             requests.release(req_id)
         if errors:
             errors.forget(schedule.finished)
-            schedule = errors.leave_out(schedule)
+            schedule = errors.without_failed(schedule)
         if schedule.arrivals:
             requests.free_rows_for([arrival.req_id for arrival in schedule.arrivals], schedule.num_tokens)
             for arrival in schedule.arrivals:
                 known = requests.infos.get(arrival.req_id)
-                with errors.of(arrival.req_id, known.items if known else arrival.items):
+                with errors.recording(arrival.req_id, known.items if known else arrival.items):
                     self._admit(arrival)
             schedule = self._leave_out_failed(schedule)
         if any(schedule.new_blocks):
@@ -64,7 +64,7 @@ class StateUpdates:
         failed = [req_id for req_id in schedule.num_tokens if req_id in self._errors] if self._errors else ()
         for req_id in failed:
             self._forget(req_id)
-        return self._errors.leave_out(schedule) if failed else schedule
+        return self._errors.without_failed(schedule) if failed else schedule
 
     def _admit(self, arrival: Arrival) -> None:
         """Gives a new or resumed request its row, and tells all parts that keep a state for each row."""

@@ -112,5 +112,14 @@ class Forward:
     """Further tensors for drafting, as returned by ``Drafter.keep``."""
     grammar_masks: Mapping[int, np.ndarray] = field(default_factory=dict)
     """Tokens that a grammar allows, by row of logits: bitmasks in the format of ``heads/sampling/token_masks.py``."""
-    results: Any = None
-    """Results of the head, once it has launched them: ``SampledStep`` or ``PooledStep``."""
+    results: "StepResults | None" = None
+    """Results of the head, once it has launched them."""
+
+
+@dataclass(kw_only=True)
+class StepResults:
+    """Base of what a head makes of a forward pass: tokens, or vectors."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of the step's output that components report (``StepComponent.end_step``), by name. They are there when
+    the output is read, and not yet when it is made."""

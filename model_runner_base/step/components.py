@@ -1,9 +1,10 @@
-"""Components of a step: the parts that have sections of the packed buffer, or further tensors of the graph.
+"""Components of a step: the parts that have sections of the packed buffer, further tensors of the graph, or work before
+or after a step.
 
 A feature of the model, such as LoRA, is a component in one list (``runner/wiring.py``). All components are called in
 the list's order. A component may read sections that an earlier one has written (``reads``), and what an earlier one has
-bound in a ``ModelCall``. Code that needs one component alone also holds it by name, as ``sample_tokens`` does with the
-drafter.
+bound in a ``ModelCall``. Code that needs one component alone also holds it by name, as ``take_draft_token_ids`` does
+with the drafter.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,9 +56,13 @@ class StepComponent:
     def end_step(self, forward: Forward | None) -> Mapping[str, Any]:
         """Called when the step's work is launched; returns fields of its ``ModelRunnerOutput``, by name.
 
-        ``forward`` is the step's forward pass, with its results; None for a step without tokens.
+        ``errors`` are the reasons of failed requests, by request. Of other fields each has one component that reports
+        it. ``forward`` is the step's forward pass, with its results; None for a step without tokens.
         """
         return NO_FIELDS
+
+    def read(self, batch: InputBatch, output: Any) -> None:
+        """Called with the ``ModelRunnerOutput`` of a step with tokens, if each is read before the next one."""
 
     # ---- On the host ----
 
@@ -117,6 +122,7 @@ class StepComponents:
         self._all: list[StepComponent] = []
         self._admit: list[Callable[..., None]] = []
         self._begin_step: list[Callable[[Schedule], None]] = []
+        self._read: list[Callable[[InputBatch, Any], None]] = []
         self._end_step: list[Callable[[Forward | None], Mapping[str, Any]]] = []
         self._sections: list[Callable[..., list[Section]]] = []
         self._fill: list[Callable[..., None]] = []
@@ -145,6 +151,7 @@ class StepComponents:
         note(self._admit, "admit")
         note(self._begin_step, "begin_step")
         note(self._end_step, "end_step")
+        note(self._read, "read")
         note(self._sections, "sections")
         note(self._fill, "fill")
         note(self._fill_padding, "fill_padding")
@@ -168,11 +175,20 @@ class StepComponents:
             begin_step(schedule)
 
     def end_step(self, forward: Forward | None) -> dict[str, Any]:
-        """Fields of the step's output that components report."""
+        """Fields of the step's output that components report; raises ValueError if two report one, but ``errors``."""
         fields: dict[str, Any] = {}
         for end_step in self._end_step:
-            fields.update(end_step(forward))
+            for name, value in end_step(forward).items():
+                if name == "errors":
+                    value = fields.get(name, {}) | value
+                elif name in fields:
+                    raise ValueError(f"two components report {name} of the step's output")
+                fields[name] = value
         return fields
+
+    def read(self, batch: InputBatch, output: Any) -> None:
+        for read in self._read:
+            read(batch, output)
 
     def sections(self, size: StepSize) -> list[Section]:
         """Sections of the whole packed buffer."""

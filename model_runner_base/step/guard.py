@@ -10,7 +10,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.forward_context import override_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -21,8 +21,7 @@ T = TypeVar("T")
 
 
 class StepGuard:
-    """Context of one half of a step: one thread of the process at a time is inside, no gradients are kept, and vLLM's
-    forward context is that of steps.
+    """Context of one half of a step: one thread of the process at a time is inside, and no gradients are kept.
 
     Ranks other than 0 exit on an error, since vLLM's executors hear of rank 0's errors only. A rank that went on after
     an error would run one collective fewer than the others, and add up tensors of different operations.
@@ -35,8 +34,6 @@ class StepGuard:
         self._is_wanted = False
         """Whether a step is waiting to begin."""
         self._inference_mode = current_platform.inference_mode()
-        self.forward_context: ForwardContext | None = None
-        """Forward context of all steps, which ``initialize_kv_cache`` makes."""
         self.last_step = -math.inf
         """Time, by ``time.monotonic``, at which a half of a step last ended."""
 
@@ -59,13 +56,10 @@ class StepGuard:
         self.lock.acquire()
         self._is_wanted = False
         self._inference_mode.__enter__()
-        self._override = override_forward_context(self.forward_context)
-        self._override.__enter__()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._override.__exit__(None, None, None)
         self._inference_mode.__exit__(exc_type, exc, traceback)
         self.last_step = time.monotonic()
         self.lock.release()
@@ -75,11 +69,12 @@ class StepGuard:
 
 
 def guarded(half: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Wraps a runner's half of a step so that it runs inside the runner's ``step_guard``."""
+    """Wraps a runner's half of a step so that it runs inside the runner's ``step_guard``, in vLLM's forward context of
+    steps."""
 
     @wraps(half)
     def run(runner: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        with runner.step_guard:
+        with runner.step_guard, override_forward_context(runner.parts.forward_context):
             return half(runner, *args, **kwargs)
 
     return run

@@ -30,26 +30,26 @@ class RequestErrors(StepComponent):
 
     def __init__(self, num_ranks: int = 1) -> None:
         # Files may be missing on one rank's host alone; the others would run the request.
-        self._of_the_host = (torch.OutOfMemoryError, OSError) if num_ranks > 1 else (torch.OutOfMemoryError,)
+        self._raised = (torch.OutOfMemoryError, OSError) if num_ranks > 1 else (torch.OutOfMemoryError,)
         self._failed: dict[str, Sequence[MultiModalFeatureSpec]] = {}
         """Images and other items in each failed request's prompt, by request."""
-        self._untold: dict[str, str | None] = {}
+        self._unreported: dict[str, str | None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._failed)
 
     @contextmanager
-    def of(self, req_id: str, items: Sequence[MultiModalFeatureSpec]) -> Iterator[None]:
+    def recording(self, req_id: str, items: Sequence[MultiModalFeatureSpec]) -> Iterator[None]:
         """Records an error inside the block as that request's failure; ``items`` are the images and other items of its
         prompt."""
         try:
             yield
-        except self._of_the_host:
+        except self._raised:
             raise
         except Exception as error:
             logger.exception("Request %s cannot be run.", req_id)
             self._failed[req_id] = items
-            self._untold[req_id] = f"{type(error).__name__}: {error}"
+            self._unreported[req_id] = f"{type(error).__name__}: {error}"
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._failed
@@ -59,7 +59,7 @@ class RequestErrors(StepComponent):
         for req_id in self._failed.keys() & set(req_ids):
             del self._failed[req_id]
 
-    def leave_out(self, schedule: Schedule) -> Schedule:
+    def without_failed(self, schedule: Schedule) -> Schedule:
         """A copy of the step without the failed requests; their items are encoded, since others may share them."""
         failed = self._failed
         is_left = [req_id not in failed for req_id in schedule.continued]
@@ -83,7 +83,7 @@ class RequestErrors(StepComponent):
 
     def end_step(self, forward: Forward | None) -> Mapping[str, Any]:
         """Returns the ``errors`` by request that the scheduler was not told of yet."""
-        if not self._untold:
+        if not self._unreported:
             return NO_FIELDS
-        untold, self._untold = self._untold, {}
-        return {"errors": untold}
+        unreported, self._unreported = self._unreported, {}
+        return {"errors": unreported}

@@ -84,6 +84,12 @@ class Asked(StepComponent):
     def prepare(self, batch: Any, step: Any, rows: Any) -> None:
         self.log.append(("prepare", batch, step, rows))
 
+    def begin_step(self, schedule: Any) -> None:
+        self.log.append(("begin_step", schedule))
+
+    def read(self, batch: Any, output: Any) -> None:
+        self.log.append(("read", batch, output))
+
     def unbind(self) -> None:
         self.log.append("unbind")
 
@@ -150,12 +156,35 @@ def test_whatever_a_component_overrides_it_is_asked() -> None:
     components.admit(3, info, [1, 2])  # type: ignore[arg-type]
     components.fill_padding(SIZE, {})
     components.prepare(None, "step", "rows")  # type: ignore[arg-type]
+    components.begin_step("schedule")  # type: ignore[arg-type]
+    components.read("batch", "output")  # type: ignore[arg-type]
     components.unbind()
     components.warm_up()
     assert log == [
         ("admit", 3, [1, 2]),
         ("fill_padding", SIZE),
         ("prepare", None, "step", "rows"),
+        ("begin_step", "schedule"),
+        ("read", "batch", "output"),
         "unbind",
         "warm_up",
     ]
+
+
+class Reports(StepComponent):
+    """Component that reports fields of the output."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def end_step(self, forward: Any) -> dict[str, Any]:
+        return self.fields
+
+
+def test_reports_of_several_are_put_together() -> None:
+    components = StepComponents([Reports(errors={"a": "one"}, first=1), StepComponent(), Reports(errors={"b": None})])
+    components.add(Reports(second=2))
+    assert components.end_step(None) == {"errors": {"a": "one", "b": None}, "first": 1, "second": 2}
+    components.add(Reports(first=3))
+    with pytest.raises(ValueError, match="two components report first of the step's output"):
+        components.end_step(None)

@@ -12,7 +12,6 @@ import torch_xla.core.xla_model as xm
 from vllm.platforms.interface import Platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
-import model_runner_base.worker
 from model_runner_base import (
     DeviceMemoryProfiler,
     DeviceOps,
@@ -22,7 +21,7 @@ from model_runner_base import (
     estimate_step_memory,
 )
 from model_runner_base.caches.paged import plan_dims
-from model_runner_base.caches.pair_shapes import attention_memory
+from model_runner_base.caches.pair_shapes import asked_memory, attention_memory
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS
 from model_runner_base.inputs.multimodal.encoder import NO_ENCODER
@@ -108,7 +107,7 @@ class HostPlatform(PagedPlatform):
 def test_workers_share_the_hosts_memory_and_no_devices(
     platform: Platform, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner_base.worker, "current_platform", platform)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
     worker = SimpleNamespace(num_local_workers=2, vllm_config=None)
     worker._shares_host_memory = lambda: ModelRunnerWorker._shares_host_memory(worker)  # type: ignore[arg-type]
     assert ModelRunnerWorker._num_sharing(worker) == sharing  # type: ignore[arg-type]
@@ -270,11 +269,11 @@ def test_attention_in_pieces_takes_no_more_at_larger_limits() -> None:
 def test_attention_memory_that_is_no_size_is_refused(size: object) -> None:
     config: Any = SimpleNamespace(additional_config={"attention_memory_gib": size})
     with pytest.raises(UnsupportedConfigError, match=r"attention_memory_gib=.* give GiB above 0"):
-        attention_memory(config, MemoryInfo(0, 1 << 40))
+        asked_memory(config)
 
 
 @pytest.mark.parametrize(
-    ("asked", "total", "is_of_host", "expected"),
+    ("asked", "total", "is_on_host", "expected"),
     [
         (0.5, 1 << 40, False, 1 << 29),
         (0.5, 1 << 40, True, 1 << 29),
@@ -286,10 +285,10 @@ def test_attention_memory_that_is_no_size_is_refused(size: object) -> None:
     ],
 )
 def test_attention_memory_follows_the_device_unless_it_is_set(
-    asked: float | None, total: int, is_of_host: bool, expected: int
+    asked: float | None, total: int, is_on_host: bool, expected: int
 ) -> None:
     config: Any = SimpleNamespace(additional_config={} if asked is None else {"attention_memory_gib": asked})
-    assert attention_memory(config, MemoryInfo(0, total, is_of_host)) == expected
+    assert attention_memory(config, total, is_on_host) == expected
 
 
 def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:

@@ -214,8 +214,10 @@ class Reporter(StepComponent):
 
 
 def test_components_report_in_every_step(llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a component reports is in every output: beside an error, of a step without tokens, and of one whose only
-    request has failed."""
+    """Outputs have what a component reports, with errors and without tokens alike.
+
+    The only request of some steps has failed.
+    """
     reporter, scheduler, seen = Reporter(), core_of(llm).scheduler, list[Any]()
     read = scheduler.update_from_output
     fail_admission(llm, monkeypatch)

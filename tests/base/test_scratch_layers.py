@@ -41,7 +41,7 @@ def config(tiny_model: Any) -> VllmConfig:
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
     ).create_engine_config()
-    config.model_config.runner_type = "pooling"  # limits.py lets no engine by so far.
+    config.model_config.runner_type = "pooling"  # admission/limits.py lets no engine by so far.
     return config
 
 

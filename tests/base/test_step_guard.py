@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from gpu_runner.model_runner import GPUModelRunner
 from model_runner_base import ModelRunnerBase
 from model_runner_base.step.guard import StepGuard, guarded
 from neuron_runner.model_runner import NeuronModelRunner
+
+CONTEXT: Any = object()
 
 
 class Ended(BaseException):
@@ -19,6 +22,7 @@ class Ended(BaseException):
 
 @guarded
 def half(runner: Any, error: type[BaseException] | None) -> bool:
+    assert get_forward_context() is CONTEXT
     if error is not None:
         raise error
     return torch.is_grad_enabled()
@@ -40,10 +44,11 @@ def test_a_rank_that_nobody_hears_of_ends_its_process(
         raise Ended
 
     monkeypatch.setattr(os, "_exit", end)
-    runner = SimpleNamespace(step_guard=StepGuard(rank))
+    runner = SimpleNamespace(step_guard=StepGuard(rank), parts=SimpleNamespace(forward_context=CONTEXT))
     with pytest.raises(seen):
         half(runner, error)
     assert torch.is_grad_enabled(), "the mode outlasts the step"
+    assert not is_forward_context_available(), "the forward context outlasts the step"
     assert not half(runner, None)
 
 

@@ -108,7 +108,7 @@ def test_the_scheduler_stands_apart() -> None:
     for path in folder.rglob("*.py"):
         of_ours = re.findall(r"^\s*from (model_runner_base\S*) import", path.read_text(), re.MULTILINE)
         assert all(module.startswith("model_runner_base.scheduling") for module in of_ours), path.name
-    others = [path for path in (BASE).rglob("*.py") if folder not in path.parents]
+    others = [path for path in BASE.rglob("*.py") if folder not in path.parents]
     named_in = {path.name for path in others if "model_runner_base.scheduling" in path.read_text()}
     assert named_in == {"our_engines.py", "platform.py", "worker.py"}
 
@@ -123,19 +123,19 @@ def test_rows_and_corrections_of_the_scheduler_import_neither_the_other(part: st
 
 def test_one_module_repeats_steps() -> None:
     """One module, step/repeat.py, follows schedules; no other module knows of a step that is like the last one."""
-    files = (BASE).rglob("*.py")
+    files = BASE.rglob("*.py")
     assert [path.name for path in files if "_steady" in path.read_text()] == []
 
 
 def test_files_have_at_most_600_lines() -> None:
-    """A file is one idea; one with more lines has more than one."""
+    """A file has at most 600 lines, so that it stays one idea."""
     out = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
     files = [path for path in out.stdout.splitlines() if (ROOT / path).is_file()]
     lines = {path: len((ROOT / path).read_text().splitlines()) for path in files}
     assert len(lines) > 500 and {path: count for path, count in lines.items() if count > 600} == {}
 
 
-@pytest.mark.parametrize("path", sorted((BASE).rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(BASE.rglob("*.py")), ids=lambda path: path.name)
 def test_base_names_no_device(path: Path) -> None:
     # "input" and "output" hold the letters of an accelerator's name; no word of ours should.
     text = re.sub(r"(in|out)puts?", "", path.read_text(), flags=re.IGNORECASE)
@@ -228,7 +228,7 @@ def test_imports_point_one_way() -> None:
     own = {"filelock", "numba", "numpy", "psutil", "pydantic", "tqdm"}
     base = {"model_runner_base", "vllm", "torch", "transformers", "safetensors"} | own
     kit = {"PIL", "hypothesis", "pytest", "regex", "rich", "scipy", "tokenizers"}
-    for path in (BASE).rglob("*.py"):
+    for path in BASE.rglob("*.py"):
         allowed = base | kit if "testing" in path.parts else base
         if path.name == "refusals.py":  # An error of the server's, which vLLM makes of it.
             allowed = allowed | {"fastapi"}

@@ -73,9 +73,8 @@ def pooler_left_out(model: nn.Module) -> Iterator[None]:
 def keep_inner_activations(model: nn.Module) -> None:
     """Makes the activation of BERT's and ModernBERT's pooler a part of its projection, which every request gets.
 
-    In vLLM a request without activation loses this one, too, so its logits are not those of the checkpoint.
-
-    vLLM leaves it out with ``use_activation=False``.
+    In vLLM a request with ``use_activation=False`` loses this activation, too, so its logits are not those of the
+    checkpoint.
     """
     for module in model.modules():
         head: Any = module.head if isinstance(module, BertPooler | ModernBertPooler) else None

@@ -2,7 +2,7 @@
 
 A batch passes only the stages that one of its requests asks for, so an unused feature costs nothing. The graph policy
 wraps the functions that a stage runs on the device. They are warmed up for every number of rows, so using a stage
-compiles nothing.
+compiles nothing. A stage may read the tokens of earlier steps in an ``OutputHistory``.
 """
 
 from collections import deque

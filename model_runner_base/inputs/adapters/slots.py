@@ -3,6 +3,7 @@
 vLLM's layers write slices of a slot, whose sizes depend on the adapter's rank and on the slot. A device that compiles
 would make a graph for each. Here a layer writes one slot on the host, padded to the largest rank, and the whole slot
 goes to the device. So a few functions, one for each shape of matrix, write adapters of any rank into any slot.
+``Products`` are the matmuls with these matrices.
 """
 
 import math

@@ -11,16 +11,14 @@ from model_runner_base.device_ops import DeviceOps
 
 
 class DeepstackBuffers:
-    """Replaces the model's own buffers of levels.
-
-    If calls must be alike (``DeviceOps.calls_alike``), each level has a buffer here whose address does not change. What
-    was compiled or captured in one call then reads it in all calls. A call without images finds zeros there.
-
-    A model with deepstack (Qwen3-VL) adds further parts of an encoder's output after each of its first layers.
+    """Parts of an encoder's output that a model with deepstack (Qwen3-VL) adds after each of its first layers.
 
     Such an encoder's output has rows of (1 + levels) * H numbers: first the embedding, then the levels, which are added
     after layer 0, 1 and so on. vLLM's model keeps the levels in buffers between two calls, but a graph cannot. Here
     they are a part of the graph that uses them.
+
+    If calls must be alike (``DeviceOps.calls_alike``), each level has a buffer here whose address does not change. What
+    was compiled or captured in one call then reads it in all calls. A call without images finds zeros there.
     """
 
     def __init__(self, model: Any, model_config: ModelConfig, max_num_tokens: int, device_ops: DeviceOps) -> None:

@@ -85,11 +85,10 @@ Load = Callable[[Any, Weights], Iterable[str]]
 
 
 def load_router_biases() -> None:
-    """Has vLLM load them; does nothing in releases whose experts do not load their own weights.
+    """Has vLLM load the biases of routers that a checkpoint stores with its experts, as Laguna's does.
 
-    Some checkpoints, as Laguna's, have biases of routers with their experts; vLLM's loader of experts leaves them out.
-
-    Each expert's bias is added to its score before the best are chosen.
+    An expert's bias is added to its score before the best are chosen. vLLM's loader of experts leaves these biases out.
+    Does nothing in releases whose experts do not load their own weights.
     """
     if experts := getattr(fused_moe, "RoutedExperts", None):
         wrap_once(experts, "load_weights", _with_bias)

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer, ExpertsView
-from model_runner_base.vllm_compat.probes.models import uses_backend
+from model_runner_base.vllm_compat.probes.models import uses_transformers_backend
 
 BACKEND_MODULE = "vllm.model_executor.models.transformers.moe"
 
@@ -31,7 +31,7 @@ def adapt_experts(model_configs: Iterable[ModelConfig], adapt: Adapt) -> None:
     whatever the class of transformers computes.
     """
     global _adapt
-    if any(map(uses_backend, model_configs)):
+    if any(map(uses_transformers_backend, model_configs)):
         _adapt = adapt
         wrap_once(import_module(BACKEND_MODULE).MoEMixin, "recursive_replace", _adapted)
 

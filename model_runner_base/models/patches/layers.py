@@ -14,19 +14,17 @@ from vllm.model_executor.models.modernbert import ModernBertAttention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
-from model_runner_base.vllm_compat.probes.models import BACKENDS, has_unequal_heads
+from model_runner_base.vllm_compat.probes.models import UNEQUAL_HEADS_BACKENDS, has_unequal_heads
 
 COHERE_LAYERS = ("CohereAttention", "Cohere2MoeAttention")
 """Names of vLLM's classes, which not every release has."""
 
 
 def correct_windows(model: nn.Module) -> None:
-    """Narrows the windows that are wider than the config's.
+    """Gives the local layers of Cohere 2 the window of their config, as transformers does.
 
-    The local layers of Cohere 2 get the window of their config, as in transformers.
-
-    Some releases of vLLM make it a token wider. Their source says that the models were trained so; transformers, and
-    earlier releases, have it as it is in the config.
+    Some releases of vLLM make the window a token wider. Their source says that the models were trained so;
+    transformers, and earlier releases, have it as it is in the config.
     """
     module: Any
     for module in model.modules():
@@ -57,12 +55,10 @@ APERTUS = "ApertusForCausalLM"
 
 
 def use_models_dtype(vllm_config: VllmConfig) -> None:
-    """Has vLLM make xIELU as the installed transformers does; does nothing for models other than Apertus.
-
-    Then xIELU, Apertus' activation, has its parameters in the model's dtype.
+    """Has vLLM make the parameters of xIELU, Apertus' activation, in the model's dtype where transformers does so.
 
     vLLM makes them in bfloat16, also for a model in float32. So does transformers 4, while transformers 5 loads them in
-    the model's dtype, which is more exact.
+    the model's dtype, which is more exact. Does nothing for other models.
     """
     is_apertus = vllm_config.model_config.architecture == APERTUS
     if is_apertus and int(transformers.__version__.partition(".")[0]) >= 5:
@@ -83,13 +79,11 @@ PLAIN_KIMI_LINEAR = "vllm.models.kimi_k3.amd.linear:KimiLinearForCausalLM"
 
 
 def use_plain_kimi_linear(vllm_config: VllmConfig) -> None:
-    """Has vLLM make Kimi-Linear of plain layers; does nothing for other models and in older releases.
+    """Has vLLM make Kimi-Linear of plain layers.
 
-    The class is the one of layers that are vLLM's own for every device.
-
-    vLLM 0.33 has two classes. The one that its registry names has layers of NVIDIA's kernels, which are in one piece
-    with their projections. The other one, which AMD's and Intel's devices get, has the layers that DeepSeek and
-    Qwen3-Next have.
+    vLLM 0.33 has two classes of it. The one that its registry names has layers of NVIDIA's kernels, which are in one
+    piece with their projections. The other one, which AMD's and Intel's devices get, has the layers that DeepSeek and
+    Qwen3-Next have. Does nothing for other models, and in older releases.
     """
     if vllm_config.model_config.architecture != KIMI_LINEAR:
         return
@@ -102,12 +96,11 @@ _UNEQUAL_HEADS = "model_runner_base.attention.unequal_heads.UnequalHeadsBackend"
 
 
 def use_plain_unequal_heads(model: ModelConfig) -> None:
-    """Has vLLM's class of such a model find the base's own attention under the names of the kernels that it chooses.
+    """Puts the base's own attention in place of the backends that a model's class chooses by itself.
 
-    Other models keep vLLM's.
-
-    Such a class chooses its backend itself, for keys and values of unequal head sizes.
+    Some classes do so for keys and values of unequal head sizes, and name kernels of one device. Other models keep
+    vLLM's backends.
     """
-    for name in BACKENDS if has_unequal_heads(model.architecture, model.hf_text_config) else ():
+    for name in UNEQUAL_HEADS_BACKENDS if has_unequal_heads(model.architecture, model.hf_text_config) else ():
         if name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], _UNEQUAL_HEADS)

@@ -32,8 +32,6 @@ def take_dtypes_in_order() -> None:
 def _in_order(resolve: Callable[..., torch.dtype]) -> Callable[..., torch.dtype]:
     @wraps(resolve)
     def _resolve_auto_dtype(model_type: str, config_dtype: torch.dtype, *, is_pooling_model: bool) -> torch.dtype:
-        from vllm.platforms import current_platform
-
         is_left_out = config_dtype not in current_platform.supported_dtypes
         if not is_left_out or config_dtype not in getattr(current_platform, "dtypes", ()):
             return resolve(model_type, config_dtype, is_pooling_model=False)
@@ -82,9 +80,8 @@ def recognise_marked_heads(engine_args_cls: Any) -> None:
 def leave_backend_open() -> None:
     """Has the configurations of Gemma 4, whose layers have two head sizes, leave the backend to the platform.
 
-    A backend that the user chose stays.
-
-    vLLM forces backends upon them, because its own kernels need those; plain torch does not.
+    vLLM chooses backends for these models, because its own kernels need those; plain torch does not. A backend that the
+    user chose stays.
     """
     for name in ("Gemma4Config", "EmbeddingGemma2ModelConfig"):
         config = getattr(models_config, name, None)

@@ -10,23 +10,23 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of layers that vLLM's Transformers backend tells apart; it has all others see every key."""
 
 
-def uses_backend(model_config: Any) -> bool:
+def uses_transformers_backend(model_config: Any) -> bool:
     """Whether vLLM serves a model by transformers' own classes (its Transformers backend)."""
     # A model within another one, such as the text model of Idefics 3, may have no architecture of its own.
     return bool(model_config.architectures and model_config.using_transformers_backend())
 
 
 def other_layer_type(model_config: Any) -> str | None:
-    """The first type of layer that the backend would take for full attention; None if there is none."""
+    """The first type of layer that the Transformers backend would take for full attention; None if there is none."""
     types = getattr(model_config.hf_text_config, "layer_types", None) or ()
     other = next((name for name in types if name not in LAYER_TYPES), None)
-    return other if other is not None and uses_backend(model_config) else None
+    return other if other is not None and uses_transformers_backend(model_config) else None
 
 
-BACKENDS = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
-"""Names of the backends that a model's class may choose."""
-CHOOSES_BACKENDS = BACKENDS[1] in AttentionBackendEnum.__members__
-"""Whether the classes of MiMo-V2 choose backends. In releases that do not have these, they pad values."""
+UNEQUAL_HEADS_BACKENDS = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
+"""Names of the attention backends that a model's class may choose for keys and values of unequal head sizes."""
+CHOOSES_BACKENDS = UNEQUAL_HEADS_BACKENDS[1] in AttentionBackendEnum.__members__
+"""Whether the classes of MiMo-V2 choose attention backends. In releases that do not have these, they pad values."""
 
 
 def has_unequal_heads(architecture: str, config: Any) -> bool:
@@ -46,7 +46,7 @@ def has_own_kernels(architecture: str, config: Any) -> bool:
     return "Pangu" in architecture and getattr(config, "param_sink_number", 0) > 0
 
 
-def left_out(architecture: str, config: Any) -> dict[str, bool]:
+def left_out_of_ling(architecture: str, config: Any) -> dict[str, bool]:
     """Messages and conditions of UnsupportedConfigError: what this release of vLLM leaves out of Ling's config.
 
     Args:

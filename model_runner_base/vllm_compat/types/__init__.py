@@ -1,4 +1,4 @@
-"""Readers of vLLM's types of caches, layers and drafts, a file for each.
+"""Readers of vLLM's types of caches, layers, drafts and prompts, a file for each.
 
 Elsewhere a cache is a ``CacheLayout`` and a step is a ``Schedule``. So a release of vLLM that changes its
 ``KVCacheConfig`` or ``CommonAttentionMetadata`` changes this folder alone. Its ``SchedulerOutput`` is read in
