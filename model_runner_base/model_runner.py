@@ -53,7 +53,7 @@ from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.runner.wiring import StepParts, load_processors, wire
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import Forward
+from model_runner_base.step.call import Forward, ModelResults
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
@@ -258,8 +258,7 @@ class ModelRunnerBase:
         if not schedule.total_num_tokens:
             return self._end_without_tokens(scheduler_output)
         batch, step = self._prepare_inputs(schedule)
-        logits, slots, hidden_states, *kept = parts.graph.run(batch, step)
-        forward = Forward(schedule, batch, step, logits, slots, hidden_states, tuple(kept))
+        forward = Forward(schedule, batch, step, *parts.graph.run(batch, step))
         answer = parts.head.answer(forward)
         if answer is not None:
             return self._end_step(forward, answer)
@@ -327,7 +326,7 @@ class ModelRunnerBase:
 
     # ---- Runs without requests: profiling and warm-up ----
 
-    def _dummy_run(self, size: StepSize) -> list[torch.Tensor]:
+    def _dummy_run(self, size: StepSize) -> ModelResults:
         """Runs the model at a size with padding only; returns what ``ModelGraph.run`` returns."""
         return self.parts.graph.dummy_run(size)
 

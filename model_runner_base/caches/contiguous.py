@@ -104,7 +104,7 @@ class ContiguousDecode(CacheKind):
 
     def _kv_tiles(self, size: StepSize) -> int:
         """Number of KV tiles that are read of each line."""
-        return size.plan_dims()[1] // self._limits.num_lines
+        return size.plan_dims().decode_pairs // self._limits.num_lines
 
     def sections(self, size: StepSize) -> list[Section]:
         if size.kind != StepKind.DECODE_CONTIGUOUS:

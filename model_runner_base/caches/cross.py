@@ -42,13 +42,13 @@ class CrossCaches(CacheKind):
     # ---- On the host ----
 
     def sections(self, size: StepSize) -> list[Section]:
-        num_rows, _, _, num_tiles, _ = size.plan_dims()
+        dims = size.plan_dims()
         sections: list[Section] = []
         for index, group in enumerate(self._groups):
             width = group.block_table.max_blocks  # A number: graphs are traced through this, and guard arrays.
-            sections.append(Section(f"{ROW_BLOCKS}.{index}", (num_rows, width)))
+            sections.append(Section(f"{ROW_BLOCKS}.{index}", (dims.decode_rows, width)))
             if size.kind == StepKind.MIXED:
-                sections.append(Section(f"{TILE_BLOCKS}.{index}", (num_tiles, width)))
+                sections.append(Section(f"{TILE_BLOCKS}.{index}", (dims.chunk_tiles, width)))
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:

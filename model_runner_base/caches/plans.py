@@ -147,20 +147,20 @@ class PlannedCaches(CacheKind):
     def sections(self, size: StepSize) -> list[Section]:
         if size.kind == StepKind.DECODE_CONTIGUOUS:
             return []
-        num_rows, num_pairs, num_tokens, num_tiles, num_chunk_pairs = size.plan_dims()
+        dims = size.plan_dims()
         sections: list[Section] = []
         # Only plans of pure decode are ever added to, so only their nodes have space for more children.
         is_mixed = size.kind == StepKind.MIXED
         for planned in self._planned:
             ring = ring_size(self._limits.decode_reach, planned.decode.block_size)
-            sections.append(Section(planned.decode_names.own_blocks, (num_rows, ring)))
-            of_rows = planned.decode_names, planned.decode, num_rows, num_pairs
+            sections.append(Section(planned.decode_names.own_blocks, (dims.decode_rows, ring)))
+            of_rows = planned.decode_names, planned.decode, dims.decode_rows, dims.decode_pairs
             sections += _pair_sections(*of_rows, has_starts=is_mixed)
         if is_mixed:
-            sections += self._spans.sections(num_tokens)
+            sections += self._spans.sections(dims.chunk_tokens)
             for planned in self._planned:
-                sections.append(Section(planned.chunk_names.last_pair, (num_tiles,)))
-                of_tiles = planned.chunk_names, planned.chunk, num_tiles, num_chunk_pairs
+                sections.append(Section(planned.chunk_names.last_pair, (dims.chunk_tiles,)))
+                of_tiles = planned.chunk_names, planned.chunk, dims.chunk_tiles, dims.chunk_pairs
                 sections += _pair_sections(*of_tiles, has_starts=True)
         return sections
 
@@ -169,7 +169,11 @@ class PlannedCaches(CacheKind):
             return
         counted = self._counted
         assert counted.placed.batch is batch
-        decodes, num_pairs, is_mixed = counted.placed.decodes, size.plan_dims()[1], size.kind == StepKind.MIXED
+        decodes, num_pairs, is_mixed = (
+            counted.placed.decodes,
+            size.plan_dims().decode_pairs,
+            size.kind == StepKind.MIXED,
+        )
         for planned, count in zip(self._planned, counted.decode_counts, strict=True):
             table, names = planned.group.block_table, planned.decode_names
             _fill_pairs(planned.decode, decodes, NO_ENDS, table.table, names, views)

@@ -67,10 +67,12 @@ class StateCaches(CacheKind):
         """Whether a step writes a request's state to where it has read it."""
 
     def sections(self, size: StepSize) -> list[Section]:
-        num_rows, _, _, num_tiles, _ = size.plan_dims()
-        sections = [Section(BLOCKS, (num_rows, self._ring))]
+        dims = size.plan_dims()
+        sections = [Section(BLOCKS, (dims.decode_rows, self._ring))]
         if size.kind == StepKind.MIXED:
-            sections += [Section(name, (num_tiles,)) for name in ((STATES,) if self._stays else (STATES, SOURCES))]
+            sections += [
+                Section(name, (dims.chunk_tiles,)) for name in ((STATES,) if self._stays else (STATES, SOURCES))
+            ]
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:

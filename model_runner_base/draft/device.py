@@ -20,7 +20,7 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.heads.sampling.sampler import draw
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import Forward, ModelCall
+from model_runner_base.step.call import Forward, ModelCall, ModelResults
 from model_runner_base.step.components import NO_FIELDS, StepComponents
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.device_tokens import LENGTHS
@@ -113,11 +113,11 @@ class DeviceDrafter(Drafter):
             self.launch(forward.step, max(sampled.mode, SamplingMode.RANDOM), outcome)
         return NO_FIELDS
 
-    def warm_up_at(self, step: PackedStep, results: list[torch.Tensor]) -> None:
-        _, slots, features, *kept = results
-        yielded = self.parts.device_ops.to_device(np.zeros(slots.shape[1], np.int32))
+    def warm_up_at(self, step: PackedStep, results: ModelResults) -> None:
+        yielded = self.parts.device_ops.to_device(np.zeros(results.sample_slots.shape[1], np.int32))
+        outcome = Outcome(yielded, results.hidden_states, results.kept, has_rows=len(step.views[LENGTHS]) > 0)
         for mode in MODES:
-            self.launch(step, mode, Outcome(yielded, features, tuple(kept), has_rows=len(step.views[LENGTHS]) > 0))
+            self.launch(step, mode, outcome)
 
     def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
         last = self.parts.device_ops.to_host(self.parts.rows.tensors[0])[list(requests.values()), 1:]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from model_runner_base.heads.outputs import DraftTokenIds
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import ModelCall, ModelResults
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.packing import PackedStep
 
@@ -33,7 +33,7 @@ class Drafter(StepComponent):
         """Waits for the latest drafts of ``requests`` (rows by id) and returns them."""
         return None
 
-    def warm_up_at(self, step: PackedStep, results: list[torch.Tensor]) -> None:
+    def warm_up_at(self, step: PackedStep, results: ModelResults) -> None:
         """Runs the drafter's functions on the device once at a size, whose forward pass returned ``results``."""
 
 

@@ -9,7 +9,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.heads.head import Head
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import ModelCall, ModelResults
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import StepFunction
@@ -71,27 +71,29 @@ class ModelGraph:
         step.send()
         return step
 
-    def run(self, batch: InputBatch | None, step: PackedStep) -> list[torch.Tensor]:
+    def run(self, batch: InputBatch | None, step: PackedStep) -> ModelResults:
         """Launches the graph on a packed step, or on padding if ``batch`` is None.
 
         The caller has set vLLM's forward context of steps.
 
-        Returns the tensors that the head makes of the hidden states, then those that drafting needs in addition.
+        Returns the tensors that the head makes of the hidden states, and those that drafting needs in addition.
         """
         self._components.prepare(batch, step, self._rows)
         tokens, computed, *_ = self._rows.tensors
         sent = step.on_device, step.entries_on_device
-        *results, step.on_device = self.forward(step.size, *sent, tokens, computed, *self._components.tensors)
-        return results
+        logits, slots, hidden_states, *kept, step.on_device = self.forward(
+            step.size, *sent, tokens, computed, *self._components.tensors
+        )
+        return ModelResults(logits, slots, hidden_states, tuple(kept))
 
-    def dummy_run(self, size: StepSize) -> list[torch.Tensor]:
+    def dummy_run(self, size: StepSize) -> ModelResults:
         """Runs the graph of a size on nothing but padding; returns as ``run``."""
         self._bind_kv_caches()
         self._repeat.stop()
         with override_forward_context(self._forward_context):
             return self.run(None, self.pad(size))
 
-    def warm_up_drafter(self, size: StepSize, results: list[torch.Tensor]) -> None:
+    def warm_up_drafter(self, size: StepSize, results: ModelResults) -> None:
         """Runs the drafting that follows a step of a size; ``results`` are what the step's run returned."""
         with override_forward_context(self._forward_context):
             self._drafter.warm_up_at(self._packer.at(size), results)

@@ -20,6 +20,7 @@ from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import profile_inputs
 from model_runner_base.runner.background import BackgroundCompiler, SizeParts
 from model_runner_base.runner.wiring import StepParts
+from model_runner_base.step.call import ModelResults
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.host_loops import compiling
 from model_runner_base.step.request_states import RequestInfo
@@ -134,12 +135,12 @@ def parts_of(runner: Starting, size: StepSize) -> SizeParts:
     """
     parts = runner.parts
     components, head = parts.components, parts.head
-    results: list[torch.Tensor] = []
+    results: list[ModelResults] = []
     yield "components", components.warm_up
-    yield size, lambda: results.extend(parts.graph.dummy_run(size))
-    yield ("tokens", size.num_tokens), lambda: head.warm_up_tokens(results[2])
-    yield ("logits", size.num_logits), lambda: head.warm_up_logits(results[0], results[1])
-    yield ("drafts", size), lambda: parts.graph.warm_up_drafter(size, results)
+    yield size, lambda: results.append(parts.graph.dummy_run(size))
+    yield ("tokens", size.num_tokens), lambda: head.warm_up_tokens(results[0].hidden_states)
+    yield ("logits", size.num_logits), lambda: head.warm_up_logits(results[0].logits, results[0].sample_slots)
+    yield ("drafts", size), lambda: parts.graph.warm_up_drafter(size, results[0])
 
 
 def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:

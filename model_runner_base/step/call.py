@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +91,15 @@ class ModelCall:
             drafts = torch.where(has_draft, token_ids[indices[1:]], -1)
             slots.append(torch.cat((drafts, torch.full_like(rows[:1], -1))))
         return torch.stack(slots)
+
+
+class ModelResults(NamedTuple):
+    """Tensors that a run of the model's graph returns, as ``Forward`` has them."""
+
+    logits: torch.Tensor
+    sample_slots: torch.Tensor
+    hidden_states: torch.Tensor
+    kept: tuple[torch.Tensor, ...]
 
 
 @dataclass

@@ -112,18 +112,18 @@ class RowsAndTiles(TokenLayout):
     def chunk_start(self, size: StepSize, num_decode_tokens: int) -> int:
         if size.kind != StepKind.MIXED:
             return num_decode_tokens
-        return size.plan_dims()[0] * self.limits.decode.query
+        return size.plan_dims().decode_rows * self.limits.decode.query
 
     def sections(self, size: StepSize) -> list[Section]:
-        num_rows, _, num_tokens, num_tiles, _ = size.plan_dims()
-        sections = [Section(STARTS, (num_rows,))]
+        dims = size.plan_dims()
+        sections = [Section(STARTS, (dims.decode_rows,))]
         if self.limits.decode.query > 1:
-            sections.append(Section(LENGTHS, (num_rows,)))
+            sections.append(Section(LENGTHS, (dims.decode_rows,)))
         if size.kind == StepKind.MIXED:
             sections += [
-                Section(TILE_STARTS, (num_tiles + 1,)),
-                Section(TILE_POSITIONS, (num_tiles,)),
-                Section(TOKEN_SLOTS, (num_tokens,)),
+                Section(TILE_STARTS, (dims.chunk_tiles + 1,)),
+                Section(TILE_POSITIONS, (dims.chunk_tiles,)),
+                Section(TOKEN_SLOTS, (dims.chunk_tokens,)),
             ]
         return sections
 

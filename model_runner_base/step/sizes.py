@@ -54,9 +54,17 @@ COMMON_DIMS = (
 """Dims of every step. ``logits`` are rows of logits: one for each request, more where drafts are verified."""
 
 
-PLAN_DIMS = ("decode_rows", "decode_pairs", "chunk_tokens", "chunk_tiles", "chunk_pairs")
-"""Dims that attention plans add to those of every step."""
-PLANNED = (*(dim.name for dim in COMMON_DIMS), *PLAN_DIMS)
+class PlanDims(NamedTuple):
+    """Dims that attention plans add to those of every step."""
+
+    decode_rows: int
+    decode_pairs: int
+    chunk_tokens: int
+    chunk_tiles: int
+    chunk_pairs: int
+
+
+PLANNED = (*(dim.name for dim in COMMON_DIMS), *PlanDims._fields)
 
 
 class StepSize(NamedTuple):
@@ -77,10 +85,9 @@ class StepSize(NamedTuple):
     def num_logits(self) -> int:
         return self.dims[2]
 
-    def plan_dims(self) -> tuple[int, ...]:
-        """Numbers of ``PLAN_DIMS`` in a step with attention plans. No property, since Dynamo would not look into
-        one."""
-        return self.dims[3:8]
+    def plan_dims(self) -> PlanDims:
+        """Dims of a step with attention plans. No property, since Dynamo would not look into one."""
+        return PlanDims(*self.dims[3:8])
 
     def holds(self, need: "StepSize") -> bool:
         """Whether a step of size ``need`` can be padded to this size."""
