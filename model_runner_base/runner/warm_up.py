@@ -4,60 +4,26 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
-from vllm.config import ModelConfig, VllmConfig
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.generate import ModelLogits
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.vocabulary import Vocabulary
-from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import profile_inputs
-from model_runner_base.runner.background import BackgroundCompiler, SizeParts
-from model_runner_base.runner.wiring import StepParts
+from model_runner_base.runner.background import SizeParts
+from model_runner_base.runner.wiring import Runner
 from model_runner_base.step.call import ModelResults
-from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.host_loops import compiling
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Schedule
-from model_runner_base.step.sizes import StepLimits, StepSize
+from model_runner_base.step.sizes import StepSize
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
-class Starting(Protocol):
-    """Interface of a runner before its first step."""
-
-    vllm_config: VllmConfig
-    model_config: ModelConfig
-    max_model_len: int
-
-    def step_limits(self) -> StepLimits: ...
-
-    @property
-    def device_ops(self) -> DeviceOps: ...
-
-    @property
-    def graph_policy(self) -> GraphPolicy: ...
-
-    @property
-    def use_piecewise_graph(self) -> bool: ...
-
-    vocabulary: Vocabulary
-    adapters: Adapters
-    model: Any
-    parts: StepParts
-    background_compiler: BackgroundCompiler
-    pending: Any
-
-    def make_sampler(self, mode: SamplingMode) -> StepFunction: ...
-
-
-def profile_largest_step(runner: Starting) -> None:
+def profile_largest_step(runner: Runner) -> None:
     """Runs the largest step without KV caches and attention, and the kind of sampling that takes most memory, if
     requests decode."""
     scheduler = runner.vllm_config.scheduler_config
@@ -81,7 +47,7 @@ def profile_largest_step(runner: Starting) -> None:
     runner.make_sampler(SamplingMode.SORTED)(logits, zeros((2, num_logits), torch.int32), *tables, *rows)
 
 
-def warm_up_sizes(runner: Starting, sizes: Iterable[StepSize]) -> None:
+def warm_up_sizes(runner: Runner, sizes: Iterable[StepSize]) -> None:
     """Makes every size that serving waits for, and all that sampling may need for it, and shows a progress bar.
 
     The other sizes are left to ``runner.background_compiler``. Where nothing is captured, pairs beyond two pieces would
@@ -128,7 +94,7 @@ def frozen_heap() -> Iterator[None]:
             gc.unfreeze()
 
 
-def parts_of(runner: Starting, size: StepSize) -> SizeParts:
+def parts_of(runner: Runner, size: StepSize) -> SizeParts:
     """Yields the parts of a size: functions of components, the model's graph, and sampling on its results.
 
     Sizes with the same number of tokens, or of rows of logits, share the parts that are made for that number.
@@ -143,14 +109,14 @@ def parts_of(runner: Starting, size: StepSize) -> SizeParts:
     yield ("drafts", size), lambda: parts.graph.warm_up_drafter(size, results[0])
 
 
-def _run_size(runner: Starting, size: StepSize, keys: set[object]) -> None:
+def _run_size(runner: Runner, size: StepSize, keys: set[object]) -> None:
     """Runs the parts of a size that have these keys, on padding."""
     for key, run in parts_of(runner, size):
         if key in keys:
             run()
 
 
-def compile_host_loops(runner: Starting) -> None:
+def compile_host_loops(runner: Runner) -> None:
     """Compiles the host's loops on a made-up request, which decodes into its second block, then has a chunk of two
     tokens.
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.forward_context import ForwardContext, create_forward_context
 
 from model_runner_base.caches.allocation import bind
@@ -32,6 +32,7 @@ from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.models.draft_loading import draft_of
+from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.forward import ModelGraph
 from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.block_tables import BlockTable
@@ -52,10 +53,23 @@ from model_runner_base.vllm_compat.types.kv_cache import CacheLayout
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
-class Unwired(Protocol):
-    """Interface of a runner before its KV cache exists."""
+class Runner(Protocol):
+    """Interface of a runner before its first step; ``parts`` are there once ``wire`` has made them."""
 
     vllm_config: VllmConfig
+    model_config: ModelConfig
+    max_model_len: int
+    model: Any
+    vocabulary: Vocabulary
+    adapters: Adapters
+    encoder: Encoder
+    logits_processors: CustomProcessors
+    errors: RequestErrors
+    background_compiler: BackgroundCompiler
+    parts: "StepParts"
+    pending: Any
+    KV_TILE: int
+    CHUNK_KV_TILE: int
 
     @property
     def device_ops(self) -> DeviceOps: ...
@@ -63,15 +77,8 @@ class Unwired(Protocol):
     @property
     def graph_policy(self) -> GraphPolicy: ...
 
-    vocabulary: Vocabulary
-    adapters: Adapters
-    encoder: Encoder
-    model: Any
-    logits_processors: CustomProcessors
-    errors: RequestErrors
-    max_model_len: int
-    KV_TILE: int
-    CHUNK_KV_TILE: int
+    @property
+    def use_piecewise_graph(self) -> bool: ...
 
     def step_limits(self, num_lines: int = 0) -> StepLimits: ...
 
@@ -107,7 +114,7 @@ class StepParts:
     graph: ModelGraph
 
 
-def wire(runner: Unwired, layout: CacheLayout) -> StepParts:
+def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     """Makes and connects all parts of the step of ``runner``, whose model is loaded."""
     config, device_ops, policy = runner.vllm_config, runner.device_ops, runner.graph_policy
     max_num_reqs, max_model_len = config.scheduler_config.max_num_seqs, runner.max_model_len
