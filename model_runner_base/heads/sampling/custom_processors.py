@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.stage import LogitsStage, OutputHistory
+from model_runner_base.heads.sampling.history import OutputHistory
+from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.step.request_states import RequestStates
 
 
