@@ -284,7 +284,7 @@ class ModelRunnerBase:
         if self.scheduler_config.async_scheduling:
             return launched
         output = launched.get_output()
-        parts.components.read(forward.batch, output)
+        parts.components.read_output(forward.batch, output)
         return output
 
     def _end_without_tokens(self, scheduler_output: SchedulerOutput) -> Output | None:

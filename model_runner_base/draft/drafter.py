@@ -18,7 +18,7 @@ class Drafter(StepComponent):
     """Drafter interface; this default drafts nothing.
 
     A drafter is the last component, so its sections are written after those of inputs and caches. One on the device
-    drafts in ``end_step``, one on the host in ``read``.
+    drafts in ``end_step``, one on the host in ``read_output``.
     """
 
     # ---- A step's forward ----

@@ -41,7 +41,7 @@ class HostDrafter(Drafter):
         """Returns None, since each step has other drafts in its buffer and cannot be repeated."""
         return None
 
-    def read(self, batch: InputBatch, output: ModelRunnerOutput) -> None:
+    def read_output(self, batch: InputBatch, output: ModelRunnerOutput) -> None:
         self._drafts = {}
         requests, drafted = self._requests, list[tuple[str, int, int]]()
         for req_id, row, tokens in zip(batch.req_ids, batch.rows.tolist(), output.sampled_token_ids, strict=True):

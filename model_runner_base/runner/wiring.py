@@ -29,7 +29,7 @@ from model_runner_base.heads.sampling.slot_processors import SlotProcessors
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import make_embedding_inputs
-from model_runner_base.inputs.multimodal.encoder import Encoder
+from model_runner_base.inputs.multimodal.encoder import Encoder, LayerCaches
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.runner.background import BackgroundCompiler
@@ -159,7 +159,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
         block_tables, caches = [*block_tables, states[0]], [*caches, states[1]]
     token_layout = make_layout(caches, limits)
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
-    runner.encoder.connect(requests, groups, kv_caches, index_of)
+    runner.encoder.connect(requests, LayerCaches(groups, kv_caches, index_of))
     components = StepComponents(
         [
             runner.errors,

@@ -61,7 +61,7 @@ class StepComponent:
         """
         return NO_FIELDS
 
-    def read(self, batch: InputBatch, output: Any) -> None:
+    def read_output(self, batch: InputBatch, output: Any) -> None:
         """Called with the ``ModelRunnerOutput`` of a step with tokens, if each is read before the next one."""
 
     # ---- On the host ----
@@ -122,7 +122,7 @@ class StepComponents:
         self._all: list[StepComponent] = []
         self._admit: list[Callable[..., None]] = []
         self._begin_step: list[Callable[[Schedule], None]] = []
-        self._read: list[Callable[[InputBatch, Any], None]] = []
+        self._read_output: list[Callable[[InputBatch, Any], None]] = []
         self._end_step: list[Callable[[Forward | None], Mapping[str, Any]]] = []
         self._sections: list[Callable[..., list[Section]]] = []
         self._fill: list[Callable[..., None]] = []
@@ -151,7 +151,7 @@ class StepComponents:
         note(self._admit, "admit")
         note(self._begin_step, "begin_step")
         note(self._end_step, "end_step")
-        note(self._read, "read")
+        note(self._read_output, "read_output")
         note(self._sections, "sections")
         note(self._fill, "fill")
         note(self._fill_padding, "fill_padding")
@@ -186,8 +186,8 @@ class StepComponents:
                 fields[name] = value
         return fields
 
-    def read(self, batch: InputBatch, output: Any) -> None:
-        for read in self._read:
+    def read_output(self, batch: InputBatch, output: Any) -> None:
+        for read in self._read_output:
             read(batch, output)
 
     def sections(self, size: StepSize) -> list[Section]:

@@ -87,8 +87,8 @@ class Asked(StepComponent):
     def begin_step(self, schedule: Any) -> None:
         self.log.append(("begin_step", schedule))
 
-    def read(self, batch: Any, output: Any) -> None:
-        self.log.append(("read", batch, output))
+    def read_output(self, batch: Any, output: Any) -> None:
+        self.log.append(("read_output", batch, output))
 
     def unbind(self) -> None:
         self.log.append("unbind")
@@ -157,7 +157,7 @@ def test_whatever_a_component_overrides_it_is_asked() -> None:
     components.fill_padding(SIZE, {})
     components.prepare(None, "step", "rows")  # type: ignore[arg-type]
     components.begin_step("schedule")  # type: ignore[arg-type]
-    components.read("batch", "output")  # type: ignore[arg-type]
+    components.read_output("batch", "output")  # type: ignore[arg-type]
     components.unbind()
     components.warm_up()
     assert log == [
@@ -165,7 +165,7 @@ def test_whatever_a_component_overrides_it_is_asked() -> None:
         ("fill_padding", SIZE),
         ("prepare", None, "step", "rows"),
         ("begin_step", "schedule"),
-        ("read", "batch", "output"),
+        ("read_output", "batch", "output"),
         "unbind",
         "warm_up",
     ]

@@ -5,7 +5,6 @@ runs eagerly. One graph projects its output with each layer's own weights and wr
 blocks. Later steps give the layers nothing more: they attend to those blocks (caches/cross.py).
 """
 
-from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from vllm.config import VllmConfig
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import CheckpointError
-from model_runner_base.inputs.multimodal.encoder import Encoder
+from model_runner_base.inputs.multimodal.encoder import Encoder, LayerCaches
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.graph_policy import StepFunction, WrapFunction
@@ -39,17 +38,11 @@ class CrossEncoder(Encoder):
         self._requests: RequestStates
         self._outputs: list[OutputCaches]
 
-    def connect(
-        self,
-        requests: RequestStates,
-        groups: Sequence[AttentionGroup],
-        kv_caches: MutableSequence[torch.Tensor],
-        index_of: Mapping[str, Sequence[int]],
-    ) -> None:
+    def connect(self, requests: RequestStates, caches: LayerCaches) -> None:
         self._requests = requests
         self._outputs = [
-            OutputCaches(group, self._model, kv_caches, index_of, self._wrap, self._device_ops)
-            for group in groups
+            OutputCaches(group, self._model, caches, self._wrap, self._device_ops)
+            for group in caches.groups
             if group.cross_len
         ]
 
@@ -99,20 +92,19 @@ class OutputCaches:
         self,
         group: AttentionGroup,
         model: Any,
-        kv_caches: MutableSequence[torch.Tensor],
-        index_of: Mapping[str, Sequence[int]],
+        caches: LayerCaches,
         wrap: WrapFunction,
         device_ops: DeviceOps,
     ) -> None:
         layers = {getattr(getattr(each, "attn", None), "layer_name", None): each for each in model.modules()}
         self._layers = [layers[name] for name in group.layer_names]
         """Parent modules of the attention layers, which have the projections."""
-        self._index_of = [index_of[name][0] for name in group.layer_names]
-        self._kv_caches = kv_caches
+        self._index_of = [caches.index_of[name][0] for name in group.layer_names]
+        self._kv_caches = caches.kv_caches
         self._table: BlockTable = group.block_table
         self._num_blocks = -(-group.cross_len // self._table.block_size)
         self._to_device = device_ops.to_device
-        self._write: StepFunction = wrap(self._project, kv_caches)
+        self._write: StepFunction = wrap(self._project, caches.kv_caches)
 
     def write(self, output: torch.Tensor, row: int | None) -> None:
         """Writes ``output`` [N, H], on the device, to the blocks of a request's row; None: to the null block."""

@@ -7,7 +7,7 @@ become rows of one pool on the device, from which the graphs of mixed steps gath
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,20 +42,20 @@ from model_runner_base.vllm_compat.probes.multimodal import group_by_modality, l
 from model_runner_base.vllm_compat.types.speculation import max_step_tokens
 
 
+class LayerCaches(NamedTuple):
+    """Caches of all layers of a model."""
+
+    groups: Sequence[AttentionGroup]
+    kv_caches: MutableSequence[torch.Tensor]
+    index_of: Mapping[str, Sequence[int]]
+    """Indices of each layer's caches in ``kv_caches``."""
+
+
 class Encoder(StepComponent):
     """Encoder interface; this default encodes nothing."""
 
-    def connect(
-        self,
-        requests: RequestStates,
-        groups: Sequence[AttentionGroup],
-        kv_caches: MutableSequence[torch.Tensor],
-        index_of: Mapping[str, Sequence[int]],
-    ) -> None:
-        """Called when the layers' caches are made, because caches of cross-attention hold encoder outputs.
-
-        ``index_of`` lists the indices of each layer's caches in ``kv_caches``.
-        """
+    def connect(self, requests: RequestStates, caches: LayerCaches) -> None:
+        """Called when the layers' caches are made, because caches of cross-attention hold encoder outputs."""
 
     def give_up(self, identifiers: Iterable[str]) -> None:
         """Forgets the outputs of the items with these identifiers."""
@@ -129,13 +129,7 @@ class ItemEncoder(Encoder):
         (pool,) = self._pool.tensors
         return pool[0].nbytes * (self._pool.num_rows + 3 * self._max_num_tokens) + self._graphs.step_memory()
 
-    def connect(
-        self,
-        requests: RequestStates,
-        groups: Sequence[AttentionGroup],
-        kv_caches: MutableSequence[torch.Tensor],
-        index_of: Mapping[str, Sequence[int]],
-    ) -> None:
+    def connect(self, requests: RequestStates, caches: LayerCaches) -> None:
         self._requests = requests
 
     def begin_step(self, schedule: Schedule) -> None:
