@@ -22,7 +22,7 @@ from model_runner_base.caches.allocation import allocate
 from model_runner_base.caches.contiguous import useful_memory
 from model_runner_base.caches.factory import make_caches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.pair_shapes import attention_memory
+from model_runner_base.caches.pair_shapes import AttentionMemory, attention_memory
 from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import in_pieces, step_limits
@@ -232,8 +232,8 @@ class ModelRunnerBase:
         return in_pieces(limits, self._attention_memory, self.get_kv_cache_spec().values(), self.vllm_config)
 
     @cached_property
-    def _attention_memory(self) -> int:
-        """Bytes that attention in plain torch may take at a time."""
+    def _attention_memory(self) -> AttentionMemory:
+        """Memory that attention in plain torch may take at a time."""
         total = self.device_ops.memory_info().total
         return attention_memory(self.vllm_config, total, shares_host_memory(self.vllm_config))
 

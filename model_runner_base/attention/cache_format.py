@@ -109,23 +109,35 @@ class CacheFormat:
         return torch.cat((key.view(heads), value.view(heads)), dim=1)
 
     def read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of every pair, each [P, S, K, D] with KV tiles of S positions."""
+        """Keys and values of every pair, each [P, S, K, D] with KV tiles of S positions.
+
+        They hold nothing of other requests, except those of pairs that see no key: entries that no query of a pair sees
+        may hold a NaN, which a weight of 0 does not remove.
+        """
         if plan.pair_blocks is None:
-            tiles = self.numbers.restore(read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles))
+            tiles = self.numbers.restore(read_lines(kv_cache, plan))
             return tiles[..., : self.num_kv_heads, :], tiles[..., self.num_kv_heads :, :]
         shape = (-1, plan.kv_tile, self.num_kv_heads, self.head_size)
         # Two gathers, not one that is split afterwards: a compiler can then gather into the layout of each product.
-        keys = kv_cache[:, :, : self.num_kv_heads][plan.pair_blocks]
-        values = kv_cache[:, :, self.num_kv_heads :][plan.pair_blocks]
+        cache, entries = kv_cache.flatten(0, 1), plan.entries
+        keys = cache[:, : self.num_kv_heads].index_select(0, entries)
+        values = cache[:, self.num_kv_heads :].index_select(0, entries)
         return self.numbers.restore(keys.view(shape)), self.numbers.restore(values.view(shape))
 
 
-def read_lines(kv_cache: torch.Tensor, num_lines: int, num_tiles: int) -> torch.Tensor:
-    """First ``num_tiles`` KV tiles of every cache line but the null one, [lines, S, 2 * K, D]: a slice, no gather.
+def read_lines(kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+    """First ``line_tiles`` KV tiles of every cache line but the null one, [lines, S, 2 * K, D]: a slice, no gather.
+    Entries that no query sees are 0.
 
     It is for decode on a contiguous cache (``block_size=max_model_len``), whose blocks [lines * tiles, ...] are whole
     lines. It pays where most lines are in use, with contexts of similar length. ``GraphPolicy.choose`` finds such
     steps; all others read tile by tile.
     """
-    lines = kv_cache.view(num_lines + 1, -1, *kv_cache.shape[1:])
-    return lines[1:, :num_tiles].flatten(1, 2)
+    lines = kv_cache.view(plan.pair_tile.shape[0] + 1, -1, *kv_cache.shape[1:])
+    tiles = lines[1:, : plan.line_tiles].flatten(1, 2)
+    position = torch.arange(tiles.shape[1], dtype=torch.int32, device=tiles.device).unsqueeze(0)
+    is_seen = position <= plan.pair_last.unsqueeze(1)
+    first = plan.pair_first
+    if first is not None:
+        is_seen = is_seen & (position >= first.unsqueeze(1))
+    return torch.where(is_seen.unsqueeze(2).unsqueeze(3), tiles, 0)

@@ -36,9 +36,9 @@ class LatentFormat(CacheFormat):
     def read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of every pair, [P, S, 1, L + R], and their latents, [P, S, 1, L], by one gather."""
         if plan.pair_blocks is None:
-            stored = read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles)
+            stored = read_lines(kv_cache, plan)
         else:
-            stored = kv_cache[plan.pair_blocks].view(-1, plan.kv_tile, 1, self.head_size)
+            stored = kv_cache.flatten(0, 1).index_select(0, plan.entries).view(-1, plan.kv_tile, 1, self.head_size)
         rows = self.numbers.restore(stored)
         return rows, rows[..., : self.latent_size]
 

@@ -53,6 +53,24 @@ class PairPlan:
         return not self.piece or self.pair_tile.shape[0] <= self.piece
 
     @property
+    def entries(self) -> torch.Tensor:
+        """[P * S] int32 entries of the cache, counted over all blocks, that hold the KV tiles of S positions.
+
+        In place of a position that no query of the pair sees stands the nearest that one sees: what other requests left
+        in the cache is never read, not even a NaN. A pair that sees nothing has arbitrary entries.
+        """
+        assert self.pair_blocks is not None
+        device = self.pair_blocks.device
+        offset = torch.arange(self.block_size, dtype=torch.int32, device=device)
+        entries = (self.pair_blocks.unsqueeze(2) * self.block_size + offset).flatten(1)
+        position = torch.arange(self.kv_tile, dtype=torch.int32, device=device)
+        position = torch.minimum(position, self.pair_last.clamp(min=0).unsqueeze(1))
+        first = self.pair_first
+        if first is not None:
+            position = torch.maximum(position, first.clamp(max=self.kv_tile - 1).unsqueeze(1))
+        return entries.gather(1, position.long()).flatten()
+
+    @property
     def pair_last(self) -> torch.Tensor:
         """[P] last key that any query of the pair sees; keys after it may belong to other requests."""
         return self.last.amax(dim=1)

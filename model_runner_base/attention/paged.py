@@ -28,6 +28,7 @@ from model_runner_base.attention.pieces import (
     Partial,
     attend_in_pieces,
     exp,
+    is_traced,
     merge,
 )
 
@@ -196,7 +197,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
     def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
         """Attention of decode rows. Takes [rows, H * D], and returns [rows, H * V]."""
-        attend = self._attend_diagonally if self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS else self._attend_rows
+        is_diagonal = is_traced() and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS
+        attend = self._attend_diagonally if is_diagonal else self._attend_rows
         shape = self._tiles_shape(query.shape[0] // plan.last.shape[1], plan)
         if plan.pair_blocks is None:  # Each pair is a whole line of a contiguous cache.
             partial = attend(query, kv_cache, plan)
@@ -217,11 +219,12 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         """Partial results of every pair, with query tiles [NT, K, Q * G, D]."""
         scores, visible, values = self._score(tiles[plan.pair_tile], kv_cache, plan)
         maximum = scores.amax(dim=-1, keepdim=True)
-        weights = torch.where(visible, exp(scores - maximum), 0.0)
-        return Partial(torch.matmul(weights, values.transpose(1, 2)), maximum, weights.sum(dim=-1, keepdim=True))
+        weights = exp(scores - maximum) * visible
+        out = _without_blind(torch.matmul(weights, values), plan)
+        return Partial(out, maximum, weights.sum(dim=-1, keepdim=True))
 
     def _attend_diagonally(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
-        """Does as ``_attend_rows`` where KV heads are few.
+        """Does as ``_attend_rows`` in graphs, where KV heads are few.
 
         Each pair's keys and values stay the matrices [S, K * D] that the gather makes. Queries are laid out
         block-diagonally: zero except in the columns of their own KV head. Of the output only those columns are kept.
@@ -243,13 +246,12 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             slopes = slopes.view(kv_heads, 1, group).expand(-1, num_queries, -1).reshape(-1)
         scores, visible = self._mask(products, position.unsqueeze(-1), first, self._by_column(plan.last), slopes)
 
-        values = torch.where(_is_own(plan, position).unsqueeze(-1), values, 0.0).float()
         maximum = scores.amax(dim=1, keepdim=True)
-        weights = torch.where(visible, exp(scores - maximum), 0.0)
+        weights = exp(scores - maximum) * visible
         total = weights.sum(dim=1)
-        out = torch.matmul(weights.transpose(1, 2), values)
+        out = torch.matmul(weights.transpose(1, 2), values.float())
         out = out.view(-1, kv_heads, num_queries * group, kv_heads, self.value_size)
-        out = torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1)
+        out = _without_blind(torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1), plan)
         rows = (-1, kv_heads, num_queries * group, 1)
         return Partial(out, maximum.view(rows), total.view(rows))
 
@@ -286,8 +288,8 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             maximum = maximum[tree].amax(dim=1)
         # Back to the pairs by a product, not a gather: a compiler would take the maxima again for every score.
         reference = torch.matmul(is_of.t(), maximum.flatten(1)).view(-1, kv_heads, rows, 1)
-        weights = torch.where(visible, exp(scores - reference), 0.0)
-        out = torch.matmul(weights, values.transpose(1, 2))
+        weights = exp(scores - reference) * visible
+        out = _without_blind(torch.matmul(weights, values), plan)
         out = torch.matmul(is_of, out.flatten(1)).view(num_tiles, kv_heads, rows, self.value_size)
         total = torch.matmul(is_of, weights.sum(dim=3).flatten(1)).view(num_tiles, kv_heads, rows, 1)
         return Partial(out, maximum.unsqueeze(3), total)
@@ -314,21 +316,20 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def _score(
         self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores and visibility [P, K, Q * G, S] of pairs' queries [P, K, Q * G, D], and the pairs' values [P, S, K, V]
+        """Scores and visibility [P, K, Q * G, S] of pairs' queries [P, K, Q * G, D], and the pairs' values [P, K, S, V]
         in float32."""
         group, query_tile = self.num_heads // self.num_kv_heads, plan.last.shape[1]
-        keys, values = self.cache_format.read(kv_cache, plan)
-        position = torch.arange(keys.shape[1], dtype=torch.int32, device=tiles.device)
+        keys, values = map(_by_head, self.cache_format.read(kv_cache, plan))
+        position = torch.arange(keys.shape[2], dtype=torch.int32, device=tiles.device)
 
-        products = torch.matmul(tiles.float(), keys.float().permute(0, 2, 3, 1))
+        products = torch.matmul(tiles.float(), keys.transpose(2, 3))
         slopes = self._slopes(tiles.device)
         if slopes is not None:
             slopes = self._by_row(slopes, query_tile)
         first = None if plan.first is None else _by_query(plan.first, group)
         last = _by_query(plan.last, group)
         scores, visible = self._mask(products, position.view(1, 1, 1, -1), first, last, slopes)
-        is_own = _is_own(plan, position.view(1, -1)).view(-1, values.shape[1], 1, 1)
-        return scores, visible, torch.where(is_own, values, 0.0).float()
+        return scores, visible, values
 
     def _slopes(self, device: torch.device) -> torch.Tensor | None:
         """[H] float32 ALiBi slopes; float32 whatever the model's dtype, since distances are long."""
@@ -343,7 +344,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         last: torch.Tensor,
         slopes: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of products of queries and keys, all float32, and which of the keys at ``position`` are seen."""
+        """Scores of products of queries and keys, all float32, and 1 for keys at ``position`` that are seen, else 0."""
         scores = products * self.scale
         if self.logits_soft_cap:
             scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
@@ -353,7 +354,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         if slopes is not None:
             # The last key that a query sees is its own.
             scores = scores - slopes * (last - position)
-        return torch.where(visible, scores, MASK_VALUE), visible
+        return torch.where(visible, scores, MASK_VALUE), visible.float()
 
     def _by_column(self, x: torch.Tensor) -> torch.Tensor:
         """Expands one value for each query, [P, Q], to the columns of the diagonal layout, [P, 1, K * Q * G]."""
@@ -386,11 +387,16 @@ def _by_query(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.unsqueeze(2).expand(-1, -1, group).reshape(x.shape[0], 1, -1, 1)
 
 
-def _is_own(plan: PairPlan, position: torch.Tensor) -> torch.Tensor:
-    """[P, S] bool: whether an entry of a pair's KV tile, at ``position`` [1, S], is seen by any of its queries.
+def _by_head(x: torch.Tensor) -> torch.Tensor:
+    """[P, K, S, D] in float32 of keys or values [P, S, K, D], by one copy."""
+    return x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
 
-    Entries that no query sees may hold anything that other requests left there. A weight of 0 would not remove a NaN.
-    """
-    is_own = position <= plan.pair_last.view(-1, 1)
-    first = plan.pair_first
-    return is_own if first is None else is_own & (position >= first.view(-1, 1))
+
+def _without_blind(out: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+    """Outputs [P, K, Q * G, V] with 0 for pairs that see no key: those read arbitrary entries, which may be NaN."""
+    if plan.pair_blocks is None:
+        return out
+    sees, first = plan.pair_last >= 0, plan.pair_first
+    if first is not None:
+        sees = sees & (first < plan.kv_tile)
+    return out.masked_fill_(~sees.view(-1, 1, 1, 1), 0.0)

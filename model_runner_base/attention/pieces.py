@@ -121,12 +121,23 @@ def attend_in_pieces(
 
     state = tuple(_empty(shape, query.device))
     rounds = ((plan.pair_start < FAR).sum(dtype=torch.int32) + (size - 1)) // size
-    loop = _loop_of_tracer or (_while_loop if torch.compiler.is_dynamo_compiling() else unrolled)
+    loop = _loop_of_tracer or (_while_loop if is_traced() else _eager)
     return Partial(*loop(rounds, -(-num_pairs // size), body, state, reads))
 
 
+def is_traced() -> bool:
+    """Whether attention is being traced for a graph, by Dynamo or by a device's tracer."""
+    return _loop_of_tracer is not None or torch.compiler.is_dynamo_compiling()
+
+
+def _eager(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
+    """Python's own loop, which ends with the last round that counts where that is known without waiting for a
+    device."""
+    return unrolled(rounds, int(rounds) if rounds.is_cpu else most, body, state, reads)
+
+
 def unrolled(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
-    """Python's own loop: of eager steps, and of graphs for compilers that know no loops."""
+    """Python's own loop over all rounds: of eager steps, and of graphs for compilers that know no loops."""
     for piece in range(most):
         state = body(torch.full((), piece, dtype=torch.int32, device=rounds.device), state, reads)
     return state
@@ -153,8 +164,8 @@ def _add(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Partial:
     largest = torch.where(is_of, piece.maximum.flatten(1), MASK_VALUE).amax(dim=1).view_as(state.maximum)
     maximum = torch.maximum(state.maximum, largest)
     kept, scale = exp(state.maximum - maximum), exp(piece.maximum - maximum[pair_tile])
-    out = (state.out * kept).index_add(0, pair_tile, piece.out * scale)
-    total = (state.total * kept).index_add(0, pair_tile, piece.total * scale)
+    out = (state.out * kept).index_add_(0, pair_tile, piece.out * scale)
+    total = (state.total * kept).index_add_(0, pair_tile, piece.total * scale)
     return Partial(out, maximum, total)
 
 
@@ -178,6 +189,6 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     """Exponential of numbers up to 0; of those below ``LEAST_LOGARITHM`` it is that of ``LEAST_LOGARITHM``.
 
     Libraries of processors take thirty to eighty times as long for a result that is 0 or subnormal. A NaN stays one,
-    which a clamp of some compilers would replace.
+    which the clamp of some compilers would replace.
     """
-    return torch.exp(torch.where(x < LEAST_LOGARITHM, LEAST_LOGARITHM, x))
+    return torch.exp(torch.where(x < LEAST_LOGARITHM, LEAST_LOGARITHM, x) if is_traced() else x.clamp(LEAST_LOGARITHM))

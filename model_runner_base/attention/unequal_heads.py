@@ -32,12 +32,13 @@ class UnequalFormat(CacheFormat):
     def read(self, kv_cache: torch.Tensor, plan: PairPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys of every pair, [P, S, K, D], and values, [P, S, K, V]."""
         if plan.pair_blocks is None:
-            tiles = self.numbers.restore(read_lines(kv_cache, plan.pair_tile.shape[0], plan.line_tiles))
+            tiles = self.numbers.restore(read_lines(kv_cache, plan))
             return tiles[..., : self.head_size], tiles[..., self.head_size :]
         heads = -1, plan.kv_tile, self.num_kv_heads
         # Two gathers, as in CacheFormat.
-        keys = kv_cache[..., : self.head_size][plan.pair_blocks].view(*heads, self.head_size)
-        values = kv_cache[..., self.head_size :][plan.pair_blocks].view(*heads, self.value_size)
+        cache, entries = kv_cache.flatten(0, 1), plan.entries
+        keys = cache[..., : self.head_size].index_select(0, entries).view(*heads, self.head_size)
+        values = cache[..., self.head_size :].index_select(0, entries).view(*heads, self.value_size)
         return self.numbers.restore(keys), self.numbers.restore(values)
 
 

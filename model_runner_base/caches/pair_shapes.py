@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import ModelConfig, VllmConfig
 
@@ -12,19 +12,35 @@ from model_runner_base.vllm_compat.types.kv_cache import is_of_latents, larger_h
 
 SETTING = "attention_memory_gib"
 """Key of ``additional_config``: memory in GiB that the pairs of one layer may take at a time."""
-LARGEST_DEFAULT = 256 << 20
-"""Largest default in bytes. Larger pieces were read no faster on the devices that were measured."""
-LARGEST_DEFAULT_ON_HOST = 32 << 20
-"""Largest default where memory is the host's. The C library maps and clears each larger array anew, and what does not
-fit a processor's caches is read several times as slowly."""
 SHARE = 64
+"""Part of the device's memory that is the default, up to the largest."""
 
 
-def attention_memory(vllm_config: VllmConfig, device_memory: int, is_on_host: bool) -> int:
-    """Bytes that the pairs of one layer may take at a time: what the user asks for, or a 64th of ``device_memory``,
-    which is 0 where it is not known, within the largest default."""
+class AttentionMemory(NamedTuple):
+    """Bytes that the pairs of one layer may take at a time."""
+
+    rows: int
+    """Bytes for pairs of decode rows."""
+    chunks: int
+    """Bytes for pairs of chunk tiles."""
+
+
+LARGEST_DEFAULT = AttentionMemory(256 << 20, 256 << 20)
+"""Largest default. Larger pieces were read no faster on the devices that were measured."""
+LARGEST_DEFAULT_ON_HOST = AttentionMemory(12 << 20, 32 << 20)
+"""Largest default where memory is the host's. The C library maps and clears each array of 32 MiB anew, and what does
+not fit a processor's caches is read several times as slowly. A piece of chunks is merged into larger results than one
+of rows, so fewer pieces pay there."""
+
+
+def attention_memory(vllm_config: VllmConfig, device_memory: int, is_on_host: bool) -> AttentionMemory:
+    """Memory of attention: what the user asks for, or a 64th of ``device_memory``, which is 0 where it is not known,
+    within the largest default."""
+    asked = asked_memory(vllm_config)
+    if asked is not None:
+        return AttentionMemory(asked, asked)
     largest = LARGEST_DEFAULT_ON_HOST if is_on_host else LARGEST_DEFAULT
-    return asked_memory(vllm_config) or min(largest, device_memory // SHARE or largest)
+    return AttentionMemory(*(min(each, device_memory // SHARE or each) for each in largest))
 
 
 def asked_memory(vllm_config: VllmConfig) -> int | None:

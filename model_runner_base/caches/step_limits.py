@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.caches.builders import decode_dims
 from model_runner_base.caches.paged import plan_dims
-from model_runner_base.caches.pair_shapes import pair_shapes, pairs_that_fit
+from model_runner_base.caches.pair_shapes import AttentionMemory, pair_shapes, pairs_that_fit
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile
 from model_runner_base.models.recurrent.layers import is_plain
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
@@ -49,13 +49,13 @@ def step_limits(
     )
 
 
-def in_pieces(limits: StepLimits, memory: int, specs: Iterable[Any], vllm_config: VllmConfig) -> StepLimits:
-    """``limits`` with as many pairs at a time as take ``memory`` bytes in a layer with one of these KV-cache specs."""
+def in_pieces(limits: StepLimits, memory: AttentionMemory, specs: Iterable[Any], vllm_config: VllmConfig) -> StepLimits:
+    """``limits`` with as many pairs at a time as fit ``memory`` in a layer with one of these KV-cache specs."""
     if not attention_layers(vllm_config):
         return limits
     shapes = pair_shapes(specs, vllm_config.model_config)
     return replace(
         limits,
-        decode_piece=pairs_that_fit(memory, shapes, limits.longest_row, limits.decode.keys, is_of_row=True),
-        chunk_piece=pairs_that_fit(memory, shapes, limits.chunk.query, limits.chunk.keys, is_of_row=False),
+        decode_piece=pairs_that_fit(memory.rows, shapes, limits.longest_row, limits.decode.keys, is_of_row=True),
+        chunk_piece=pairs_that_fit(memory.chunks, shapes, limits.chunk.query, limits.chunk.keys, is_of_row=False),
     )

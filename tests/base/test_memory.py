@@ -275,20 +275,20 @@ def test_attention_memory_that_is_no_size_is_refused(size: object) -> None:
 @pytest.mark.parametrize(
     ("asked", "total", "is_on_host", "expected"),
     [
-        (0.5, 1 << 40, False, 1 << 29),
-        (0.5, 1 << 40, True, 1 << 29),
-        (None, 1 << 40, False, 256 << 20),
-        (None, 6 << 30, False, 96 << 20),
-        (None, 0, False, 256 << 20),
-        (None, 1 << 40, True, 32 << 20),
-        (None, 1 << 30, True, 16 << 20),
+        (0.5, 1 << 40, False, (512, 512)),
+        (0.5, 1 << 40, True, (512, 512)),
+        (None, 1 << 40, False, (256, 256)),
+        (None, 6 << 30, False, (96, 96)),
+        (None, 0, False, (256, 256)),
+        (None, 1 << 40, True, (12, 32)),
+        (None, 1 << 30, True, (12, 16)),
     ],
 )
 def test_attention_memory_follows_the_device_unless_it_is_set(
-    asked: float | None, total: int, is_on_host: bool, expected: int
+    asked: float | None, total: int, is_on_host: bool, expected: tuple[int, int]
 ) -> None:
     config: Any = SimpleNamespace(additional_config={} if asked is None else {"attention_memory_gib": asked})
-    assert attention_memory(config, total, is_on_host) == expected
+    assert attention_memory(config, total, is_on_host) == tuple(mebibytes << 20 for mebibytes in expected)
 
 
 def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:

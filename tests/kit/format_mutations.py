@@ -34,8 +34,8 @@ MUTATIONS = [
     Mutation(
         "values of unequal heads are read where keys begin",
         "attention/unequal_heads.py",
-        "kv_cache[..., self.head_size :][plan.pair_blocks]",
-        "kv_cache[..., : self.value_size][plan.pair_blocks]",
+        "cache[..., self.head_size :].index_select",
+        "cache[..., : self.value_size].index_select",
         "test_unequal_heads",
         is_later=True,
     ),
