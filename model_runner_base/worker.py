@@ -21,7 +21,7 @@ from vllm.utils.system_utils import suppress_stdout
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import WorkerBase
 
-from model_runner_base.caches.allocation import check_states_fit, states_memory
+from model_runner_base.caches.states import check_states_fit, states_memory
 from model_runner_base.device_ops import MemoryInfo
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.heads.outputs import (

@@ -10,11 +10,10 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.cache_format import Float8
 from model_runner_base.attention.paged import reads_plans
-from model_runner_base.caches.scratch import scratch_caches
+from model_runner_base.caches.factory import KINDS
 from model_runner_base.caches.tiles import stored_size
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.models.recurrent.layers import state_tensors
 from model_runner_base.vllm_compat.types.kv_cache import (
     CacheLayout,
     LayerCache,
@@ -22,7 +21,7 @@ from model_runner_base.vllm_compat.types.kv_cache import (
     bind_cache,
     shared_caches,
 )
-from model_runner_base.vllm_compat.types.recurrent import keeps_prefixes, num_places, num_states, recurrent_layers
+from model_runner_base.vllm_compat.types.recurrent import recurrent_layers
 
 
 def allocate(
@@ -66,38 +65,11 @@ def allocate(
                 caches.append(form.view(memory))
             index_of[name] = (views[form],)
     index_of.update({name: index_of[target] for name, target in shared_caches(vllm_config).items()})
-    for scratch, names in scratch_caches(vllm_config, kv_tile_target).items():
-        index_of.update(dict.fromkeys(names, (len(caches),)))
-        caches.append(device_ops.zeros(*scratch))
-    for name, layer in recurrent_layers(vllm_config).items():
-        count = num_places(vllm_config)
-        states = [device_ops.zeros((count, *shape), dtype) for shape, dtype in state_tensors(layer)]
-        index_of[name] = tuple(range(len(caches), len(caches) + len(states)))
-        caches += states
+    for own in (each for kind in KINDS for each in kind.own_tensors(vllm_config, kv_tile_target)):
+        indices = tuple(range(len(caches), len(caches) + len(own.forms)))
+        index_of.update(dict.fromkeys(own.layer_names, indices))
+        caches += [device_ops.zeros(*form) for form in own.forms]
     return caches, index_of
-
-
-def states_memory(vllm_config: VllmConfig) -> int:
-    """Bytes of the states of recurrent layers, which no block of the KV cache holds."""
-    layers = recurrent_layers(vllm_config)
-    if not layers:
-        return 0
-    shapes = [each for layer in layers.values() for each in state_tensors(layer)]
-    return num_places(vllm_config) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-
-
-def check_states_fit(vllm_config: VllmConfig) -> None:
-    """Raises ValueError where ``kv_cache_memory_bytes`` is no more than the states of recurrent layers take."""
-    taken = states_memory(vllm_config)
-    asked = vllm_config.cache_config.kv_cache_memory_bytes if taken else None
-    if asked and taken >= asked:
-        remedies = "lower max_num_seqs" + (", or leave out enable_prefix_caching" * keeps_prefixes(vllm_config))
-        if vllm_config.speculative_config is not None:
-            remedies += " or num_speculative_tokens"
-        raise ValueError(
-            f"{num_states(vllm_config)} states of recurrent layers take {taken} bytes, and kv_cache_memory_bytes is "
-            f"{asked}: raise it, or {remedies}"
-        )
 
 
 class _Form(NamedTuple):

@@ -7,14 +7,15 @@ one sends only the rows of requests that entered a block.
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 
-from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
+from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
@@ -68,6 +69,24 @@ class BuilderCaches(CacheKind):
     """
 
     reads = (STARTS, QUERY_START, "rows")
+    is_planned = False
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        groups = [group for group in model.groups if not group.reads_plans]
+        if not groups:
+            return None
+        if model.spans is not NO_SPANS:
+            raise UnsupportedConfigError(
+                "tokens of an image see each other, which only the base's own attention supports"
+            )
+        if len(groups) < len(model.groups):
+            names = sorted({group.backend.get_name() for group in groups})
+            raise UnsupportedConfigError(
+                f"layers with attention backend {', '.join(names)} cannot be mixed with the base's own attention: "
+                "choose one backend for all layers"
+            )
+        return cls(groups, model.limits, model.vllm_config, model.device_ops)
 
     def __init__(
         self, groups: Sequence[AttentionGroup], limits: StepLimits, vllm_config: VllmConfig, device_ops: DeviceOps
@@ -83,8 +102,6 @@ class BuilderCaches(CacheKind):
         ]
         thresholds = [builder.reorder_batch_threshold for builder in self._builders]
         self.threshold = min((value for value in thresholds if value is not None), default=None)
-        """Largest number of tokens of a request that every kernel takes for decode; None if no builder asks for an
-        order."""
         self._query = limits.decode.query
         self._plans_each_step = not all(map(_has_views, groups))
         num_missing = limits.pass_tokens - 1

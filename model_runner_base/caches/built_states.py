@@ -5,14 +5,15 @@ step has one token is cleared before that step; kernels of chunks are told which
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from model_runner_base.caches.builders import BuilderCaches, StepRequests
-from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.group import AttentionGroup, ModelCaches, OwnTensors
+from model_runner_base.caches.states import check_beside, plain_layers, states_table, tensors_of
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.models.recurrent.layers import states_of
 from model_runner_base.step.batch import InputBatch
@@ -23,7 +24,12 @@ from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.trace import LayerTrace
 from model_runner_base.vllm_compat.types.attention_metadata import call_all_decodes
-from model_runner_base.vllm_compat.types.recurrent import choose_kernels, kernel_spec
+from model_runner_base.vllm_compat.types.recurrent import choose_kernels, kernel_spec, recurrent_layers
+
+
+def _kernel_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Recurrent layers by name, unless all run in plain torch."""
+    return {} if plain_layers(vllm_config) else recurrent_layers(vllm_config)
 
 
 class BuiltStateCaches(BuilderCaches):
@@ -54,6 +60,17 @@ class BuiltStateCaches(BuilderCaches):
         super().__init__(groups, limits, vllm_config, device_ops)
         choose_kernels(vllm_config, specs)
         self._table, self._layers = table, list(layers.values())
+        self.tables = [table]
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        layers = _kernel_layers(model.vllm_config)
+        check_beside(model, layers, is_planned=False)
+        return cls(states_table(model), layers, model.limits, model.vllm_config, model.device_ops) if layers else None
+
+    @classmethod
+    def own_tensors(cls, vllm_config: VllmConfig, kv_tile_target: int) -> list[OwnTensors]:
+        return tensors_of(_kernel_layers(vllm_config), vllm_config)
 
     def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:
         if batch is not None:

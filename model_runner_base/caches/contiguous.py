@@ -7,6 +7,7 @@ length of the longest. Where that costs more than the pairs of a plan, the step 
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from vllm.config import VllmConfig
 
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.plan import kv_tile_for
-from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
+from model_runner_base.caches.paged import paged_groups
 from model_runner_base.caches.plans import trace_groups
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
@@ -93,6 +95,11 @@ class ContiguousDecode(CacheKind):
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
         self._groups = groups
         self._limits = limits
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        groups = paged_groups(model) if model.limits.num_lines else []
+        return cls(groups, model.limits) if groups else None
 
     def other_sizes(self, batch: InputBatch) -> list[StepSize]:
         if not batch.is_decode:

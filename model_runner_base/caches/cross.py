@@ -11,13 +11,16 @@ and sees nothing; so does a request without an encoder input.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
 
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
-from model_runner_base.caches.group import AttentionGroup, CacheKind
+from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
 from model_runner_base.caches.plans import trace_groups
+from model_runner_base.caches.spans import NO_SPANS
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
@@ -38,6 +41,15 @@ class CrossCaches(CacheKind):
     def __init__(self, groups: Sequence[AttentionGroup], limits: StepLimits) -> None:
         self._groups = groups
         self._limits = limits
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        if not model.limits.cross_len:
+            return None
+        if model.spans is not NO_SPANS or not all(group.reads_plans for group in model.groups):
+            raise UnsupportedConfigError("cross-attention needs the base's own attention, and causal self-attention")
+        groups = [group for group in model.groups if group.cross_len]
+        return cls(groups, model.limits) if groups else None
 
     # ---- On the host ----
 

@@ -1,7 +1,8 @@
-"""Interface of a kind of KV-cache groups, which turns a batch into what the attention layers read.
+"""Interface of a kind of caches, which turns a batch into what the layers read.
 
-A group's kind is chosen once, from what its layers keep and read (caches/factory.py). A model may have several
-kinds side by side:
+A kind says which layers of a model it serves, and refuses what cannot be beside it in one model (``make``). It says
+what tensors its layers keep outside of the KV cache (``own_tensors``). caches/factory.py has the list of kinds. A model
+may have several of them side by side:
 
 - ``caches/paged.py`` plans attention in plain torch;
 - ``caches/contiguous.py`` reads whole lines of a contiguous cache;
@@ -20,19 +21,23 @@ on the device. ``bind`` reads the buffer inside the function that becomes a grap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
+from model_runner_base.caches.spans import BidirectionalSpans
+from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.device_tokens import DecodeRows
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
-from model_runner_base.step.sizes import StepSize
+from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.step.token_layout import TokenLayout
 from model_runner_base.step.trace import LayerTrace
 
@@ -65,8 +70,50 @@ class AttentionGroup:
         return getattr(self.backend, "reads_lines", False) and not self.key_range.is_whole
 
 
+class ModelCaches(NamedTuple):
+    """Groups, limits and devices from which the kinds of a model's caches are made."""
+
+    groups: list[AttentionGroup]
+    """Groups of all attention layers."""
+    limits: StepLimits
+    spans: BidirectionalSpans
+    """Prompt tokens that see each other in both directions."""
+    vllm_config: VllmConfig
+    device_ops: DeviceOps
+
+
+class OwnTensors(NamedTuple):
+    """Tensors that some layers keep outside of the KV cache, and share."""
+
+    layer_names: list[str]
+    forms: list[tuple[tuple[int, ...], torch.dtype]]
+    """Shape and dtype of each."""
+
+
 class CacheKind(StepComponent, ABC):
-    """Groups of one kind: a component after the layout."""
+    """Layers of one kind: a component after the layout."""
+
+    is_planned: ClassVar[bool] = True
+    """Whether the base plans what the layers read, by rows and tiles; else metadata builders do, by requests."""
+    threshold: int | None = None
+    """Largest number of tokens of a request that kernels take for decode; None: they ask for no order of requests."""
+    tables: Sequence[BlockTable] = ()
+    """Tables of the blocks that the scheduler gives to the kind alone, after those of the KV-cache groups."""
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        """Makes the kind for the layers of ``model`` that it serves; None if there are none.
+
+        Raises UnsupportedConfigError for layers that cannot be in one model with the others. The default is for a kind
+        that a device makes itself.
+        """
+        return None
+
+    @classmethod
+    def own_tensors(cls, vllm_config: VllmConfig, kv_tile_target: int) -> list[OwnTensors]:
+        """Tensors of the kind's layers that are no part of the KV cache; none by default. ``kv_tile_target`` is
+        ``ModelRunnerBase.KV_TILE``."""
+        return []
 
     def need(self, placed: Placed) -> PairNeed:
         """Number of pairs in the kind's plans for a batch, before padding; none by default."""

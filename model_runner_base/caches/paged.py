@@ -1,5 +1,8 @@
 """Paged kind of cache: attention over block-sparse plans (attention/plan.py), and the costs of a plan's dims."""
 
+from typing import Self
+
+from model_runner_base.caches.group import AttentionGroup, ModelCaches
 from model_runner_base.caches.plans import PlannedCaches
 from model_runner_base.step.sizes import Dim, Tiling
 
@@ -26,3 +29,13 @@ def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, .
 
 class PagedCaches(PlannedCaches):
     """Groups whose keys and values stay in blocks that the scheduler gives."""
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        groups = paged_groups(model)
+        return cls(groups, model.limits, model.spans) if groups else None
+
+
+def paged_groups(model: ModelCaches) -> list[AttentionGroup]:
+    """Groups that the base plans, of layers with a cache of their own tokens."""
+    return [each for each in model.groups if each.reads_plans and not each.key_range.is_whole and not each.cross_len]

@@ -10,6 +10,7 @@ row 2 with block 3. Every token of "a" sees keys 0 to 4. "b" has a chunk of one 
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ from vllm.config import VllmConfig
 
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.attention.plan import stored_block_size
-from model_runner_base.caches.group import AttentionGroup
+from model_runner_base.caches.group import AttentionGroup, ModelCaches, OwnTensors
 from model_runner_base.caches.plans import PlannedCaches
+from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
@@ -28,22 +30,6 @@ from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import cacheless_layers
-
-
-def scratch_caches(
-    vllm_config: VllmConfig, kv_tile_target: int
-) -> dict[tuple[tuple[int, ...], torch.dtype], list[str]]:
-    """Shape and dtype of each scratch cache, with the layers that share it; there is one, unless layers' heads
-    differ."""
-    block_size = stored_block_size(vllm_config.cache_config.block_size, kv_tile_target)
-    scheduler = vllm_config.scheduler_config
-    num_blocks = num_scratch_blocks(block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    caches: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
-    for name, layer in cacheless_layers(vllm_config).items():
-        backend = layer.get_attn_backend()
-        shape = backend.get_kv_cache_shape(num_blocks, block_size, layer.num_kv_heads, layer.head_size)
-        caches.setdefault((shape, layer.kv_cache_torch_dtype), []).append(name)
-    return caches
 
 
 def num_scratch_blocks(block_size: int, max_num_tokens: int, max_num_reqs: int) -> int:
@@ -83,6 +69,28 @@ class ScratchCaches(PlannedCaches):
         super().__init__(groups, limits, label="scratch_")
         tables = {id(group.block_table): group.block_table for group in groups}.values()
         self._tables = [table for table in tables if isinstance(table, ScratchTable)]
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        groups = [group for group in model.groups if group.key_range.is_whole]
+        if groups and model.spans is not NO_SPANS:
+            raise UnsupportedConfigError(
+                "tokens of an image see each other, which layers without a cache do not support"
+            )
+        return cls(groups, model.limits) if groups else None
+
+    @classmethod
+    def own_tensors(cls, vllm_config: VllmConfig, kv_tile_target: int) -> list[OwnTensors]:
+        """Scratch caches; there is one, unless layers' heads differ."""
+        block_size = stored_block_size(vllm_config.cache_config.block_size, kv_tile_target)
+        scheduler = vllm_config.scheduler_config
+        num_blocks = num_scratch_blocks(block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        names: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+        for name, layer in cacheless_layers(vllm_config).items():
+            backend = layer.get_attn_backend()
+            shape = backend.get_kv_cache_shape(num_blocks, block_size, layer.num_kv_heads, layer.head_size)
+            names.setdefault((shape, layer.kv_cache_torch_dtype), []).append(name)
+        return [OwnTensors(layers, [form]) for form, layers in names.items()]
 
     def need(self, placed: Placed) -> PairNeed:
         """Counts the pairs of a step; raises UnsupportedConfigError for a request that is not whole in it."""

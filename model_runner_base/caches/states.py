@@ -23,15 +23,19 @@ and places 1 and 2 of block 2. Its first draft is right and the second is not, s
 reads place 0 of block 1, the state after 32 tokens, and writes to block 2 alone.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 
-from model_runner_base.caches.group import CacheKind
+from model_runner_base.caches.group import CacheKind, ModelCaches, OwnTensors
 from model_runner_base.caches.own_blocks import fill_ring, ring_size
 from model_runner_base.caches.plan_updates import write
+from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.models.recurrent.layers import is_plain, state_tensors
 from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
@@ -41,11 +45,71 @@ from model_runner_base.step.device_tokens import DecodeRows
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.trace import LayerTrace
+from model_runner_base.vllm_compat.types.recurrent import (
+    has_states,
+    keeps_prefixes,
+    num_places,
+    num_states,
+    recurrent_layers,
+)
 
 BLOCKS = "decode_state_blocks"
 """Section of the rings of decode rows."""
 STATES, SOURCES = "chunk_tile_states", "chunk_tile_state_sources"
 """Sections of the states that chunks write, and that they read; the second is left out where they are the same."""
+
+
+def plain_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Recurrent layers by name, if all run in plain torch; else none."""
+    layers = recurrent_layers(vllm_config)
+    return layers if all(map(is_plain, layers.values())) else {}
+
+
+def check_beside(model: ModelCaches, layers: Mapping[str, Any], is_planned: bool) -> None:
+    """Raises UnsupportedConfigError unless recurrent ``layers`` can be in one model with its attention layers: the base
+    plans all of them (``is_planned``), or vLLM's metadata builders do."""
+    if layers and not has_states(model.vllm_config):
+        raise UnsupportedConfigError(f"layer {next(iter(layers))} keeps a state, but the model is not a hybrid one")
+    if layers and any(group.reads_plans != is_planned for group in model.groups):
+        raise UnsupportedConfigError(
+            "recurrent layers with vLLM's kernels need vLLM's attention in all other layers, and those in plain torch "
+            "the base's own: choose one for all layers"
+        )
+
+
+def states_table(model: ModelCaches) -> BlockTable:
+    """Makes the table of which request has which states; the scheduler's last group is theirs."""
+    limits, config = model.limits, model.vllm_config
+    block_size = config.cache_config.block_size if keeps_prefixes(config) else limits.max_model_len
+    return BlockTable(limits.max_num_reqs, limits.max_model_len, block_size, 1)
+
+
+def tensors_of(layers: Mapping[str, Any], vllm_config: VllmConfig) -> list[OwnTensors]:
+    """States of recurrent ``layers``, each of which has its own."""
+    return [
+        OwnTensors([name], [((num_places(vllm_config), *shape), dtype) for shape, dtype in state_tensors(layer)])
+        for name, layer in layers.items()
+    ]
+
+
+def states_memory(vllm_config: VllmConfig) -> int:
+    """Bytes of the states of recurrent layers, which no block of the KV cache holds."""
+    tensors = tensors_of(recurrent_layers(vllm_config), vllm_config)
+    return sum(math.prod(shape) * dtype.itemsize for own in tensors for shape, dtype in own.forms)
+
+
+def check_states_fit(vllm_config: VllmConfig) -> None:
+    """Raises ValueError where ``kv_cache_memory_bytes`` is no more than the states of recurrent layers take."""
+    taken = states_memory(vllm_config)
+    asked = vllm_config.cache_config.kv_cache_memory_bytes if taken else None
+    if asked and taken >= asked:
+        remedies = "lower max_num_seqs" + (", or leave out enable_prefix_caching" * keeps_prefixes(vllm_config))
+        if vllm_config.speculative_config is not None:
+            remedies += " or num_speculative_tokens"
+        raise ValueError(
+            f"{num_states(vllm_config)} states of recurrent layers take {taken} bytes, and kv_cache_memory_bytes is "
+            f"{asked}: raise it, or {remedies}"
+        )
 
 
 class StateCaches(CacheKind):
@@ -58,6 +122,7 @@ class StateCaches(CacheKind):
 
     def __init__(self, table: BlockTable, layer_names: Sequence[str], limits: StepLimits) -> None:
         self._table, self._layer_names, self._limits = table, layer_names, limits
+        self.tables = [table]
         self._num_places = limits.decode.query
         self._has_one_block = table.block_size >= limits.max_model_len
         # The state that is read belongs to the position before the row's first one.
@@ -65,6 +130,16 @@ class StateCaches(CacheKind):
         self._ring = 1 if self._has_one_block else ring_size(reach, table.block_size)
         self._stays = self._has_one_block and self._num_places == 1
         """Whether a step writes a request's state to where it has read it."""
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        layers = plain_layers(model.vllm_config)
+        check_beside(model, layers, is_planned=True)
+        return cls(states_table(model), list(layers), model.limits) if layers else None
+
+    @classmethod
+    def own_tensors(cls, vllm_config: VllmConfig, kv_tile_target: int) -> list[OwnTensors]:
+        return tensors_of(plain_layers(vllm_config), vllm_config)
 
     def sections(self, size: StepSize) -> list[Section]:
         dims = size.plan_dims()

@@ -12,7 +12,7 @@ from vllm.forward_context import ForwardContext, create_forward_context
 from model_runner_base.caches.allocation import bind
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.contiguous import num_lines
-from model_runner_base.caches.factory import make_layout, make_state_caches
+from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
@@ -155,8 +155,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     limits = runner.step_limits(num_lines(layout, config) if reads_lines else 0)
     policy.configure(limits)
     caches = runner.make_caches(groups, limits, runner.encoder.spans(requests))
-    if states := make_state_caches(config, limits, caches, device_ops):
-        block_tables, caches = [*block_tables, states[0]], [*caches, states[1]]
+    block_tables += [table for kind in caches for table in kind.tables]
     token_layout = make_layout(caches, limits)
     max_num_tokens = config.scheduler_config.max_num_batched_tokens
     runner.encoder.connect(requests, LayerCaches(groups, kv_caches, index_of))
