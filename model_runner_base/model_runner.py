@@ -280,7 +280,7 @@ class ModelRunnerBase:
         """Begins the copy of a step's results, and lets the components end the step; returns the step's output."""
         parts, forward.results = self.parts, results
         launched = self.make_output(forward.batch, results)
-        results.fields |= parts.components.end_step(forward)
+        results.fields = parts.components.end_step(forward)
         if self.scheduler_config.async_scheduling:
             return launched
         output = launched.get_output()

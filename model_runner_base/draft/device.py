@@ -20,8 +20,8 @@ from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.sampled import SampledStep
 from model_runner_base.heads.sampling.sampler import draw
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import Forward, ModelCall, ModelResults
-from model_runner_base.step.components import NO_FIELDS, StepComponents
+from model_runner_base.step.call import NO_FIELDS, Forward, ModelCall, ModelResults
+from model_runner_base.step.components import StepComponents
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.device_tokens import LENGTHS
 from model_runner_base.step.graph_policy import SortLimits, WrapFunction

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,10 +126,24 @@ class Forward:
     """Results of the head, once it has launched them."""
 
 
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+"""Fields of the output of a step of which no component reports anything."""
+
+
+def joined_fields(fields: Mapping[str, Any], reported: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of both, with the ``errors`` of both; raises ValueError if both report another field."""
+    if twice := [name for name in reported if name in fields and name != "errors"]:
+        raise ValueError(f"two components report {twice[0]} of the step's output")
+    both = {**fields, **reported}
+    if "errors" in both:
+        both["errors"] = fields.get("errors", {}) | reported.get("errors", {})
+    return both
+
+
 @dataclass(kw_only=True)
 class StepResults:
     """Base of what a head makes of a forward pass: tokens, or vectors."""
 
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields = NO_FIELDS
     """Fields of the step's output that components report (``StepComponent.end_step``), by name. They are there when
     the output is read, and not yet when it is made."""

@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import Forward, ModelCall
+from model_runner_base.step.call import NO_FIELDS, Forward, ModelCall, joined_fields
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepSize
-
-NO_FIELDS: Mapping[str, Any] = {}
 
 
 class RepeatPart(Protocol):
@@ -174,16 +172,12 @@ class StepComponents:
         for begin_step in self._begin_step:
             begin_step(schedule)
 
-    def end_step(self, forward: Forward | None) -> dict[str, Any]:
-        """Fields of the step's output that components report; raises ValueError if two report one, but ``errors``."""
-        fields: dict[str, Any] = {}
+    def end_step(self, forward: Forward | None) -> Mapping[str, Any]:
+        """Fields of the step's output that components report (``joined_fields``)."""
+        fields = NO_FIELDS
         for end_step in self._end_step:
-            for name, value in end_step(forward).items():
-                if name == "errors":
-                    value = fields.get(name, {}) | value
-                elif name in fields:
-                    raise ValueError(f"two components report {name} of the step's output")
-                fields[name] = value
+            if reported := end_step(forward):
+                fields = joined_fields(fields, reported)
         return fields
 
     def read_output(self, batch: InputBatch, output: Any) -> None:

@@ -16,8 +16,8 @@ import torch
 from vllm.logger import init_logger
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-from model_runner_base.step.call import Forward
-from model_runner_base.step.components import NO_FIELDS, StepComponent
+from model_runner_base.step.call import NO_FIELDS, Forward
+from model_runner_base.step.components import StepComponent
 from model_runner_base.step.schedule import Schedule
 
 logger = init_logger(f"vllm.{__name__}")
