@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.caches.states import BLOCKS, StateCaches
+from model_runner_base.models.recurrent import layers
 from model_runner_base.models.recurrent.convolution import convolve
 from model_runner_base.models.recurrent.delta_rule import (
     channel_delta_rows,
@@ -189,18 +191,22 @@ class Requests:
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
     tile=st.sampled_from([8, 16, 32]),
     spare=st.integers(0, 2),
+    at_once=st.sampled_from([1, 2, 3, 8]),
     seed=st.integers(0, 1 << 30),
 )
 @settings(max_examples=examples(100), deadline=None)
-def test_steps_equal_a_loop(name: str, lengths: list[int], tile: int, spare: int, seed: int) -> None:
-    """Chunks of 1 to 40 tokens, requests in any order, states that held NaN before: nothing of them is seen."""
+def test_steps_equal_a_loop(name: str, lengths: list[int], tile: int, spare: int, at_once: int, seed: int) -> None:
+    """Chunks of 1 to 40 tokens, requests in any order, states that held NaN before: nothing of them is seen. Tiles are
+    computed at once, or some at a time."""
     kind, rng = KINDS[name], np.random.default_rng(seed)
     requests = Requests(kind, lengths, tile, seed)
     while any(done < length for done, length in zip(requests.done, lengths, strict=True)):
         left = {index: length - requests.done[index] for index, length in enumerate(lengths)}
         names = [index for index in rng.permutation(len(lengths)).tolist() if left[index] and rng.random() < 0.8]
         if names:
-            requests.step({index: min(left[index], int(rng.choice([1, 1, 2, 7, 16, 40]))) for index in names}, spare)
+            counts = {index: min(left[index], int(rng.choice([1, 1, 2, 7, 16, 40]))) for index in names}
+            with patch.object(layers, "TILES_AT_ONCE", at_once):
+                requests.step(counts, spare)
     for inputs, outs in zip(requests.inputs, requests.outs, strict=True):
         want = kind.loop(inputs, requests.params)
         np.testing.assert_allclose(np.concatenate(outs), want, rtol=1e-4, atol=2e-5 * max(1, np.abs(want).max()))

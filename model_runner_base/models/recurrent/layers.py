@@ -24,8 +24,12 @@ from model_runner_base.models.recurrent.delta_rule import (
 )
 from model_runner_base.models.recurrent.mamba1 import mamba1_rows, mamba1_tiles
 from model_runner_base.models.recurrent.mamba2 import mamba2_rows, mamba2_tiles
-from model_runner_base.models.recurrent.step import RecurrentStep
+from model_runner_base.models.recurrent.step import RecurrentStep, TileSteps
 from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_shapes
+
+TILES_AT_ONCE = 8
+"""Largest number of chunk tiles that a layer computes at a time; the maps of a tile take many times the memory of a
+state."""
 
 
 class Recurrence(NamedTuple):
@@ -52,8 +56,21 @@ class Recurrence(NamedTuple):
         return step.run(
             inputs,
             lambda values, rows: self.rows(values, params, states, rows),
-            lambda values, tiles: self.tiles(values, params, states, tiles),
+            lambda values, tiles: self.run_tiles(values, params, states, tiles),
         )
+
+    def run_tiles(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        params: tuple[torch.Tensor, ...],
+        states: torch.Tensor,
+        tiles: TileSteps,
+    ) -> torch.Tensor:
+        """[C, ...] outputs of chunks, computed ``TILES_AT_ONCE`` tiles at a time."""
+        if tiles.states.shape[0] <= TILES_AT_ONCE:
+            return self.tiles(inputs, params, states, tiles)
+        outs = [self.tiles(inputs, params, states, piece) for piece in tiles.pieces(TILES_AT_ONCE)]
+        return torch.cat(outs)[tiles.slots]
 
 
 RECURRENCES: dict[str, Recurrence] = {

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from model_runner_base.models.recurrent.layers import is_plain
+from model_runner_base.models.recurrent.layers import TILES_AT_ONCE, is_plain
 from model_runner_base.models.recurrent.mamba1 import PART
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_shapes
@@ -16,12 +16,13 @@ KERNEL_CHUNK = 64
 def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
     """Bytes, in float32, of what the recurrence of one layer holds at a time in the largest step; 0 without layers.
 
-    ``layers`` are vLLM's. A state is counted six times for each chunk tile or part of one (maps, their products while
-    they are chained, states before and after), three times for each decode row. vLLM's kernels have fewer:
-    ``_kernel_memory``.
+    ``layers`` are vLLM's. A state is counted six times for each chunk tile, or part of one, that is computed at a time
+    (maps, their products while they are chained, states before and after), three times for each decode row. Outputs are
+    counted twice for all tiles. vLLM's kernels have fewer: ``_kernel_memory``.
     """
     query = limits.chunk.query
-    num_tiles = -(-limits.max_num_tokens // query) + limits.max_num_reqs
+    all_tiles = -(-limits.max_num_tokens // query) + limits.max_num_reqs
+    num_tiles = min(all_tiles, TILES_AT_ONCE)
     worst = 0
     for layer in layers:
         if not is_plain(layer):
@@ -38,7 +39,8 @@ def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
                 # of channels, where they have some, are as many numbers as its keys.
                 square = 4 * columns * (columns + query) if is_delta_net(layer) else 0
                 tiles = num_tiles * (6 * numbers + heads * (inside + square))
-            worst = max(worst, 4 * (tiles + 3 * limits.max_num_reqs * numbers))
+            outputs = 2 * all_tiles * query * (numbers // state[-1])
+            worst = max(worst, 4 * (tiles + outputs + 3 * limits.max_num_reqs * numbers))
     return worst
 
 

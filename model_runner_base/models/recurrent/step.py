@@ -11,7 +11,7 @@ Example: tiles of 64 tokens; "a" has 100 tokens of its prompt and state 3, "b" h
 padding. ``states`` of the tiles are [3, 3, 1, 0], ``is_first`` [yes, no, yes, yes], ``written`` [0, 3, 1, 0].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,33 @@ class TileSteps(NamedTuple):
             slots=tiles.slots,
             tile_of=tiles.slots // tiles.query,
         )
+
+    def pieces(self, size: int) -> Iterator["TileSteps"]:
+        """Tiles in turn, ``size`` at a time, each piece as if it were the step's tiles.
+
+        A request that a piece does not end leaves its state in its destination, with which the next piece begins. The
+        outputs of a piece are by slot of its tiles, not by token.
+        """
+        count, query = self.tokens.shape
+        for start in range(0, count, size):
+            of_piece = slice(start, min(start + size, count))
+            states, is_first, tokens = self.states[of_piece], self.is_first[of_piece], self.tokens[of_piece]
+            tile = torch.arange(states.shape[0], dtype=torch.int32, device=states.device)
+            goes_on = (tile == 0) & ~is_first
+            slots = torch.arange(tokens.shape[0] * query, dtype=torch.int32, device=states.device)
+            yield TileSteps(
+                states=states,
+                sources=torch.where(goes_on, states, self.sources[of_piece]),
+                written=torch.where(tile == tile.shape[0] - 1, states, self.written[of_piece]),
+                has_state=self.has_state[of_piece] | goes_on,
+                is_first=is_first | goes_on,
+                begins=self.begins[of_piece],
+                ends=self.ends[of_piece],
+                tokens=tokens,
+                is_token=self.is_token[of_piece],
+                slots=slots,
+                tile_of=slots // query,
+            )
 
     def load(self, states: torch.Tensor) -> torch.Tensor:
         """[NT, ...] the states of the tiles' requests before this step; zeros for a request that begins in it."""
