@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
 
 from model_runner_base.attention.capture import attention_as_one_node
+from model_runner_base.step.rounds import loops_run_by, unrolled
 from model_runner_base.step.sizes import StepSize
 from neuron_runner.communicator import run_on_host
 from neuron_runner.cutting import CutExecutable, CutGraph, donate, starts_of_pieces
@@ -298,6 +299,7 @@ def _trace(
         # Dynamo asks for every tensor; where there is no driver, each answer is a search for one.
         mock.patch.object(torch.cuda, "is_available", lambda: False),
         attention_as_one_node(),
+        loops_run_by(unrolled),  # Run lazily, torch's own loop computes slices of its state wrongly.
         suppress(_Captured),
     ):
         torch.compile(traced, backend=keep, dynamic=is_symbolic, fullgraph=True)(ints, tensors)

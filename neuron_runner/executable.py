@@ -20,7 +20,7 @@ import torch
 import torch_xla
 from torch_xla import _XLAC
 
-from model_runner_base.attention.pieces import loops_run_by
+from model_runner_base.step.rounds import loops_run_by
 from neuron_runner.loops import loop_of_device
 from neuron_runner.metrics import num_lowered
 

@@ -9,7 +9,7 @@ import torch
 import torch_xla.core.xla_builder as xb
 from torch_xla import _XLAC
 
-from model_runner_base.attention.pieces import Body, Loop, State, unrolled
+from model_runner_base.step.rounds import Body, Loop, State, unrolled
 from neuron_runner.communicator import run_on_host
 
 

@@ -28,9 +28,9 @@ from model_runner_base.attention.pieces import (
     Partial,
     attend_in_pieces,
     exp,
-    is_traced,
     merge,
 )
+from model_runner_base.step.rounds import is_traced
 
 
 class NoBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):

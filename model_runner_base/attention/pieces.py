@@ -8,13 +8,11 @@ state of every query is kept (arXiv:2205.14135): the largest score so far, and s
     out         = out * exp(maximum - new maximum)
                   + sum over the piece's pairs of their out * exp(their maximum - new maximum)
 
-What a pair adds to its query tile reaches no other tile, not even a NaN. Pieces follow each other in a loop: Python's,
-``torch.while_loop`` where Dynamo traces, or that of a device that traces in a way of its own (``loops_run_by``). A loop
-in a graph ends with the last piece that has a pair, so padding costs nothing.
+What a pair adds to its query tile reaches no other tile, not even a NaN. Pieces follow each other in a loop
+(step/rounds.py), which ends with the last piece that has a pair. So padding costs nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ import torch
 
 from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PairPlan
+from model_runner_base.step.rounds import State, is_traced, run_rounds
 
 MASK_VALUE = -1e30
 LEAST_LOGARITHM = -60.0
@@ -30,14 +29,6 @@ numbers of products with others."""
 MAX_DIAGONAL_KV_HEADS = 8
 """Largest number of KV heads for which one product over all heads costs less than one product per head, although most
 of it is with zeros."""
-
-State = tuple[torch.Tensor, ...]
-Body = Callable[[torch.Tensor, State, State], State]
-"""Type of a loop's body: from the number of the piece, an int32 scalar, the state, and the tensors that it reads, it
-makes the next state, of the same shapes."""
-Loop = Callable[[torch.Tensor, int, Body, State, State], State]
-"""Type of a loop: takes the number of rounds that count, an int32 scalar, the largest number of them, the body, the
-first state, and the tensors that the body reads. Further rounds change nothing."""
 
 
 class Partial(NamedTuple):
@@ -74,23 +65,6 @@ class PairShape:
         return gathered + query * self.num_heads * (4 * keys + 3 * heads * self.head_size)
 
 
-_loop_of_tracer: Loop | None = None
-
-
-@contextmanager
-def loops_run_by(loop: Loop) -> Iterator[None]:
-    """Makes ``loop`` run the loops of attention that is called inside the block.
-
-    It is for a device that traces operations in a way of its own, with tensors that have no contents yet.
-    """
-    global _loop_of_tracer
-    before, _loop_of_tracer = _loop_of_tracer, loop
-    try:
-        yield
-    finally:
-        _loop_of_tracer = before
-
-
 def attend_in_pieces(
     attend: Callable[[torch.Tensor, torch.Tensor, PairPlan], Partial],
     query: torch.Tensor,
@@ -107,7 +81,10 @@ def attend_in_pieces(
     names = [
         name for name in ("pair_tile", "pair_start", "pair_blocks", "last", "first") if getattr(plan, name) is not None
     ]
-    reads = (query, kv_cache, *(getattr(plan, name) for name in names))
+    arrays = [getattr(plan, name) for name in names]
+    if torch.compiler.is_dynamo_compiling():
+        arrays = [array.clone() for array in arrays]  # Torch's loop takes no tensors that share memory.
+    reads = (query, kv_cache, *arrays)
     num_pairs, size = plan.pair_tile.shape[0], plan.piece
 
     def body(piece: torch.Tensor, state: State, reads: State) -> State:
@@ -121,40 +98,7 @@ def attend_in_pieces(
 
     state = tuple(_empty(shape, query.device))
     rounds = ((plan.pair_start < FAR).sum(dtype=torch.int32) + (size - 1)) // size
-    loop = _loop_of_tracer or (_while_loop if is_traced() else _eager)
-    return Partial(*loop(rounds, -(-num_pairs // size), body, state, reads))
-
-
-def is_traced() -> bool:
-    """Whether attention is being traced for a graph, by Dynamo or by a device's tracer."""
-    return _loop_of_tracer is not None or torch.compiler.is_dynamo_compiling()
-
-
-def _eager(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
-    """Python's own loop, which ends with the last round that counts where that is known without waiting for a
-    device."""
-    return unrolled(rounds, int(rounds) if rounds.is_cpu else most, body, state, reads)
-
-
-def unrolled(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
-    """Python's own loop over all rounds: of eager steps, and of graphs for compilers that know no loops."""
-    for piece in range(most):
-        state = body(torch.full((), piece, dtype=torch.int32, device=rounds.device), state, reads)
-    return state
-
-
-def _while_loop(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
-    """Loop of torch's own, for graphs of Dynamo. It takes no tensors that share memory, as the plan's arrays do."""
-    query, kv_cache, *arrays = reads
-    apart = query, kv_cache, *(array.clone() for array in arrays)
-
-    def goes_on(piece: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
-        return piece < rounds
-
-    def once(piece: torch.Tensor, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return piece + 1, *body(piece, state, apart)
-
-    return torch.while_loop(goes_on, once, (torch.zeros_like(rounds), *state))[1:]  # type: ignore[attr-defined]
+    return Partial(*run_rounds(rounds, -(-num_pairs // size), body, state, reads))
 
 
 def _add(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Partial:

@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from model_runner_base.attention.pieces import PairShape
 from model_runner_base.caches.pair_shapes import pair_shapes
 from model_runner_base.inputs.embeddings import embeddings_memory
-from model_runner_base.models.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS
+from model_runner_base.models.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS, tiles_at_once
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
@@ -90,11 +90,13 @@ def _experts(model_config: ModelConfig, num_tokens: int) -> int:
         return 0
     hidden = model_config.get_hidden_size()
     inner = _largest(model_config, "moe_intermediate_size") or _largest(model_config, "intermediate_size") or 4 * hidden
-    row = 2 * hidden + 3 * inner
+    row, expert = 2 * hidden + 3 * inner, 3 * hidden * inner
     if num_tokens <= MAX_DENSE_TOKENS:
-        return max(num_experts * num_tokens * row, num_experts // GATHER_COST * 3 * hidden * inner)
+        gathered = tiles_at_once(num_experts // GATHER_COST, 4 * expert, is_unrolled=True)
+        return max(num_experts * num_tokens * row, gathered * expert)
     top_k = _largest(model_config, "num_experts_per_tok") or num_experts
-    return 2 * num_experts * 3 * hidden * inner + 2 * num_tokens * top_k * row
+    gathered = tiles_at_once(2 * num_experts, 4 * expert, is_unrolled=True)
+    return gathered * expert + 2 * num_tokens * top_k * row
 
 
 def _largest(model_config: ModelConfig, name: str) -> int:

@@ -1,7 +1,9 @@
 """Mixture-of-experts layers in plain torch against NumPy, one token and one expert at a time."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.router.router_factory import create_fu
 from model_runner_base.models.layers import fused_moe
 from model_runner_base.models.layers.fused_moe import Experts, run_experts, tile_places
 from model_runner_base.models.layers.routing import check_router, select_experts
+from model_runner_base.step.rounds import loops_run_by, unrolled
 
 HIDDEN, INNER = 6, 5
 
@@ -86,9 +89,12 @@ def choices(draw: st.DrawFn) -> tuple[int, np.ndarray]:
     return num_experts, np.array(ids)
 
 
-@given(choices(), st.sampled_from(list(ACTIVATIONS)), st.booleans())
+@given(choices(), st.sampled_from(list(ACTIVATIONS)), st.booleans(), st.sampled_from([1, 1000, 1 << 25]), st.booleans())
 @settings(max_examples=examples(60), deadline=None)
-def test_experts_equal_one_by_one(case: tuple[int, np.ndarray], activation: str, has_bias: bool) -> None:
+def test_experts_equal_one_by_one(
+    case: tuple[int, np.ndarray], activation: str, has_bias: bool, memory: int, is_traced: bool
+) -> None:
+    """Whether the weights of one expert at a time fit the memory, or of several, or of all."""
     num_experts, ids = case
     rng = np.random.default_rng(0)
 
@@ -102,7 +108,11 @@ def test_experts_equal_one_by_one(case: tuple[int, np.ndarray], activation: str,
     want = one_by_one(experts, hidden.numpy(), ids, weights.numpy())
     ways = [run_experts, fused_moe._each_choice, fused_moe._every_expert, fused_moe._in_tiles]
     for way in ways:
-        got = way(experts, hidden, torch.from_numpy(ids), weights)
+        with (
+            patch.object(fused_moe, "GATHERED_AT_ONCE", memory),
+            loops_run_by(unrolled) if is_traced else nullcontext(),
+        ):
+            got = way(experts, hidden, torch.from_numpy(ids), weights)
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4, err_msg=way.__name__)
 
 

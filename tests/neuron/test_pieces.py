@@ -1,4 +1,5 @@
-"""Attention in pieces is the same in all loops: Python's, that of Dynamo's graphs, and XLA's While."""
+"""Attention in pieces, and experts in rounds, are the same in all loops: Python's, that of Dynamo's graphs, XLA's
+While."""
 
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from lane import HAS_OPENXLA
 from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.models.layers import fused_moe
+from model_runner_base.models.layers.fused_moe import Experts, run_experts
 
 TILES, PAIRS, REAL, KEYS = 7, 53, 41, 4
 HEADS, KV_HEADS, HEAD_SIZE = 6, 2, 8
@@ -85,3 +88,30 @@ def test_attention_in_pieces_is_the_same_in_all_loops(piece: int) -> None:
             outs = [run(torch.tensor(query).float(), torch.tensor(cache).float(), plan) for run in loops]
         for out in outs:
             np.testing.assert_allclose(out.numpy(), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 90], ids=["each choice", "in tiles"])
+def test_experts_in_rounds_are_the_same_in_all_loops(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts at a time are as many as fit the memory; of 24 experts few are chosen, so many tiles are empty."""
+    num_experts, hidden, inner, top_k = 24, 8, 6, 3
+    monkeypatch.setattr(fused_moe, "GATHERED_AT_ONCE", 2 * 4 * 3 * hidden * inner)
+    rng = np.random.default_rng(0)
+    gate_up, down = (rng.normal(size=(num_experts, *shape)) for shape in ((hidden, 2 * inner), (inner, hidden)))
+    rows, weights = rng.normal(size=(num_tokens, hidden)), rng.normal(size=(num_tokens, top_k))
+    ids = np.stack([rng.choice(5, top_k, replace=False) * 5 % num_experts for _ in range(num_tokens)])
+    want = np.zeros_like(rows)
+    for token, choice in np.ndindex(ids.shape):
+        gate, up = np.split(rows[token] @ gate_up[ids[token, choice]], 2)
+        want[token] += weights[token, choice] * ((gate / (1 + np.exp(-gate)) * up) @ down[ids[token, choice]])
+
+    def function(*given: torch.Tensor) -> torch.Tensor:
+        gate_up, down, rows, ids, weights = given
+        return run_experts(Experts(gate_up, down, "silu"), rows, ids, weights)
+
+    inputs = [torch.tensor(each).float() for each in (gate_up, down, rows, weights)]
+    inputs.insert(3, torch.tensor(ids))
+    loops = [function, torch.compile(function, backend="aot_eager", fullgraph=True)]
+    loops += [on_openxla(function)] if HAS_OPENXLA else []
+    with torch.no_grad():
+        for run in loops:
+            np.testing.assert_allclose(run(*inputs).numpy(), want, atol=1e-4)

@@ -8,6 +8,9 @@ N = tokens x top-k choices meet E experts in one of three ways, by sizes that ar
 - many tokens: choices are sorted into tiles of rows of one expert, and each tile gathers its expert's weights once.
   With ``M = 1 + N // E`` rows a tile, partly filled ones included, there are fewer than 2 E tiles and 2 N rows.
 
+Gathered weights would take the memory of all experts twice, so tiles are run some at a time (step/rounds.py), and the
+rounds end with the last tile that has a row.
+
 A choice's place among those of its expert is a cumulative sum over a one-hot matrix: no sort, and no branch on data.
 """
 
@@ -21,12 +24,18 @@ from torch.nn import functional as F
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from model_runner_base.models.layers.routing import check_router, select_experts
+from model_runner_base.step.rounds import State, is_traced, is_unrolled, run_rounds
 from model_runner_base.vllm_compat.probes.experts import ExpertsView, activation_name, experts_layers
 
 GATHER_COST = 3
 """Cost of reading an expert's weights through a gather, as a multiple of reading them in place."""
 MAX_DENSE_TOKENS = 64
 """Largest number of tokens for which reading an expert's weights takes longer than multiplying all tokens by them."""
+GATHERED_AT_ONCE = 32 << 20
+"""Bytes of weights that are gathered at a time, if that is more than one expert's. The C library of a host maps and
+clears each larger array anew."""
+MOST_UNROLLED = 16
+"""Largest number of rounds in a graph that holds each of them."""
 
 
 def _gated(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +119,7 @@ def run_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weigh
 
 def _each_choice(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     rows = hidden.repeat_interleave(ids.shape[1], dim=0)
-    out = experts.take(ids.reshape(-1)).run(rows.unsqueeze(1))
+    out = _run_tiles(experts, rows.unsqueeze(1), ids.reshape(-1), None)
     return _weighted_sum(out.squeeze(1), weights)
 
 
@@ -134,8 +143,45 @@ def _in_tiles(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights
     token_at = torch.zeros(num_tiles * tile, dtype=choices.dtype, device=ids.device)
     token_at = token_at.index_put((place,), choices // top_k)
     rows = hidden[token_at].view(num_tiles, tile, -1)
-    out = experts.take(tile_expert).run(rows)
+    out = _run_tiles(experts, rows, tile_expert, place.max() // tile + 1)
     return _weighted_sum(out.view(num_tiles * tile, -1)[place], weights)
+
+
+def tiles_at_once(num_tiles: int, expert_bytes: int, is_unrolled: bool) -> int:
+    """Number of tiles that are run at a time, with experts of ``expert_bytes`` each."""
+    least = -(-num_tiles // MOST_UNROLLED) if is_unrolled else 1
+    return min(num_tiles, max(least, GATHERED_AT_ONCE // expert_bytes))
+
+
+def _run_tiles(
+    experts: Experts, rows: torch.Tensor, tile_expert: torch.Tensor, num_used: torch.Tensor | None
+) -> torch.Tensor:
+    """[NT, M, hidden] outputs of tiles of rows, [NT, M, hidden], of one expert each, ``tile_expert`` [NT].
+
+    Only the first ``num_used`` tiles, a scalar, have rows that count; None: all of them.
+    """
+    num_tiles = rows.shape[0]
+    make: Any = type(experts)
+    weights = [value for value in experts if isinstance(value, torch.Tensor)]
+    expert_bytes = sum(value.numel() * value.element_size() for value in weights) // weights[0].shape[0]
+    size = tiles_at_once(num_tiles, expert_bytes, is_unrolled())
+    if size == num_tiles:
+        return experts.take(tile_expert).run(rows)
+
+    def body(number: torch.Tensor, state: State, reads: State) -> State:
+        rows, tile_expert, *weights = reads
+        of_reads = iter(weights)
+        taken = [next(of_reads) if isinstance(value, torch.Tensor) else value for value in experts]
+        index = (number * size + torch.arange(size, dtype=torch.int32, device=number.device)).clamp(max=num_tiles - 1)
+        out = make(*taken).take(tile_expert[index]).run(rows[index])
+        # A loop of a graph may not change its state in place; a copy in each round of an eager step would be slow.
+        write = torch.Tensor.index_put if is_traced() else torch.Tensor.index_put_
+        return (write(state[0], (index,), out),)
+
+    used = torch.full((), num_tiles, device=rows.device) if num_used is None else num_used
+    rounds = ((used + size - 1) // size).to(torch.int32)
+    state, reads = (torch.zeros_like(rows),), (rows, tile_expert, *weights)
+    return run_rounds(rounds, -(-num_tiles // size), body, state, reads)[0]
 
 
 def tile_places(
@@ -178,7 +224,8 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         layer.w2_weight = _transposed(layer.w2_weight)
 
     def experts(self, layer: Any) -> Experts:
-        """The layer's weights; a device with its own layout returns an object of its own for ``run_experts``."""
+        """The layer's weights. A device with its own layout returns a ``NamedTuple`` of its own for ``run_experts``;
+        each of its tensors has an entry for each expert."""
         has_bias = layer.moe_config.has_bias
         return Experts(
             layer.w13_weight,
