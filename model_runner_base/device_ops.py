@@ -4,7 +4,7 @@ The base never calls a vendor's namespace: memory figures, buffers, copies and b
 defaults serve any device whose memory is the host's; a subclass overrides what differs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ class DeviceOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._asleep: dict[str, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]] = {}
+        """Storages without memory, by tag: with each its size, and its contents on the host if these are kept."""
 
     @property
     def eager_device(self) -> torch.device:
@@ -57,9 +59,45 @@ class DeviceOps:
         return MemoryInfo(*host_memory())
 
     def memory_pool(self, tag: str) -> AbstractContextManager:
-        """Context in which "weights" or "kv_cache" are allocated, by ``tag``. A device that sleeps sets these pools
-        aside."""
+        """Context in which "weights" or "kv_cache" are allocated, by ``tag``, for a device that frees whole pools in
+        ``sleep``."""
         return nullcontext()
+
+    def sleep(self, tag: str, kept: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor]) -> None:
+        """Frees the memory of a tag, "weights" or "kv_cache", until ``wake``; ``kept`` and ``dropped`` are its tensors.
+
+        Contents of ``kept`` go to the host. Tensors that lie elsewhere than on the device stay as they are.
+
+        The default empties storages of plain torch. Tensors and their views stay the same objects, but addresses
+        change. A device whose graphs hold addresses must override both methods, or be no device that sleeps
+        (``Platform.is_sleep_mode_available``).
+        """
+        self.synchronize()
+        freed, seen = self._asleep.setdefault(tag, []), set[int]()
+        for is_kept, tensors in ((True, kept), (False, dropped)):
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                is_freed = self._is_on_device(tensor) and storage.nbytes() and storage.resizable()
+                if not is_freed or storage._cdata in seen:
+                    continue
+                seen.add(storage._cdata)
+                freed.append((storage, storage.nbytes(), _bytes_of(storage).to("cpu", copy=True) if is_kept else None))
+                storage.resize_(0)
+
+    def wake(self, tag: str) -> None:
+        """Takes the memory of a tag back: what was kept has its contents again, what was dropped is zeros."""
+        freed = self._asleep.pop(tag, [])
+        while freed:
+            storage, size, contents = freed.pop()
+            storage.resize_(size)
+            if contents is None:
+                _bytes_of(storage).zero_()
+            else:
+                _bytes_of(storage).copy_(contents)
+        self.synchronize()
+
+    def _is_on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device.type
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -113,6 +151,10 @@ class DeviceOps:
 
     def synchronize(self) -> None:
         """Waits for everything that was launched."""
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

@@ -50,6 +50,7 @@ from model_runner_base.inputs.multimodal.factory import choose_encoder
 from model_runner_base.models.loader import change_config, reload_checkpoint
 from model_runner_base.platform import shares_host_memory
 from model_runner_base.runner.background import BackgroundCompiler
+from model_runner_base.runner.sleep import Sleep
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.runner.wiring import StepParts, load_processors, wire
 from model_runner_base.step.batch import InputBatch
@@ -98,6 +99,8 @@ class ModelRunnerBase:
         self._wired_model_len: int | None = None
         """Model length that block tables and graphs were made for; None before ``initialize_kv_cache``."""
         self.errors = RequestErrors(vllm_config.parallel_config.world_size)
+        self.sleep = Sleep(self)
+        """Memory of weights and caches, which the worker frees and takes back between two steps."""
         self.pending: Callable[[GrammarOutput | None], Output] | None = None
         """Rest of a step, which ``execute_model`` leaves for ``sample_tokens``; None if there is none."""
 

@@ -62,6 +62,11 @@ class PagedPlatform(Platform):
         """Suppresses vLLM's scheduler warning. vLLM makes a platform in each process, engine processes included."""
         quiet_scheduler_warning()
 
+    def is_sleep_mode_available(self) -> bool:
+        """Whether ``enable_sleep_mode`` is allowed; ``DeviceOps.sleep`` then frees memory, and ``wake`` takes it
+        back."""
+        return True
+
     @classmethod
     def shares_host_memory(cls, vllm_config: "VllmConfig") -> bool:
         """Whether the device's memory is the host's, which other processes use too, and other workers of

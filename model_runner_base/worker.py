@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -273,6 +273,39 @@ class ModelRunnerWorker(WorkerBase):
 
     def list_loras(self) -> set[int]:
         return self.model_runner.adapters.list()
+
+    # ---- Sleep, between two steps ----
+
+    def check_sleep(self, level: int = 1) -> None:
+        """Raises ValueError if this engine cannot sleep at a level."""
+        self.model_runner.sleep.check(level)
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the memory of weights and caches. Level 1 keeps weights on the host; after level 2 they must be loaded
+        again.
+
+        Raises ValueError, and frees nothing, if this engine cannot sleep. Requests that come before ``wake_up`` end
+        with an error.
+        """
+        self.check_sleep(level)
+        memory_info = self.model_runner.device_ops.memory_info
+        before = memory_info().free
+        self.model_runner.sleep.begin(level)
+        freed = max(0, memory_info().free - before)
+        logger.info("Sleep at level %d freed %.2f GiB of device memory.", level, freed / GiB_bytes)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Takes the memory of tags back, "weights", "kv_cache", or of all. Caches come back empty, and after level 2
+        so do weights."""
+        self.model_runner.sleep.end(tags)
+
+    def discard(self, tags: Collection[str]) -> None:
+        """Frees the memory of ``tags``, which must be the KV cache alone, and keeps weights where they are."""
+        self.model_runner.sleep.discard(tags)
+
+    def sleeping_tags(self) -> list[str]:
+        """Tags of the memory that sleeps; empty if the engine is awake."""
+        return sorted(self.model_runner.sleep.tags)
 
     # ---- Everything else the engine may ask ----
 

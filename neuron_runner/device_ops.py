@@ -1,5 +1,7 @@
 """DeviceOps over PJRT: Neuron's runtime, or PJRT CPU."""
 
+from collections.abc import Sequence
+
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -7,7 +9,7 @@ import torch_xla.core.xla_model as xm
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
 from neuron_runner import weights
 from neuron_runner.allocator import give_back_freed_memory
-from neuron_runner.executable import UNCOMPILED
+from neuron_runner.executable import UNCOMPILED, zeros
 
 
 class XlaDeviceOps(DeviceOps):
@@ -15,6 +17,11 @@ class XlaDeviceOps(DeviceOps):
 
     towers_as_graphs = True
     has_float8_caches = True  # torch_xla views bytes as floats on the host, while it traces.
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._freed: dict[str, list[tuple[torch.Tensor, torch.Size, torch.Tensor | None]]] = {}
+        """Tensors without contents, by tag: with each its shape, and its contents on the host if these are kept."""
 
     @property
     def eager_device(self) -> torch.device:
@@ -43,6 +50,25 @@ class XlaDeviceOps(DeviceOps):
     def place(self, module: torch.nn.Module) -> None:
         weights.transpose_linear_weights(module)
         weights.move(module, self.device, self.synchronize)
+
+    def sleep(self, tag: str, kept: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor]) -> None:
+        """Gives each tensor empty contents in place of its own: a storage of XLA cannot be emptied. Compiled graphs
+        take what the tensors hold when they run, so these must be the same objects."""
+        self.synchronize()
+        freed = self._freed.setdefault(tag, [])
+        for is_kept, tensors in ((True, kept), (False, dropped)):
+            for tensor in filter(self._is_on_device, tensors):
+                freed.append((tensor, tensor.shape, tensor.cpu() if is_kept else None))
+                tensor.data = zeros(torch.Size((0,)), tensor.dtype)
+        self.synchronize()
+        give_back_freed_memory()
+
+    def wake(self, tag: str) -> None:
+        freed = self._freed.pop(tag, [])
+        while freed:
+            tensor, shape, contents = freed.pop()
+            tensor.data = zeros(shape, tensor.dtype) if contents is None else contents.to(self.device)
+        self.synchronize()
 
     def overwrite(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
         tensor.data = contents  # A copy in place would be a graph; compiled ones read what the tensor holds.

@@ -70,6 +70,7 @@ NEWEST = [
     "base/test_preempted_steps.py",
     "base/test_scheduling.py",
     "base/test_session_turns.py",
+    "base/test_sleeping.py",
     "base/test_small_caches.py",
     "base/test_state_prefixes.py",
     "base/test_streaming_input.py",

@@ -138,6 +138,10 @@ def check_config(vllm_config: VllmConfig) -> None:
         f"{', '.join(wrong)}: logits processors with the interface of vLLM's first model runner "
         "are not supported with its second: set VLLM_USE_V2_MODEL_RUNNER=0": wrong,
         # Settings that only newer releases of vLLM have.
+        f"sleep_mode_backend={setting(vllm_config.model_config, 'sleep_mode_backend')} is not supported: leave it out, "
+        "the device frees and takes back its own memory": (
+            setting(vllm_config.model_config, "sleep_mode_backend", "cumem") != "cumem"
+        ),
         "watermarks are not supported yet: leave out watermark_config": setting(vllm_config, "watermark_config"),
         "diffusion models are not supported yet: leave out diffusion_config": setting(vllm_config, "diffusion_config"),
         "engrams are not supported yet: leave out engram_config": setting(vllm_config, "engram_config"),

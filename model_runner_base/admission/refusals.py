@@ -14,6 +14,7 @@ from vllm import platforms
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from model_runner_base.admission.our_engines import is_ours
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 
@@ -27,47 +28,134 @@ class RefusedCallError(HTTPException, ValueError):
         return self.detail
 
 
+CALLED_DIRECTLY = ("sleep", "discard")
+"""Methods of a worker that free memory, which trainers call by ``collective_rpc``."""
+MAY_SLEEP = "_may_sleep"
+"""Attribute of an ``LLM``'s engine that was asked to sleep, and may not have been woken up since."""
+
+
 def refuse_in_words() -> None:
     """Patches vLLM's two front ends. Call it in their process; further calls change nothing."""
     for name in ("sleep", "release_kv_cache_memory"):
-        wrap_once(AsyncLLM, name, _unless_the_device_sleeps)
-        wrap_once(LLMEngine, name, _unless_the_device_sleeps)
+        wrap_once(AsyncLLM, name, _if_workers_can_sleep_async)
+        wrap_once(LLMEngine, name, _if_workers_can_sleep)
+    wrap_once(LLMEngine, "collective_rpc", _noting_sleep)
+    wrap_once(LLMEngine, "add_request", _while_awake)
     for name in ("collective_rpc", "compute_weight_checksums"):
         wrap_once(AsyncLLM, name, _naming_missing_methods)
 
 
-def _unless_the_device_sleeps(method: Any) -> Any:
-    parameters = signature(method)
-    # In releases with a ``mode`` for running requests, level 0 pauses the scheduler and leaves the device alone.
-    has_pause_level = "mode" in parameters.parameters
+class _SleepCall:
+    """Call of a front end's ``sleep`` or ``release_kv_cache_memory``: its level, and whether the engine can follow."""
 
-    def check(*args: Any, **kwargs: Any) -> None:
-        level = parameters.bind(*args, **kwargs).arguments.get("level")
-        if platforms.current_platform.is_sleep_mode_available() or (has_pause_level and level == 0):
-            return
-        pause = " (level 0 pauses requests)" if has_pause_level else ""
-        raise RefusedCallError(f"this device does not sleep: weights and KV cache stay in its memory{pause}")
+    def __init__(self, method: Any) -> None:
+        self._parameters = signature(method)
+        # In releases with a ``mode`` for running requests, level 0 pauses the scheduler and leaves the device alone.
+        self._has_pause_level = "mode" in self._parameters.parameters
+
+    def level(self, engine: Any, *args: Any, **kwargs: Any) -> int | None:
+        """Level that workers must be able to sleep at, None if they need not be asked; raises RefusedCallError if the
+        engine was not started for sleep."""
+        bound = self._parameters.bind(engine, *args, **kwargs)
+        bound.apply_defaults()
+        level = bound.arguments.get("level", 1)
+        if self._has_pause_level and level == 0:
+            return None
+        pause = " (level 0 pauses requests)" if self._has_pause_level else ""
+        if not platforms.current_platform.is_sleep_mode_available():
+            raise RefusedCallError(f"this device does not sleep: weights and KV cache stay in its memory{pause}")
+        if not is_ours(engine.vllm_config):
+            return None
+        if not engine.vllm_config.model_config.enable_sleep_mode:
+            raise RefusedCallError(f"this engine does not sleep: start it with enable_sleep_mode=True{pause}")
+        return level
+
+
+def _if_workers_can_sleep(method: Any) -> Any:
+    call = _SleepCall(method)
 
     @wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        """Raises RefusedCallError, or calls the method and returns its result, in the async front end a coroutine."""
-        check(*args, **kwargs)
-        return method(*args, **kwargs)
+    def asking(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises RefusedCallError, or calls the method and returns its result."""
+        level = call.level(engine, *args, **kwargs)
+        if level is not None:
+            try:
+                engine.collective_rpc("check_sleep", args=(level,))
+            except Exception as error:
+                raise RefusedCallError(str(error)) from error
+        setattr(engine, MAY_SLEEP, True)
+        return method(engine, *args, **kwargs)
 
-    return checked
+    return asking
+
+
+def _if_workers_can_sleep_async(method: Any) -> Any:
+    call = _SleepCall(method)
+
+    @wraps(method)
+    async def asking(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises RefusedCallError, or calls the method and returns its result."""
+        level = call.level(engine, *args, **kwargs)
+        if level is not None:
+            try:
+                await engine.collective_rpc("check_sleep", args=(level,))
+            except Exception as error:
+                raise RefusedCallError(str(error)) from error
+        try:
+            return await method(engine, *args, **kwargs)
+        except Exception as error:
+            if (refusal := re.search("requests are running, .*", str(error))) is None:
+                raise
+            raise RefusedCallError(refusal[0]) from error
+
+    return asking
+
+
+def _noting_sleep(method: Any) -> Any:
+    @wraps(method)
+    def noting(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        called = args[0] if args else kwargs.get("method")
+        if called in CALLED_DIRECTLY:
+            setattr(engine, MAY_SLEEP, True)
+        return method(engine, *args, **kwargs)
+
+    return noting
+
+
+def _while_awake(method: Any) -> Any:
+    @wraps(method)
+    def adding(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises RefusedCallError for a request to a sleeping engine, where ``LLM`` would wait for ever."""
+        if getattr(engine, MAY_SLEEP, False) and is_ours(engine.vllm_config):
+            _check_awake(engine)
+        return method(engine, *args, **kwargs)
+
+    return adding
+
+
+def _check_awake(engine: Any) -> None:
+    is_paused, tags = engine.is_sleeping(), engine.collective_rpc("sleeping_tags")[0]
+    if is_paused or tags:
+        what = f"{' and '.join(tags)} sleep" if tags else "requests are paused"
+        call = "wake_up()" if is_paused else 'collective_rpc("wake_up")'
+        raise RefusedCallError(f"{what}: call {call} before you send requests")
+    setattr(engine, MAY_SLEEP, False)
 
 
 def _naming_missing_methods(method: Any) -> Any:
     @wraps(method)
     async def naming(*args: Any, **kwargs: Any) -> Any:
-        """Raises RefusedCallError for a method that the workers do not have."""
+        """Raises RefusedCallError for a method that the workers do not have, and for sleep where there is none."""
         try:
             return await method(*args, **kwargs)
         except Exception as error:
             # An engine sends its errors as text.
             missing = re.search("Method ('.*') is not implemented", str(error))
-            if missing is None:
-                raise
-            raise RefusedCallError(f"the workers of this device have no method {missing[1]}") from error
+            if missing is not None:
+                raise RefusedCallError(f"the workers of this device have no method {missing[1]}") from error
+            awake = re.search("this engine does not sleep.*", str(error))
+            if awake is not None:
+                raise RefusedCallError(awake[0]) from error
+            raise
 
     return naming

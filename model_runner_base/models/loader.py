@@ -167,7 +167,7 @@ def reload_checkpoint(
         Raises CheckpointError. A misfit of a checkpoint on disk is found before any weight changes, but for scales of
         an 8-bit KV cache. A layer that gets only a part of its weights keeps its old ones.
     """
-    _check_reloadable(model)
+    check_reloadable(model)
     if not is_checkpoint_format:
         raise CheckpointError(
             "weights in a device's own layout cannot be loaded: hand them over as the checkpoint has them, and leave "
@@ -228,7 +228,7 @@ def reload_checkpoint(
             raise CheckpointError(str(error)) from None
 
 
-def _check_reloadable(model: nn.Module) -> None:
+def check_reloadable(model: nn.Module) -> None:
     """Raises CheckpointError for weights whose loading vLLM does not record, since reloading relies on that record."""
     if hasattr(model, "pooler"):
         raise CheckpointError(

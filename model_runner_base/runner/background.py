@@ -63,6 +63,8 @@ class BackgroundCompiler:
         self._is_stopped = False
         self._is_awaited = False
         """Whether a caller waits for every size, so that none is put off while steps are served."""
+        self.is_held = False
+        """Whether nothing is traced for now, because the model has no weights or caches."""
         self._error: Exception | None = None
         for other in [other for other in self._all_started if other.is_making]:
             gc.collect()  # Then an engine that is no longer used makes no more sizes.
@@ -169,7 +171,7 @@ class BackgroundCompiler:
         """Removes and returns the size to make next; None if there is none, or none for now."""
         with self._guard.between_steps(self._is_halfway):
             runner = self._runner()
-            if not self._waiting or runner is None:
+            if not self._waiting or runner is None or self.is_held:
                 return None
             policy = runner.graph_policy
             size = policy.most_wanted(self._waiting)
@@ -205,7 +207,7 @@ class BackgroundCompiler:
         with self._guard.between_steps(self._is_halfway):
             if self._is_over():
                 raise InterruptedError
-            if policy.compiles_in_pauses and self._is_busy():
+            if self.is_held or (policy.compiles_in_pauses and self._is_busy()):
                 return False
             if key not in self._begun:
                 try:

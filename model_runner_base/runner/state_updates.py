@@ -1,10 +1,12 @@
 """Updates of the runner's states by the scheduler's step: rows, cache blocks, states of the head and of components."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 
 from model_runner_base.heads.head import Head
 from model_runner_base.inputs.adapters.adapters import Adapters
+from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.repeat import Repeat
@@ -23,6 +25,7 @@ class StateUpdates:
         head: Head,
         components: StepComponents,
         adapters: Adapters,
+        encoder: Encoder,
         repeat: Repeat,
         errors: RequestErrors,
     ) -> None:
@@ -31,6 +34,7 @@ class StateUpdates:
         self._head = head
         self._components = components
         self._adapters = adapters
+        self._encoder = encoder
         self._repeat = repeat
         self._errors = errors
 
@@ -54,6 +58,22 @@ class StateUpdates:
         if any(schedule.new_blocks):
             self._append_blocks(schedule)
         return schedule
+
+    def refuse(self, schedule: Schedule, error: Exception) -> Schedule:
+        """Applies a step's changes, but ends each of its requests with ``error``; returns the step without them.
+
+        Nothing of these requests reaches the device. Items that the step should have encoded are encoded later.
+        """
+        arriving = {arrival.req_id: arrival.items for arrival in schedule.arrivals}
+        for req_id in schedule.num_tokens:
+            if req_id not in self._errors:
+                known = self._requests.infos.get(req_id)
+                self._errors.fail(req_id, known.items if known else arriving[req_id], error)
+        left = self.apply(schedule)
+        for req_id in schedule.num_tokens:
+            self._forget(req_id)
+        self._encoder.put_off(item.identifier for item in left.failed_items)
+        return replace(left, failed_items=[])
 
     def _forget(self, req_id: str) -> None:
         self._requests.forget(req_id)

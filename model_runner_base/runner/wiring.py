@@ -215,7 +215,9 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     )
 
     # The states that a schedule updates.
-    updates = StateUpdates(requests, block_tables, head, components, runner.adapters, repeat, runner.errors)
+    updates = StateUpdates(
+        requests, block_tables, head, components, runner.adapters, runner.encoder, repeat, runner.errors
+    )
     order = token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)
     return StepParts(
         requests=requests,

@@ -53,6 +53,11 @@ def has_known_steps() -> bool:
     return set(SchedulerOutput.__dataclass_fields__) in (_COMMON, _COMMON | _LATER)
 
 
+def is_core_paused(core: Any) -> bool:
+    """Whether an engine core holds requests back; its scheduler does not know of that in older releases."""
+    return getattr(core, "_scheduler_paused", False) or is_paused(core.scheduler)
+
+
 def stop_tokens(request: Request) -> list[int]:
     """Tokens that end a request, its end-of-sequence token last."""
     params = request.sampling_params

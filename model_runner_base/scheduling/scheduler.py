@@ -15,6 +15,7 @@ from model_runner_base.scheduling.corrections.state_prefixes import StatePrefixe
 from model_runner_base.scheduling.corrections.state_sessions import StateSessions
 from model_runner_base.scheduling.corrections.turn_params import TurnParams
 from model_runner_base.scheduling.corrections.window_blocks import WindowBlocks
+from model_runner_base.scheduling.dropped_caches import forget_dropped_caches
 from model_runner_base.scheduling.releases import DROPS_STALE_OUTPUTS, has_known_steps
 from model_runner_base.scheduling.rows.row_steps import RowSteps
 from model_runner_base.scheduling.state_group import WAITS_FOR_STATES, keeps_states, with_states
@@ -64,6 +65,7 @@ class AsyncTurnScheduler(StateSessions, ChunkPrefixes, PreemptedSteps, TurnParam
 
 def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> TurnParams:
     """Makes the scheduler that the configuration asks for; ``scheduler_cls`` names this function."""
+    forget_dropped_caches()
     groups = with_states(kv_cache_config, vllm_config)
     sync, asynchronous = (RowScheduler, AsyncRowScheduler) if has_known_steps() else (TurnScheduler, AsyncTurnScheduler)
     if keeps_states(vllm_config) and not WAITS_FOR_STATES:

@@ -48,8 +48,12 @@ class RequestErrors(StepComponent):
             raise
         except Exception as error:
             logger.exception("Request %s cannot be run.", req_id)
-            self._failed[req_id] = items
-            self._unreported[req_id] = f"{type(error).__name__}: {error}"
+            self.fail(req_id, items, error)
+
+    def fail(self, req_id: str, items: Sequence[MultiModalFeatureSpec], error: Exception) -> None:
+        """Records a request's failure, as ``recording`` does."""
+        self._failed[req_id] = items
+        self._unreported[req_id] = f"{type(error).__name__}: {error}"
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._failed

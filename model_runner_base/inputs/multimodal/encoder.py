@@ -60,6 +60,9 @@ class Encoder(StepComponent):
     def give_up(self, identifiers: Iterable[str]) -> None:
         """Forgets the outputs of the items with these identifiers."""
 
+    def put_off(self, identifiers: Iterable[str]) -> None:
+        """Leaves out items that a step should have encoded; they are encoded when a request reads them."""
+
     def check_reload(self) -> None:
         """Raises CheckpointError if the encoder cannot follow a reload of the model's weights."""
 
@@ -106,7 +109,8 @@ class ItemEncoder(Encoder):
         self._device = device_ops.eager_device
         self._rows = EncoderRows(size)
         self._outdated = set[str]()
-        """Identifiers of items with rows, which the scheduler knows as encoded, but with other weights."""
+        """Identifiers of items that the scheduler takes for encoded, but that have no rows, or rows of other
+        weights."""
         assert isinstance(model_config.dtype, torch.dtype)
         self._pool = EmbeddingPool(size, width, model_config.dtype, size, wrap, device_ops)
         self._graphs = EAGER
@@ -120,6 +124,9 @@ class ItemEncoder(Encoder):
         for identifier in identifiers:
             self._rows.give_up(identifier)
             self._outdated.discard(identifier)
+
+    def put_off(self, identifiers: Iterable[str]) -> None:
+        self._outdated.update(identifiers)
 
     def step_memory(self) -> int:
         """Bytes of the largest piece that is copied to the pool, of the rows that a step gathers, and of graphs.

@@ -82,3 +82,8 @@ def asked_memory_share(cache_config: Any) -> float | None:
     """``gpu_memory_utilization``, if it is another than vLLM's default; None means that the user set none."""
     share = cache_config.gpu_memory_utilization
     return None if share == type(cache_config).gpu_memory_utilization else share
+
+
+def preserved_weights(vllm_config: Any) -> list[str]:
+    """Patterns of the names of weights that the user wants kept at sleep level 2."""
+    return list(setting(vllm_config.model_config, "sleep_preserve_parameter_names", ()))
