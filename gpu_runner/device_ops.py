@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ class CudaDeviceOps(DeviceOps):
         """``can_sleep``: weights and KV caches are allocated by vLLM's allocator, which can offload or drop them."""
         super().__init__(device)
         self._can_sleep = can_sleep
+        self._contents: dict[str, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        """Tensors of a sleeping pool, by tag, that ``wake`` writes: their contents on the host, or None for zeros."""
         self._staging = cycle([_Staging() for _ in range(COPIES_IN_FLIGHT)])
         self._copy_stream = torch.cuda.Stream(device)
 
@@ -41,6 +44,29 @@ class CudaDeviceOps(DeviceOps):
         from vllm.device_allocator.cumem import CuMemAllocator
 
         return CuMemAllocator.get_instance().use_memory_pool(tag=tag)
+
+    def sleep(self, tag: str, kept: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor]) -> None:
+        """Unmaps what was allocated in the pool of a tag; graphs hold addresses, and ``wake`` maps the same ones.
+
+        If nothing is to be dropped, the allocator copies the whole pool to the host.
+        """
+        copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in kept] if dropped else []
+        self._contents[tag] = [*copies, *((tensor, None) for tensor in dropped)]
+        self.synchronize()
+        _free_pool(tag, is_kept=not dropped)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def wake(self, tag: str) -> None:
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        CuMemAllocator.get_instance().wake_up([tag])
+        for tensor, contents in self._contents.pop(tag, []):
+            if contents is None:
+                tensor.data.zero_()
+            else:
+                tensor.data.copy_(contents)
+        self.synchronize()
 
     def peak_memory(self, run: Callable[[], None]) -> int:
         """Bytes of torch's allocator that ``run`` takes at its peak and gives back: what it keeps is not counted."""
@@ -95,6 +121,26 @@ class CudaDeviceOps(DeviceOps):
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Page-locked host memory, which the device reads and writes without the host."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def _free_pool(tag: str, is_kept: bool) -> None:
+    """Unmaps the memory of a pool of vLLM's allocator, which copies it to the host first if it ``is_kept``.
+
+    The allocator's own ``sleep`` frees all pools, and its ``discard``, which some releases have, keeps nothing.
+    """
+    from vllm.device_allocator import cumem
+
+    runtime: Any = cumem.libcudart
+    for address, allocation in cumem.CuMemAllocator.get_instance().pointer_to_data.items():
+        each: Any = allocation
+        if each.tag != tag or getattr(each, "is_asleep", False):
+            continue
+        if is_kept:
+            size = each.handle[1]
+            each.cpu_backup_tensor = pinned((size,), torch.uint8)
+            runtime.cudaMemcpy(each.cpu_backup_tensor.data_ptr(), address, size)
+        cumem.unmap_and_release(each.handle)
+        each.is_asleep = True
 
 
 class _Staging:

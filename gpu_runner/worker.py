@@ -1,8 +1,6 @@
 """The worker of GPUModelRunner, for vLLM's ``--worker-cls gpu_runner.GPUWorker``."""
 
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from vllm import envs
@@ -35,12 +33,10 @@ def check_model(model: ModelConfig) -> None:
 
 
 class GPUWorker(ModelRunnerWorker):
-    """vLLM's worker over GPUModelRunner: device, sleep and wake; the rest is the base's."""
+    """vLLM's worker over GPUModelRunner: device, kernels and profiler; the rest is the base's."""
 
     model_runner_cls = GPUModelRunner
     profiler_activities = ("CPU", "CUDA")
-    _buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
-    """Host copies of the model's buffers, by name, while it sleeps at level 2."""
 
     def make_device(self) -> torch.device:
         if not current_platform.is_cuda():
@@ -79,35 +75,10 @@ class GPUWorker(ModelRunnerWorker):
         config = self.vllm_config.profiler_config
         return CudaProfilerWrapper(config) if config.profiler == "cuda" else super().make_profiler()
 
-    # ---- Sleep: vLLM's allocator unmaps what was allocated under a tag, and maps it again at the same addresses ----
-
-    def sleep(self, level: int = 1) -> None:
-        """Frees device memory. Level 1 keeps the weights on the host; level 2 drops them, and keeps only the model's
-        buffers.
-
-        Raises ValueError for level 2 of a model whose weights, or whose draft's, cannot be loaded again.
-        """
+    def check_sleep(self, level: int = 1) -> None:
+        """Raises ValueError for level 2 of a model whose weights, or whose draft's, were not shown to come back."""
         if level == 2 and self.model_config.is_multimodal_model:
             raise ValueError("weights of a multimodal model cannot be loaded again yet: sleep at level 1")
         if level == 2 and draft_of(self.get_model()) is not None:
-            raise ValueError("level 2 is not supported with a draft, which no reload brings back: sleep at level 1")
-        from vllm.device_allocator.cumem import CuMemAllocator
-
-        model = self.get_model()
-        self._buffers = {name: buffer.cpu() for name, buffer in model.named_buffers()} if level == 2 else {}
-        CuMemAllocator.get_instance().sleep(offload_tags=("weights",) if level == 1 else ())
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes the device memory back. The KV cache comes back empty; after level 2, ``reload_weights`` has to bring
-        the weights back."""
-        from vllm.device_allocator.cumem import CuMemAllocator
-
-        CuMemAllocator.get_instance().wake_up(tags)
-        if tags is None or "kv_cache" in tags:
-            for cache in self.model_runner.parts.kv_caches:
-                cache.zero_()
-        if tags is None or "weights" in tags:
-            for name, buffer in self.get_model().named_buffers():
-                if name in self._buffers:
-                    buffer.data.copy_(self._buffers[name])
-            self._buffers = {}
+            raise ValueError("level 2 is not supported with a draft yet: sleep at level 1")
+        super().check_sleep(level)

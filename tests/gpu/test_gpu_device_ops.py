@@ -1,7 +1,9 @@
 """Copies between the host and a device that works late."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.device_allocator import cumem
 
 import gpu_runner.cuda_graphs
 import gpu_runner.device_ops
@@ -117,3 +120,54 @@ def test_a_host_array_may_change_as_soon_as_its_copy_was_launched(steps: list[tu
         device.run(len(device.queue))
     for tensor, values in sent:
         assert tensor.tolist() == values
+
+
+class Pools:
+    """Stand-in for vLLM's allocator, whose addresses are those of tensors; memory that is unmapped is spoiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pointer_to_data: dict[int, Any] = {}
+        self.woken: list[str] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+        monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: self)
+        monkeypatch.setattr(cumem, "unmap_and_release", lambda handle: self._tensors[handle[2]].fill_(7))
+        monkeypatch.setattr(cumem, "libcudart", SimpleNamespace(cudaMemcpy=ctypes.memmove))
+        monkeypatch.setattr(gpu_runner.device_ops, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+
+    def add(self, tag: str, numbers: int) -> torch.Tensor:
+        tensor = torch.arange(1.0, numbers + 1)
+        address = tensor.data_ptr()
+        self._tensors[address] = tensor
+        self.pointer_to_data[address] = SimpleNamespace(
+            tag=tag, handle=(0, tensor.nbytes, address, 0), cpu_backup_tensor=None
+        )
+        return tensor
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.woken += tags
+        for address, each in self.pointer_to_data.items():
+            if each.tag in tags and each.cpu_backup_tensor is not None:
+                ctypes.memmove(address, each.cpu_backup_tensor.data_ptr(), each.handle[1])
+                each.cpu_backup_tensor = None
+            each.is_asleep = each.is_asleep and each.tag not in tags
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_pools_sleep_by_tag(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is kept is copied as a whole, with what is no weight; of one that is dropped, the kept tensors."""
+    pools = Pools(monkeypatch)
+    weight, buffer, unknown = (pools.add("weights", 4) for _ in range(3))
+    cache = pools.add("kv_cache", 4)
+    ops = CudaDeviceOps(torch.device("cpu"), can_sleep=True)
+    ops.sleep("weights", [weight, buffer] if level == 1 else [buffer], [] if level == 1 else [weight])
+    assert [each.tolist() for each in (weight, buffer, unknown)] == [[7.0] * 4] * 3 and cache.tolist() == [1, 2, 3, 4]
+    ops.sleep("kv_cache", [], [cache])
+    ops.wake("kv_cache")
+    assert cache.tolist() == [0] * 4 and weight.tolist() == [7] * 4
+    ops.wake("weights")
+    assert buffer.tolist() == [1, 2, 3, 4] and pools.woken == ["kv_cache", "weights"]
+    assert [weight.tolist(), unknown.tolist()] == ([[1, 2, 3, 4]] * 2 if level == 1 else [[0] * 4, [7] * 4])

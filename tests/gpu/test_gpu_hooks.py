@@ -204,11 +204,11 @@ def test_a_model_that_was_compiled_once_is_right_in_every_call() -> None:
 def test_weights_that_cannot_be_loaded_again_are_not_dropped() -> None:
     worker = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
     with pytest.raises(ValueError, match="sleep at level 1"):
-        GPUWorker.sleep(worker, level=2)  # type: ignore[arg-type]
+        GPUWorker.check_sleep(worker, level=2)  # type: ignore[arg-type]
     model = SimpleNamespace(draft_model=object())
     worker = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=False), get_model=lambda: model)
     with pytest.raises(ValueError, match=r"with a draft.* sleep at level 1"):
-        GPUWorker.sleep(worker, level=2)  # type: ignore[arg-type]
+        GPUWorker.check_sleep(worker, level=2)  # type: ignore[arg-type]
 
 
 def test_models_that_need_the_base_s_attention_are_refused() -> None:
