@@ -69,7 +69,8 @@ class DeviceOps:
         Contents of ``kept`` go to the host. Tensors that lie elsewhere than on the device stay as they are.
 
         The default empties storages of plain torch. Tensors and their views stay the same objects, but addresses
-        change. A device whose graphs hold addresses must override both methods, or be no device that sleeps
+        change. A storage that is shared with NumPy or a file cannot be emptied, and keeps its memory. A device whose
+        graphs hold addresses must override both methods, or be no device that sleeps
         (``Platform.is_sleep_mode_available``).
         """
         self.synchronize()
@@ -77,19 +78,22 @@ class DeviceOps:
         for is_kept, tensors in ((True, kept), (False, dropped)):
             for tensor in tensors:
                 storage = tensor.untyped_storage()
-                is_freed = self._is_on_device(tensor) and storage.nbytes() and storage.resizable()
-                if not is_freed or storage._cdata in seen:
+                if not self._is_on_device(tensor) or not storage.nbytes() or storage._cdata in seen:
                     continue
                 seen.add(storage._cdata)
+                if is_kept and not storage.resizable():
+                    continue
                 freed.append((storage, storage.nbytes(), _bytes_of(storage).to("cpu", copy=True) if is_kept else None))
-                storage.resize_(0)
+                if storage.resizable():
+                    storage.resize_(0)
 
     def wake(self, tag: str) -> None:
         """Takes the memory of a tag back: what was kept has its contents again, what was dropped is zeros."""
         freed = self._asleep.pop(tag, [])
         while freed:
             storage, size, contents = freed.pop()
-            storage.resize_(size)
+            if storage.nbytes() != size:
+                storage.resize_(size)
             if contents is None:
                 _bytes_of(storage).zero_()
             else:

@@ -12,6 +12,7 @@ from greedy import expected, generate
 from lane import HAS_OPENXLA
 from vllm import LLM
 
+from model_runner_base.device_ops import DeviceOps
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.testing.adapters import make_adapter
 from model_runner_base.testing.cases import random_prompts
@@ -77,6 +78,22 @@ def weights(llm: LLM) -> list[torch.Tensor]:
 
 def caches(llm: LLM) -> list[torch.Tensor]:
     return [*runner_of(llm).parts.kv_caches]
+
+
+def test_storages_of_plain_torch() -> None:
+    """Storages are emptied once, whatever views they have. One that NumPy shares keeps its memory, and is zeros if it
+    is dropped."""
+    ops, base = DeviceOps(torch.device("cpu")), torch.arange(6.0)
+    view, shared, known = base.view(2, 3)[1], torch.arange(4.0), torch.arange(3.0)
+    array, elsewhere = (shared.numpy(), known.numpy())[0], torch.empty(2, device="meta")
+    ops.sleep("weights", [base, view, known, elsewhere], [shared])
+    assert [each.untyped_storage().nbytes() for each in (base, view, shared)] == [0, 0, 16]
+    ops.wake("kv_cache")
+    assert base.untyped_storage().nbytes() == 0
+    ops.wake("weights")
+    assert view.tolist() == [3, 4, 5] and known.tolist() == [0, 1, 2] and not array.any()
+    view[0] = 9
+    assert base.tolist() == [0, 1, 2, 9, 4, 5]
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -83,32 +83,6 @@ class PlainWorker(Usual):
 """
 """Device whose towers that take images by tiles run as graphs do."""
 
-SLEEPING = """
-from examples.plain_device import PlainPlatform as AwakePlatform
-class PlainPlatform(AwakePlatform):
-    worker_cls = f"{__name__}.PlainWorker"
-    @classmethod
-    def is_sleep_mode_available(cls):
-        return True
-from examples.plain_device import PlainModelRunner, PlainWorker as Usual
-class PlainWorker(Usual):
-    def sleep(self, level=1):
-        model = self.get_model()
-        weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        is_kept = lambda name: level == 1 or name in buffers or name.startswith("draft_model.")
-        self.asleep = weights | buffers
-        self.kept = {name: tensor.clone() for name, tensor in self.asleep.items() if is_kept(name)}
-        for tensor in (*self.asleep.values(), *self.model_runner.parts.kv_caches):
-            tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
-    def wake_up(self, tags=None):
-        for name, tensor in self.kept.items() if tags is None or "weights" in tags else ():
-            self.asleep[name].data.copy_(tensor)
-        for cache in self.model_runner.parts.kv_caches if tags is None or "kv_cache" in tags else ():
-            cache.zero_()
-"""
-"""Device that sleeps: weights and caches are spoiled. At level 2 it keeps buffers and draft models, which a reload does
-not bring back."""
-
 MODULES = {"padded_device": PADDED, "compiling_device": COMPILING, "tiled_device": TILED}
 """Variants that deliberate faults run on, by name."""
 

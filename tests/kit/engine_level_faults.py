@@ -3,7 +3,6 @@
 from textwrap import indent
 
 from device_fault import DeviceFault, variant
-from devices import SLEEPING
 
 
 def with_worker(body: str, **parts: str) -> str:
@@ -246,9 +245,36 @@ FAULTS = [
     DeviceFault(
         "a draft model does not come back from sleep",
         20,
-        SLEEPING.replace('name.startswith("draft_model.")', "False"),
+        variant(
+            ops="def sleep(self, tag, kept, dropped):\n"
+            "    is_lost = lambda each: dropped and isinstance(each, torch.nn.Parameter)\n"
+            "    lost = [each for each in kept if is_lost(each)]\n"
+            "    super().sleep(tag, [each for each in kept if not is_lost(each)], [*dropped, *lost])\n"
+        ),
         "test_sleep",
         r"\[2-with drafts\] \d+ drafts were accepted after sleep at level 2, \d+ before",
+    ),
+    DeviceFault(
+        "weights that sleep at level 1 come back as zeros",
+        20,
+        variant(ops="def sleep(self, tag, kept, dropped):\n    super().sleep(tag, [], [*kept, *dropped])\n"),
+        "test_sleep and alone and 1",
+        r"prompt of \d+ tokens?, .*: output 0 is \d+, not \d+",
+    ),
+    DeviceFault(
+        "caches come back from sleep as their memory happens to be",
+        20,
+        variant(
+            ops="def sleep(self, tag, kept, dropped):\n"
+            "    self.slept = dropped\n"
+            "    super().sleep(tag, kept, dropped)\n"
+            "def wake(self, tag):\n"
+            "    super().wake(tag)\n"
+            '    for each in self.slept if tag == "kv_cache" else ():\n'
+            '        each.fill_(float("nan"))\n'
+        ),
+        "test_sleep and alone and 1",
+        "caches come back from sleep with numbers other than zero",
     ),
     DeviceFault(
         "the logits' weights are a copy, which a reload leaves as it was",

@@ -361,4 +361,18 @@ MUTATIONS = [
         "if False:",
         "test_reload_by_family and gpt-neox",
     ),
+    Mutation(
+        "level 2 drops a draft's weights, which no reload brings back",
+        "runner/sleep.py",
+        "if is_of_draft or is_preserved else",
+        "if is_preserved else",
+        "test_sleep and drafts and 2",
+    ),
+    Mutation(
+        "weights that were kept on the host come back as zeros",
+        "device_ops.py",
+        "_bytes_of(storage).copy_(contents)",
+        "_bytes_of(storage).zero_()",
+        "test_sleep and alone and 1",
+    ),
 ]

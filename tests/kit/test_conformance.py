@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from counts import IS_FULL
-from devices import COMPILING, FROM_SCRATCH, IN_INFERENCE_MODE, PADDED, SLEEPING
+from devices import COMPILING, FROM_SCRATCH, IN_INFERENCE_MODE, PADDED
 from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, PLAIN, assert_all_pass, measure, run, run_forked
 from lane import HAS_OPENXLA
 
@@ -135,14 +135,6 @@ def test_sizes_that_are_made_while_steps_run(tmp_path: Path) -> None:
     device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
     status, results, printed = run_forked([*device, "-k", "test_serving_while_sizes_are_made"], tmp_path)
     assert status == 0 and list(results.values()) == ["passes"], printed[-8000:]
-
-
-@pytest.mark.once
-def test_a_device_that_sleeps(tmp_path: Path) -> None:
-    (tmp_path / "vendor.py").write_text(SLEEPING)
-    device = ["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"]
-    status, results, printed = run_forked([*device, "-k", "test_sleep"], tmp_path)
-    assert status == 0 and list(results.values()) == ["passes 4 cases"], printed[-8000:]
 
 
 @pytest.mark.once

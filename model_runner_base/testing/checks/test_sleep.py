@@ -7,7 +7,7 @@ from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
-from model_runner_base.testing.engine import cache_bytes, generate, greedy, metric, tokens_of
+from model_runner_base.testing.engine import cache_bytes, generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
@@ -33,6 +33,8 @@ def test_sleep(level: int, drafts: str | None, engine: Callable[..., LLM], text_
             llm.wake_up(tags=["kv_cache"])
         else:
             llm.wake_up()
+        is_left = any(cache.cpu().any() for cache in runner_of(llm).parts.kv_caches)
+        assert not is_left, "caches come back from sleep with numbers other than zero"
         after = run(llm, text_model)
         assert after == before, f"{after} drafts were accepted after sleep at level {level}, {before} before"
 
