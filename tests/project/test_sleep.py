@@ -25,7 +25,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def routes(server: str) -> set[str]:
-    return set(httpx.get(f"{server}/openapi.json").json()["paths"])
+    return set(httpx.get(f"{server}/openapi.json", timeout=60).json()["paths"])
 
 
 @pytest.fixture(autouse=True)
