@@ -47,7 +47,9 @@ from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.inputs.adapters.lora import check_adapters, make_adapters
 from model_runner_base.inputs.multimodal.encoder import NO_ENCODER, Encoder
 from model_runner_base.inputs.multimodal.factory import choose_encoder
-from model_runner_base.models.loader import change_config, reload_checkpoint
+from model_runner_base.models.draft_loading import draft_of
+from model_runner_base.models.loader import change_config
+from model_runner_base.models.reloading import Load, reload_checkpoint, reloading
 from model_runner_base.platform import shares_host_memory
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.sleep import Sleep
@@ -181,12 +183,37 @@ class ModelRunnerBase:
         value}}``."""
         change_config(self.vllm_config, overrides)
 
+    def get_draft_model(self) -> nn.Module | None:
+        """The draft model; None if there is none."""
+        draft: nn.Module | None = draft_of(self.model)
+        return draft
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Overwrites the model's weights in place; takes the arguments of ``loader.reload_checkpoint``."""
-        with self.step_guard.lock, self.adapters.set_aside():
+        """Overwrites the model's weights in place; takes the arguments of ``reloading.reload_checkpoint``."""
+        with self.step_guard.lock, self._new_weights():
+            reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
+
+    @contextmanager
+    def reloading(self, is_draft: bool = False) -> Iterator[Load]:
+        """Yields a function that loads a chunk of weights in place of the old ones, or of the draft model's.
+
+        Inside of the block no step may run, and the caller holds ``step_guard.lock`` while it enters the block, loads
+        and leaves. See ``models/reloading.py``.
+        """
+        speculation = self.vllm_config.speculative_config
+        model, config = self.model, None
+        if is_draft and speculation is not None:
+            model, config = self.get_draft_model(), speculation.draft_model_config
+        with self._new_weights(), reloading(model, self.vllm_config, config) as load:
+            yield load
+
+    @contextmanager
+    def _new_weights(self) -> Iterator[None]:
+        """Context in which the model can get weights, after which encoder and device have followed."""
+        with self.adapters.set_aside():
             self.encoder.check_reload()
             try:
-                reload_checkpoint(self.model, self.vllm_config, *args, **kwargs)
+                yield
             finally:
                 self.encoder.follow_reload()
             self.device_ops.synchronize()

@@ -26,22 +26,47 @@ def keep_all(model: nn.Module, weights: Weights) -> Weights:
     return weights
 
 
+class WeightStream:
+    """Weights that the model of a config takes, of one or several chunks; few are held at once.
+
+    Weights of a quantised checkpoint are dequantised, unless vLLM has kernels for them. Their parts may be in different
+    chunks.
+    """
+
+    def __init__(self, model_config: ModelConfig, stored: StoredTensors | None = None) -> None:
+        """``stored`` is the local checkpoint that the chunks are read from, if there is one."""
+        self._model_config = model_config
+        form = format_of_model(model_config)
+        self._dequantiser = None if form is None else Dequantiser(form, model_config.dtype, stored)  # type: ignore[arg-type]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a chunk's tensors are the weights themselves."""
+        return self._dequantiser is None
+
+    def weights(self, source: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the weights of one chunk, which is what a loader reads or what was passed to a reload."""
+        source = without_weights_of_indexer(self._model_config, source)
+        yield from source if self._dequantiser is None else self._dequantiser.chunk(source)
+
+    def own_parts(self) -> None:
+        """Copies what is held of the chunks, so that their sender may overwrite them."""
+        if self._dequantiser is not None:
+            self._dequantiser.own_parts()
+
+    def end(self) -> None:
+        """Raises CheckpointError for a quantised weight that lacks a part."""
+        if self._dequantiser is not None:
+            self._dequantiser.end()
+
+
 def weights_of(
     model_config: ModelConfig, source: Weights, stored: StoredTensors | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights that the model of ``model_config`` takes, one at a time, so that few are held at once.
-
-    Weights of a quantised checkpoint are dequantised, unless vLLM has kernels for them.
-
-    Args:
-        source: what the loader of the configured format reads, or what was passed to a reload.
-        stored: the local checkpoint that ``source`` reads.
-    """
-    source = without_weights_of_indexer(model_config, source)
-    form = format_of_model(model_config)
-    if form is not None:
-        source = Dequantiser(form, model_config.dtype, stored).weights(source)  # type: ignore[arg-type]
-    yield from source
+    """Yields the weights of a whole checkpoint."""
+    stream = WeightStream(model_config, stored)
+    yield from stream.weights(source)
+    stream.end()
 
 
 def make_loader(load_config: LoadConfig, filtered: Filter = keep_all, record: CheckpointRecord | None = None) -> Any:

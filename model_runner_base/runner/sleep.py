@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.models.draft_loading import ATTRIBUTE as DRAFT
-from model_runner_base.models.loader import check_reloadable
+from model_runner_base.models.reloading import check_reloadable
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.guard import StepGuard

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,10 +9,8 @@ from conftest import engine
 from greedy import expected, generate
 from safetensors.torch import load_file, save_file
 from test_reload import other_weights, reload_weights
-from vllm.config import ModelConfig
 
-from model_runner_base.models import weight_stream
-from model_runner_base.models.weight_stream import Weights
+from model_runner_base.models.weight_stream import Weights, WeightStream
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import metric
@@ -40,15 +37,13 @@ def scaled_on_disk(model: TinyModel, directory: Path) -> TinyModel:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checkpoints that are loaded; their weights are scaled on the way."""
-    paths, whole = [], weight_stream.weights_of
+    paths, whole = [], WeightStream.weights
 
-    def weights_of(model_config: ModelConfig, source: Weights, *stored: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        paths.append(model_config.model)
-        return whole(model_config, scaled(source), *stored)
+    def weights(stream: WeightStream, source: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        paths.append(stream._model_config.model)
+        return whole(stream, scaled(source))
 
-    # Both modules call it by this name.
-    monkeypatch.setattr(weight_stream, "weights_of", weights_of)
-    monkeypatch.setattr("model_runner_base.models.loader.weights_of", weights_of)
+    monkeypatch.setattr(WeightStream, "weights", weights)
     return paths
 
 

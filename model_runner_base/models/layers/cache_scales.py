@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import MLAAttention
 
@@ -175,6 +176,11 @@ def scales_by_layer(model: nn.Module) -> dict[str, tuple[float, ...]]:
         layer.layer_name: tuple(float(getattr(layer, name, 1.0)) for name in _BUFFERS)
         for layer in _attention_layers(model)
     }
+
+
+def has_small_cache(vllm_config: VllmConfig) -> bool:
+    """Whether the KV cache has 8 bits a number."""
+    return vllm_config.cache_config.cache_dtype.startswith("fp8")
 
 
 def has_plain_attention(model: nn.Module) -> bool:

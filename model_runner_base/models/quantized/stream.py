@@ -27,8 +27,13 @@ class Dequantiser:
         one whose parts were all read where they lie."""
 
     def weights(self, source: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields names and weights; raises CheckpointError for a weight that lacks a part, or has one that does not
-        fit."""
+        """Yields names and weights of a whole checkpoint; raises CheckpointError for a weight that lacks a part, or has
+        one that does not fit."""
+        yield from self.chunk(source)
+        self.end()
+
+    def chunk(self, source: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields names and weights that are complete with a chunk; ``end`` follows the last chunk."""
         for name, tensor in source:
             place = self._form.part_of(name, tensor.dtype)
             if place is None:
@@ -50,6 +55,14 @@ class Dequantiser:
                 del self._held[weight]
                 self._done[weight] = _without_numbers(parts) if self._stored is None else {}
                 yield weight, dequantise(self._form, weight, parts, self._dtype)
+
+    def own_parts(self) -> None:
+        """Copies the parts that are held, so that their sender may overwrite them."""
+        for parts in self._held.values():
+            parts.update({part: tensor.clone() for part, tensor in parts.items()})
+
+    def end(self) -> None:
+        """Raises CheckpointError for a weight that lacks a part."""
         for weight, parts in self._held.items():
             if weight not in self._done:
                 raise CheckpointError(misfit(self._form, weight, parts) or missing_part(self._form, weight, parts))
