@@ -32,6 +32,7 @@ from model_runner_base.heads.outputs import (
 )
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.models.recurrent.memory import recurrence_memory
+from model_runner_base.models.sharded_state import save_sharded_state
 from model_runner_base.platform import PagedPlatform, shares_host_memory
 from model_runner_base.runner.memory import DeviceMemoryProfiler, host_cache_memory, memory_line, weights_memory
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
@@ -255,6 +256,11 @@ class ModelRunnerWorker(WorkerBase):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.model_runner.take_draft_token_ids()
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Writes this rank's part of the weights to files, which ``load_format=sharded_state`` reads."""
+        with self.model_runner.step_guard.lock, self.model_runner.adapters.set_aside():
+            save_sharded_state(self.model_runner.model, path, pattern, max_size)
 
     # ---- LoRA adapters, between two steps ----
 
