@@ -35,6 +35,7 @@ from model_runner_base.models.recurrent.memory import recurrence_memory
 from model_runner_base.models.sharded_state import save_sharded_state
 from model_runner_base.platform import PagedPlatform, shares_host_memory
 from model_runner_base.runner.memory import DeviceMemoryProfiler, host_cache_memory, memory_line, weights_memory
+from model_runner_base.runner.weight_updates import WeightUpdates
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
@@ -56,6 +57,8 @@ class ModelRunnerWorker(WorkerBase):
 
     model_runner_cls: type[ModelRunnerBase]
     model_runner: ModelRunnerBase  # type: ignore[assignment]
+    weight_updates: WeightUpdates
+    """Updates by a trainer, which ``load_model`` makes."""
     num_local_workers: int
     """Number of this engine's workers on this host."""
     profiler_activities: Sequence[TorchProfilerActivity] = ("CPU",)
@@ -152,6 +155,7 @@ class ModelRunnerWorker(WorkerBase):
         # Other processes take and free the host's memory meanwhile.
         counted = weights_memory(self.model_runner.get_model())
         self._weights_memory = counted if self._shares_host_memory() else profiler.consumed_memory
+        self.weight_updates = WeightUpdates(self.model_runner, self.vllm_config, self.model_runner.device)
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return self.model_runner.get_supported_tasks()
@@ -257,6 +261,42 @@ class ModelRunnerWorker(WorkerBase):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.model_runner.take_draft_token_ids()
 
+    # ---- Weights from a trainer, between two steps ----
+
+    def get_draft_model(self) -> nn.Module | None:
+        return self.model_runner.get_draft_model()
+
+    def supports_draft_weight_updates(self) -> bool:
+        return self.weight_updates.supports_drafts
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connects to the trainer, by the engine of ``weight_transfer_config``."""
+        self.weight_updates.init(init_info)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Ends the connection to the trainer."""
+        self.weight_updates.disconnect()
+
+    def start_weight_update(self) -> None:
+        """Begins an update; no step may come before ``finish_weight_update``."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_updates.start()
+
+    def start_draft_weight_update(self) -> None:
+        """Begins an update of the draft model."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_updates.start(is_draft=True)
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Loads one chunk. Of a list, the worker takes the part of its rank."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_updates.update(update_info)
+
+    def finish_weight_update(self) -> None:
+        """Ends an update. The user must then reset the prefix cache, as after ``reload_weights``."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_updates.finish()
+
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
         """Writes this rank's part of the weights to files, which ``load_format=sharded_state`` reads."""
         with self.model_runner.step_guard.lock, self.model_runner.adapters.set_aside():
@@ -326,6 +366,7 @@ class ModelRunnerWorker(WorkerBase):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Loads other weights in place. The user must then reset the prefix cache, which holds keys of the old
         weights."""
+        self.weight_updates.check_idle()
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(*args, **kwargs)
 
@@ -337,6 +378,10 @@ class ModelRunnerWorker(WorkerBase):
     def reset_encoder_cache(self) -> None:
         """Forgets all encoder outputs, for instance after new weights."""
         self.model_runner.reset_encoder_cache()
+
+    def synchronize_device(self) -> None:
+        """Waits for the device; some releases of vLLM call it when the engine is paused."""
+        self.model_runner.device_ops.synchronize()
 
     def execute_dummy_batch(self) -> None:
         """Raises NotImplementedError: only idle data-parallel ranks run it, which are refused (admission/limits.py)."""
@@ -363,6 +408,8 @@ class ModelRunnerWorker(WorkerBase):
         """Writes a profile that still runs, and stops the background compilation of sizes."""
         if self.model_runner is not None:
             self.model_runner.background_compiler.stop()
+        if hasattr(self, "weight_updates"):  # Loading may have failed.
+            self.weight_updates.shutdown()
         leave_groups(self)
         if self._profiler is not None:
             self._profiler.shutdown()

@@ -77,6 +77,7 @@ NEWEST = [
     "base/test_text_alone.py",
     "base/test_sweep.py",
     "base/test_thinking_budget.py",
+    "base/test_trainer_weights.py",
     "base/test_transcription.py",
     "base/test_unequal_heads.py",
     "base/test_untried_families.py",

@@ -24,6 +24,7 @@ from model_runner_base.vllm_compat.probes.processors import plugins_with_process
 from model_runner_base.vllm_compat.types.kv_cache import keeps_window_blocks
 from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states, keeps_prefixes
 from model_runner_base.vllm_compat.types.speculation import read_speculation
+from model_runner_base.vllm_compat.types.weight_transfer import WRITING_BACKENDS
 
 RECURRENT_HEADS = (
     "linear_num_key_heads",
@@ -118,6 +119,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         "KV-sharing fast prefill is not supported yet: leave out kv_sharing_fast_prefill": (
             vllm_config.cache_config.kv_sharing_fast_prefill
         ),
+        f"weight transfer by {', '.join(WRITING_BACKENDS)} is not supported: use a backend that calls the model's"
+        " load_weights, such as gloo": setting(vllm_config, "weight_transfer_config.backend") in WRITING_BACKENDS,
         "micro-batching is not supported yet: leave out enable_dbo and ubatch_size": parallel.use_ubatching,
         "pipeline parallelism is not supported yet: use pipeline_parallel_size=1 and more tensor_parallel_size": (
             parallel.pipeline_parallel_size > 1

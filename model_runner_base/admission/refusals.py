@@ -145,17 +145,17 @@ def _check_awake(engine: Any) -> None:
 def _naming_missing_methods(method: Any) -> Any:
     @wraps(method)
     async def naming(*args: Any, **kwargs: Any) -> Any:
-        """Raises RefusedCallError for a method that the workers do not have, and for sleep where there is none."""
+        """Raises RefusedCallError for what workers do not have, or refuse: methods, sleep, weights that do not fit."""
         try:
             return await method(*args, **kwargs)
         except Exception as error:
             # An engine sends its errors as text.
-            missing = re.search("Method ('.*') is not implemented", str(error))
-            if missing is not None:
+            if missing := re.search("Method ('.*') is not implemented", str(error)):
                 raise RefusedCallError(f"the workers of this device have no method {missing[1]}") from error
-            awake = re.search("this engine does not sleep.*", str(error))
-            if awake is not None:
-                raise RefusedCallError(awake[0]) from error
+            if refused := re.search(
+                "(this engine does not sleep|weight update refused|cannot load given weights).*", str(error)
+            ):
+                raise RefusedCallError(refused[0]) from error
             raise
 
     return naming

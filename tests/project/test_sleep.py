@@ -72,12 +72,6 @@ def test_the_cache_alone_is_not_released_either(server: str, routes: set[str]) -
     ("route", "body", "method"),
     [
         ("/collective_rpc", {"method": "no_such_method"}, "no_such_method"),
-        ("/init_weight_transfer_engine", {"init_info": {}}, "init_weight_transfer_engine"),
-        ("/update_weights", {"update_info": {}}, "update_weights"),
-        ("/start_weight_update", {"is_checkpoint_format": True}, "start_weight_update"),
-        ("/finish_weight_update", {}, "finish_weight_update"),
-        ("/start_draft_weight_update", {}, "start_draft_weight_update"),
-        ("/shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine"),
         ("/weight_checker", {"action": "checksum"}, "compute_weight_checksums"),
     ],
 )
@@ -93,6 +87,26 @@ def test_what_the_workers_do_not_have_is_named(
 def test_workers_that_are_called_directly_do_not_sleep_either(server: str, routes: set[str]) -> None:
     status, text = post(server, "/collective_rpc", method="sleep")
     assert status == 400 and "this engine does not sleep" in text, text
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/init_weight_transfer_engine", {"init_info": {}}),
+        ("/update_weights", {"update_info": {}}),
+        ("/start_weight_update", {}),
+        ("/finish_weight_update", {}),
+        ("/start_draft_weight_update", {}),
+        ("/shutdown_weight_transfer_engine", {}),
+    ],
+)
+def test_weight_transfer_that_is_not_configured(
+    server: str, routes: set[str], route: str, body: dict[str, Any]
+) -> None:
+    if route not in routes:
+        pytest.skip("this vLLM has no such route")
+    status, text = post(server, route, **body)
+    assert status == 400 and "not configured: set weight_transfer_config" in text, text
 
 
 @pytest.mark.parametrize(
