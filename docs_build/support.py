@@ -31,6 +31,7 @@ FEATURES = {
     "8-bit KV cache": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "int8 weights": ("tests", NOT_RUN, "-", "-"),
     "attention kernel in NKI": ("tests on a stand-in for NKI", NOT_RUN, "-", "-"),
+    "weights from trainers, in chunks": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "sleep and wake": ("tests", NOT_RUN, NO_CUDA, "tests"),
 }
 """A row for each feature, a cell for each of ``DEVICES``."""
