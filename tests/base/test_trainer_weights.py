@@ -54,13 +54,13 @@ def weights_of(model: TinyModel) -> Weights:
 class Trainer:
     """Trainer in a thread of the engine's process."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, num_workers: int = 1) -> None:
         self.llm = llm
         self._threads = ThreadPoolExecutor(1)
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
-        info = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+        info = {"master_address": "127.0.0.1", "master_port": port, "world_size": 1 + num_workers}
         joining = self._threads.submit(GlooSender, GlooInitInfo(**info))
         self.call("init_weight_transfer_engine", init_info=info)
         self._sender = joining.result(60)
@@ -214,6 +214,18 @@ def test_a_worker_takes_its_own_part() -> None:
     config: Any = SimpleNamespace(parallel_config=parallel)
     assert weight_transfer.info_of_rank(infos, config) == {"part": 3}
     assert weight_transfer.info_of_rank({"part": 9}, config) == {"part": 9}
+
+
+def test_two_workers_take_their_parts_of_each_tensor(old: TinyModel, new: TinyModel) -> None:
+    options = {"enforce_eager": True, "tensor_parallel_size": 2, "weight_transfer_config": transfer_config()}
+    with small_engine(old, **options) as llm:
+        trainer = Trainer(llm, num_workers=2)
+        trainer.call("start_weight_update")
+        for chunk in in_chunks(weights_of(new), 1 << 16):
+            trainer.send(chunk, lambda info: trainer.call("update_weights", update_info=[info, info]))
+        trainer.call("finish_weight_update")
+        llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS) == expected(new, PROMPTS)
 
 
 def load(llm: LLM, chunks: Iterable[Weights]) -> None:
