@@ -239,18 +239,19 @@ def _write_qwen2_5_vl(path: Path) -> None:
         "window_size": 112,
         "fullatt_block_indexes": [7, 15, 23, 31],
     }
-    config = hf.Qwen2_5_VLConfig(
-        architectures=["Qwen2_5_VLForConditionalGeneration"],
-        torch_dtype="bfloat16",
-        text_config=text,
-        vision_config=vision,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        image_token_id=image,
-        video_token_id=video,
-        tie_word_embeddings=True,
-    )
-    config.save_pretrained(path)
+    # Flat, as published: transformers 4 loses the architectures of a config with a text_config.
+    config = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "torch_dtype": "bfloat16",
+        "vision_config": vision,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+        "tie_word_embeddings": True,
+    }
+    (path / "config.json").write_text(json.dumps(text | config))
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     pixels = {"min_pixels": 56 * 56, "max_pixels": 12845056}
     processor = hf.Qwen2_5_VLProcessor(
