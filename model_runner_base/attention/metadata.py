@@ -56,8 +56,8 @@ class PairPlan:
     def entries(self) -> torch.Tensor:
         """[P * S] int32 entries of the cache, counted over all blocks, that hold the KV tiles of S positions.
 
-        In place of a position that no query of the pair sees stands the nearest that one sees: what other requests left
-        in the cache is never read, not even a NaN. A pair that sees nothing has arbitrary entries.
+        A position that no query of the pair sees is replaced by the nearest one that a query sees. So what other
+        requests left in the cache is never read, not even a NaN. A pair that sees nothing has arbitrary entries.
         """
         assert self.pair_blocks is not None
         device = self.pair_blocks.device

@@ -220,7 +220,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         scores, visible, values = self._score(tiles[plan.pair_tile], kv_cache, plan)
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = exp(scores - maximum) * visible
-        out = _without_blind(torch.matmul(weights, values), plan)
+        out = _zero_unseen_pairs(torch.matmul(weights, values), plan)
         return Partial(out, maximum, weights.sum(dim=-1, keepdim=True))
 
     def _attend_diagonally(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
@@ -251,7 +251,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         total = weights.sum(dim=1)
         out = torch.matmul(weights.transpose(1, 2), values.float())
         out = out.view(-1, kv_heads, num_queries * group, kv_heads, self.value_size)
-        out = _without_blind(torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1), plan)
+        out = _zero_unseen_pairs(torch.stack([out[:, head, :, head] for head in range(kv_heads)], dim=1), plan)
         rows = (-1, kv_heads, num_queries * group, 1)
         return Partial(out, maximum.view(rows), total.view(rows))
 
@@ -289,7 +289,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         # Back to the pairs by a product, not a gather: a compiler would take the maxima again for every score.
         reference = torch.matmul(is_of.t(), maximum.flatten(1)).view(-1, kv_heads, rows, 1)
         weights = exp(scores - reference) * visible
-        out = _without_blind(torch.matmul(weights, values), plan)
+        out = _zero_unseen_pairs(torch.matmul(weights, values), plan)
         out = torch.matmul(is_of, out.flatten(1)).view(num_tiles, kv_heads, rows, self.value_size)
         total = torch.matmul(is_of, weights.sum(dim=3).flatten(1)).view(num_tiles, kv_heads, rows, 1)
         return Partial(out, maximum.unsqueeze(3), total)
@@ -392,7 +392,7 @@ def _by_head(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
 
 
-def _without_blind(out: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+def _zero_unseen_pairs(out: torch.Tensor, plan: PairPlan) -> torch.Tensor:
     """Outputs [P, K, Q * G, V] with 0 for pairs that see no key: those read arbitrary entries, which may be NaN."""
     if plan.pair_blocks is None:
         return out

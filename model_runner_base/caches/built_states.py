@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 from model_runner_base.caches.builders import BuilderCaches, StepRequests
 from model_runner_base.caches.group import AttentionGroup, ModelCaches, OwnTensors
-from model_runner_base.caches.states import check_beside, plain_layers, states_table, tensors_of
+from model_runner_base.caches.states import check_compatible, plain_layers, states_table, tensors_of
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.models.recurrent.layers import states_of
 from model_runner_base.step.batch import InputBatch
@@ -65,7 +65,7 @@ class BuiltStateCaches(BuilderCaches):
     @classmethod
     def make(cls, model: ModelCaches) -> Self | None:
         layers = _kernel_layers(model.vllm_config)
-        check_beside(model, layers, is_planned=False)
+        check_compatible(model, layers, is_planned=False)
         return cls(states_table(model), layers, model.limits, model.vllm_config, model.device_ops) if layers else None
 
     @classmethod

@@ -65,7 +65,7 @@ def plain_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     return layers if all(map(is_plain, layers.values())) else {}
 
 
-def check_beside(model: ModelCaches, layers: Mapping[str, Any], is_planned: bool) -> None:
+def check_compatible(model: ModelCaches, layers: Mapping[str, Any], is_planned: bool) -> None:
     """Raises UnsupportedConfigError unless recurrent ``layers`` can be in one model with its attention layers: the base
     plans all of them (``is_planned``), or vLLM's metadata builders do."""
     if layers and not has_states(model.vllm_config):
@@ -134,7 +134,7 @@ class StateCaches(CacheKind):
     @classmethod
     def make(cls, model: ModelCaches) -> Self | None:
         layers = plain_layers(model.vllm_config)
-        check_beside(model, layers, is_planned=True)
+        check_compatible(model, layers, is_planned=True)
         return cls(states_table(model), list(layers), model.limits) if layers else None
 
     @classmethod

@@ -213,6 +213,19 @@ def test_steps_equal_a_loop(name: str, lengths: list[int], tile: int, spare: int
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_states_of_less_than_float32_are_rounded_at_no_border_between_pieces(name: str) -> None:
+    """Where a request is cut depends on what it is batched with; its outputs do not."""
+    outs = []
+    for at_once in (1, 8):
+        requests = Requests(KINDS[name], [60], tile=8, seed=0)
+        requests.states = requests.states.bfloat16()
+        with patch.object(layers, "TILES_AT_ONCE", at_once):
+            requests.step({0: 60}, spare=0)
+        outs.append(np.concatenate(requests.outs[0]))
+    np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.parametrize("name", KINDS)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3),
     query=st.integers(2, 4),

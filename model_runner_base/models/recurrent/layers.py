@@ -3,6 +3,7 @@
 A device with kernels of its own replaces the two functions of a kind in ``RECURRENCES``, and no layer.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
@@ -30,6 +31,15 @@ from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_sh
 TILES_AT_ONCE = 8
 """Largest number of chunk tiles that a layer computes at a time; the maps of a tile take many times the memory of a
 state."""
+
+
+def tiles_at_once(dtype: torch.dtype) -> float:
+    """Number of chunk tiles that a layer with states of ``dtype`` computes at a time.
+
+    States of less than float32 would be rounded between two pieces. Where that is in a request depends on other
+    requests, so their tiles are computed at once.
+    """
+    return TILES_AT_ONCE if dtype == torch.float32 else math.inf
 
 
 class Recurrence(NamedTuple):
@@ -66,8 +76,8 @@ class Recurrence(NamedTuple):
         states: torch.Tensor,
         tiles: TileSteps,
     ) -> torch.Tensor:
-        """[C, ...] outputs of chunks, computed ``TILES_AT_ONCE`` tiles at a time."""
-        if tiles.states.shape[0] <= TILES_AT_ONCE:
+        """[C, ...] outputs of chunks, computed ``tiles_at_once`` tiles at a time."""
+        if tiles.states.shape[0] <= tiles_at_once(states.dtype):
             return self.tiles(inputs, params, states, tiles)
         outs = [self.tiles(inputs, params, states, piece) for piece in tiles.pieces(TILES_AT_ONCE)]
         return torch.cat(outs)[tiles.slots]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from model_runner_base.models.recurrent.layers import TILES_AT_ONCE, is_plain
+from model_runner_base.models.recurrent.layers import is_plain, state_tensors, tiles_at_once
 from model_runner_base.models.recurrent.mamba1 import PART
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_shapes
@@ -22,12 +22,12 @@ def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
     """
     query = limits.chunk.query
     all_tiles = -(-limits.max_num_tokens // query) + limits.max_num_reqs
-    num_tiles = min(all_tiles, TILES_AT_ONCE)
     worst = 0
     for layer in layers:
         if not is_plain(layer):
             worst = max(worst, _kernel_memory(layer, limits))
             continue
+        num_tiles = int(min(all_tiles, tiles_at_once(state_tensors(layer)[-1][1])))
         for state in state_shapes(layer)[1]:
             numbers = math.prod(state)
             if len(state) == 2:  # Mamba: parts of tiles, all tokens of which have inputs of the channels' size.
