@@ -58,9 +58,10 @@ class CudaDeviceOps(DeviceOps):
         torch.cuda.empty_cache()
 
     def wake(self, tag: str) -> None:
-        from vllm.device_allocator.cumem import CuMemAllocator
-
-        CuMemAllocator.get_instance().wake_up([tag])
+        """Maps what ``sleep`` unmapped, which may be a part of the pool if ``sleep`` failed."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        _map_pool(tag)
         for tensor, contents in self._contents.pop(tag, []):
             if contents is None:
                 tensor.data.zero_()
@@ -141,6 +142,25 @@ def _free_pool(tag: str, is_kept: bool) -> None:
             runtime.cudaMemcpy(each.cpu_backup_tensor.data_ptr(), address, size)
         cumem.unmap_and_release(each.handle)
         each.is_asleep = True
+
+
+def _map_pool(tag: str) -> None:
+    """Maps the memory of a pool that ``_free_pool`` unmapped, and copies back what it kept.
+
+    The allocator's own ``wake_up`` maps memory that was never unmapped, too, in releases without ``is_asleep``.
+    """
+    from vllm.device_allocator import cumem
+
+    runtime: Any = cumem.libcudart
+    for address, allocation in cumem.CuMemAllocator.get_instance().pointer_to_data.items():
+        each: Any = allocation
+        if each.tag != tag or not getattr(each, "is_asleep", False):
+            continue
+        cumem.create_and_map(each.handle)
+        each.is_asleep = False
+        if (contents := each.cpu_backup_tensor) is not None:
+            runtime.cudaMemcpy(address, contents.data_ptr(), contents.nbytes)
+            each.cpu_backup_tensor = None
 
 
 class _Staging:

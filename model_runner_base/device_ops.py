@@ -66,7 +66,8 @@ class DeviceOps:
     def sleep(self, tag: str, kept: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor]) -> None:
         """Frees the memory of a tag, "weights" or "kv_cache", until ``wake``; ``kept`` and ``dropped`` are its tensors.
 
-        Contents of ``kept`` go to the host. Tensors that lie elsewhere than on the device stay as they are.
+        Contents of ``kept`` go to the host, before anything is dropped. If that raises an error, ``wake`` is called,
+        and takes back what was freed. Tensors that lie elsewhere than on the device stay as they are.
 
         The default empties storages of plain torch. Tensors and their views stay the same objects, but addresses
         change. A storage that is shared with NumPy or a file cannot be emptied, and keeps its memory. A device whose

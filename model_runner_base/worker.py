@@ -323,7 +323,8 @@ class ModelRunnerWorker(WorkerBase):
     # ---- Sleep, between two steps ----
 
     def check_sleep(self, level: int = 1) -> None:
-        """Raises ValueError if this engine cannot sleep at a level."""
+        """Raises ValueError if this engine cannot sleep at a level, or not now."""
+        self.weight_updates.check_idle()
         self.model_runner.sleep.check(level)
 
     def sleep(self, level: int = 1) -> None:
@@ -343,10 +344,12 @@ class ModelRunnerWorker(WorkerBase):
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Takes the memory of tags back, "weights", "kv_cache", or of all. Caches come back empty, and after level 2
         so do weights."""
+        self.weight_updates.check_idle()
         self.model_runner.sleep.end(tags)
 
     def discard(self, tags: Collection[str]) -> None:
         """Frees the memory of ``tags``, which must be the KV cache alone, and keeps weights where they are."""
+        self.weight_updates.check_idle()
         self.model_runner.sleep.discard(tags)
 
     def sleeping_tags(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import HTTPException
 from vllm import platforms
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from model_runner_base.admission.our_engines import is_ours
@@ -30,8 +31,23 @@ class RefusedCallError(HTTPException, ValueError):
 
 CALLED_DIRECTLY = ("sleep", "discard")
 """Methods of a worker that free memory, which trainers call by ``collective_rpc``."""
+UNREACHABLE = (EngineDeadError, TimeoutError)
+"""Errors of calls that workers did not answer."""
 MAY_SLEEP = "_may_sleep"
 """Attribute of an ``LLM``'s engine that was asked to sleep, and may not have been woken up since."""
+
+
+AROUND = re.compile(
+    r"(?:Call to \w+ method failed: )?(?:Worker failed with error ')?(.*?)(?:', please check the stack trace.*)?",
+    re.DOTALL,
+)
+"""An error's text in a group, and what vLLM's engine and worker processes put around it."""
+REFUSALS = re.compile(
+    r"(?:this engine does not sleep|there is no sleep level|requests are running, and|unknown tags|weights sleep: call"
+    r"|weights alone are not discarded|no weight has a name like|weight update refused|cannot load given weights).*"
+    r"|.*(?:nothing was changed|: sleep at level 1)"
+)
+"""Errors of the engine and of its workers that are refusals of a call."""
 
 
 def refuse_in_words() -> None:
@@ -40,9 +56,10 @@ def refuse_in_words() -> None:
         wrap_once(AsyncLLM, name, _if_workers_can_sleep_async)
         wrap_once(LLMEngine, name, _if_workers_can_sleep)
     wrap_once(LLMEngine, "collective_rpc", _noting_sleep)
+    wrap_once(LLMEngine, "wake_up", _in_words)
     wrap_once(LLMEngine, "add_request", _while_awake)
-    for name in ("collective_rpc", "compute_weight_checksums"):
-        wrap_once(AsyncLLM, name, _naming_missing_methods)
+    for name in ("collective_rpc", "compute_weight_checksums", "wake_up"):
+        wrap_once(AsyncLLM, name, _in_words_async)
 
 
 class _SleepCall:
@@ -72,7 +89,7 @@ class _SleepCall:
 
 
 def _if_workers_can_sleep(method: Any) -> Any:
-    call = _SleepCall(method)
+    call, sleep = _SleepCall(method), _in_words(method)
 
     @wraps(method)
     def asking(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,16 +98,18 @@ def _if_workers_can_sleep(method: Any) -> Any:
         if level is not None:
             try:
                 engine.collective_rpc("check_sleep", args=(level,))
+            except UNREACHABLE:
+                raise
             except Exception as error:
-                raise RefusedCallError(str(error)) from error
+                raise RefusedCallError(_text_of(error)) from error
         setattr(engine, MAY_SLEEP, True)
-        return method(engine, *args, **kwargs)
+        return sleep(engine, *args, **kwargs)
 
     return asking
 
 
 def _if_workers_can_sleep_async(method: Any) -> Any:
-    call = _SleepCall(method)
+    call, sleep = _SleepCall(method), _in_words_async(method)
 
     @wraps(method)
     async def asking(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,25 +118,24 @@ def _if_workers_can_sleep_async(method: Any) -> Any:
         if level is not None:
             try:
                 await engine.collective_rpc("check_sleep", args=(level,))
-            except Exception as error:
-                raise RefusedCallError(str(error)) from error
-        try:
-            return await method(engine, *args, **kwargs)
-        except Exception as error:
-            if (refusal := re.search("requests are running, .*", str(error))) is None:
+            except UNREACHABLE:
                 raise
-            raise RefusedCallError(refusal[0]) from error
+            except Exception as error:
+                raise RefusedCallError(_text_of(error)) from error
+        return await sleep(engine, *args, **kwargs)
 
     return asking
 
 
 def _noting_sleep(method: Any) -> Any:
+    call = _in_words(method)
+
     @wraps(method)
     def noting(engine: Any, *args: Any, **kwargs: Any) -> Any:
         called = args[0] if args else kwargs.get("method")
         if called in CALLED_DIRECTLY:
             setattr(engine, MAY_SLEEP, True)
-        return method(engine, *args, **kwargs)
+        return call(engine, *args, **kwargs)
 
     return noting
 
@@ -142,20 +160,38 @@ def _check_awake(engine: Any) -> None:
     setattr(engine, MAY_SLEEP, False)
 
 
-def _naming_missing_methods(method: Any) -> Any:
+def _in_words(method: Any) -> Any:
     @wraps(method)
-    async def naming(*args: Any, **kwargs: Any) -> Any:
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        """Raises RefusedCallError for what workers refuse, where the error itself is lost between processes."""
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, ValueError) or not (refused := REFUSALS.search(_text_of(error))):
+                raise
+            raise RefusedCallError(refused[0]) from error
+
+    return calling
+
+
+def _in_words_async(method: Any) -> Any:
+    @wraps(method)
+    async def calling(*args: Any, **kwargs: Any) -> Any:
         """Raises RefusedCallError for what workers do not have, or refuse: methods, sleep, weights that do not fit."""
         try:
             return await method(*args, **kwargs)
         except Exception as error:
-            # An engine sends its errors as text.
             if missing := re.search("Method ('.*') is not implemented", str(error)):
                 raise RefusedCallError(f"the workers of this device have no method {missing[1]}") from error
-            if refused := re.search(
-                "(this engine does not sleep|weight update refused|cannot load given weights).*", str(error)
-            ):
+            if refused := REFUSALS.search(_text_of(error)):
                 raise RefusedCallError(refused[0]) from error
             raise
 
-    return naming
+    return calling
+
+
+def _text_of(error: Exception) -> str:
+    """Text of an error, which vLLM's processes send each other, without what they put around it."""
+    match = AROUND.fullmatch(str(error))
+    assert match is not None
+    return match[1]

@@ -49,7 +49,7 @@ class BackgroundCompiler:
     """Compiler of sizes while steps run. It has no sizes before ``queue`` names some.
 
     The compiler keeps the runner alive only while it makes a size. Only one engine of a process may trace at a time, so
-    an engine that starts while another one still makes sizes waits until they are made.
+    an engine that starts while another one still makes sizes waits until they are made, unless the other one sleeps.
     """
 
     _all_started: ClassVar["weakref.WeakSet[BackgroundCompiler]"] = weakref.WeakSet()
@@ -66,7 +66,7 @@ class BackgroundCompiler:
         self.is_held = False
         """Whether nothing is traced for now, because the model has no weights or caches."""
         self._error: Exception | None = None
-        for other in [other for other in self._all_started if other.is_making]:
+        for other in [other for other in self._all_started if other.is_making and not other.is_held]:
             gc.collect()  # Then an engine that is no longer used makes no more sizes.
             logger.info("Waiting for the step sizes of another engine in this process.")
             other._join()

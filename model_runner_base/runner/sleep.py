@@ -7,7 +7,7 @@ While a tag sleeps, other objects take the places of those that would read its m
     background_compiler   traces nothing
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -87,9 +87,10 @@ class Sleep:
         back."""
         self.check(level)
         with self._between_steps():
-            if WEIGHTS not in self.tags:
-                self._free(WEIGHTS, weights_of(self._runner.model, self._runner.vllm_config, level))
-            self._free(KV_CACHE, self._caches())
+            memory = {KV_CACHE: self._caches()}
+            if WEIGHTS not in self.tags:  # Last: if caches cannot be freed, no weights have been dropped.
+                memory[WEIGHTS] = weights_of(self._runner.model, self._runner.vllm_config, level)
+            self._free(memory)
 
     def discard(self, tags: Collection[str]) -> None:
         """Frees the memory of ``tags``, which may be the KV cache alone, and drops its contents."""
@@ -98,16 +99,13 @@ class Sleep:
             raise ValueError("weights alone are not discarded: use sleep(level=2)")
         self.check(level=1)
         with self._between_steps():
-            self._free(KV_CACHE, self._caches())
+            self._free({KV_CACHE: self._caches()})
 
     def end(self, tags: Collection[str] | None = None) -> None:
         """Takes the memory of tags back, of all tags by default. After level 2, ``reload_weights`` must follow."""
         _check_tags(tags or ())
         with self._between_steps():
-            for tag in [tag for tag in TAGS if tag in self.tags and (tags is None or tag in tags)]:
-                self._runner.device_ops.wake(tag)
-                self.tags.discard(tag)
-            self._guard()
+            self._wake(tags or TAGS)
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
@@ -121,12 +119,25 @@ class Sleep:
     def _caches(self) -> Memory:
         return Memory([], [*self._runner.parts.kv_caches])
 
-    def _free(self, tag: str, memory: Memory) -> None:
-        if tag in self.tags:
-            return
-        self.tags.add(tag)
-        self._guard()
-        self._runner.device_ops.sleep(tag, *memory)
+    def _free(self, memory: Mapping[str, Memory]) -> None:
+        """Frees the memory of tags that are awake; if one cannot be freed, takes back those before it."""
+        awake = [tag for tag in memory if tag not in self.tags]
+        try:
+            for tag in awake:
+                self.tags.add(tag)
+                self._guard()
+                self._runner.device_ops.sleep(tag, *memory[tag])
+        except BaseException:
+            self._wake(awake)  # The executor does not count as sleeping, so it would never call wake_up.
+            raise
+
+    def _wake(self, tags: Collection[str]) -> None:
+        try:
+            for tag in [tag for tag in TAGS if tag in self.tags and tag in tags]:
+                self._runner.device_ops.wake(tag)
+                self.tags.discard(tag)
+        finally:
+            self._guard()
 
     def _guard(self) -> None:
         """Lets an awake runner's own objects work; puts others in the places of those that need what sleeps."""
@@ -144,8 +155,7 @@ class Sleep:
 
 
 class RefusedSteps:
-    """Takes the place of a sleeping runner's state updates: each request of a step ends with an error, and no other
-    does."""
+    """Ends each request of a step with an error; other requests are untouched."""
 
     def __init__(self, usual: StateUpdates, error: Exception) -> None:
         self.usual = usual

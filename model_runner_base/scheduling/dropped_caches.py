@@ -38,15 +38,17 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 def _forgetting(method: Any, drops_caches: Callable[..., bool]) -> Any:
     @wraps(method)
     def forgetting(core: Any, *args: Any, **kwargs: Any) -> Any:
-        """Raises ValueError if a request would lose its keys, or calls the method and forgets all prefixes."""
+        """Raises ValueError if a request would lose its keys. Else calls the method and forgets all prefixes, even if
+        the method fails: some workers may have dropped their caches before."""
         if not drops_caches(*args, **kwargs) or not getattr(core.scheduler, "reads_errors", False):
             return method(core, *args, **kwargs)
         scheduler = core.scheduler
         if scheduler.has_unfinished_requests() and not is_core_paused(core):
             raise ValueError("requests are running, and sleep drops their keys: end or abort them first")
-        result = method(core, *args, **kwargs)
-        scheduler.reset_prefix_cache(reset_running_requests=True)
-        return result
+        try:
+            return method(core, *args, **kwargs)
+        finally:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
 
     setattr(forgetting, MARK, True)
     return forgetting

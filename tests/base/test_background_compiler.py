@@ -281,6 +281,20 @@ def test_an_engine_that_is_dropped_makes_no_more(monkeypatch: pytest.MonkeyPatch
     assert not background_compiler.is_making and len(policy.begun) == 2
 
 
+def test_an_engine_does_not_wait_for_one_that_sleeps() -> None:
+    served = Served()
+    served.compiler.is_held = True
+    served.compiler.start()
+    other = threading.Thread(target=BackgroundCompiler, args=(StepGuard(0),), daemon=True)
+    other.start()
+    other.join(10)
+    has_waited = other.is_alive()
+    assert served.compiler.is_making and not served.policy.begun
+    served.compiler.stop()
+    served.compiler.wait()
+    assert not has_waited
+
+
 def test_several_workers_leave_nothing() -> None:
     served = Served()
     served.runner.vllm_config.parallel_config.world_size = 2

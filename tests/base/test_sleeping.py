@@ -13,6 +13,7 @@ from lane import HAS_OPENXLA
 from vllm import LLM
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.errors import WeightUpdateError
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.testing.adapters import make_adapter
 from model_runner_base.testing.cases import random_prompts
@@ -205,12 +206,62 @@ def test_calls_that_a_sleeping_engine_cannot_follow(llm: LLM, model: TinyModel) 
         with pytest.raises(ValueError, match=r"use sleep\(level=2\)"):
             llm.collective_rpc("discard", args=(["weights"],))
         llm.sleep(level=2)
-        with pytest.raises(RuntimeError, match=r'call wake_up\(tags=\["weights"\]\) before reload_weights'):
+        with pytest.raises(ValueError, match=r'call wake_up\(tags=\["weights"\]\) before reload_weights'):
             llm.collective_rpc("reload_weights")
         llm.collective_rpc("sleep", kwargs={"level": 1})  # The engine sleeps, and goes on sleeping.
+        llm.collective_rpc("wake_up", kwargs={"tags": []})  # All tags, as for vLLM.
+        assert llm.collective_rpc("sleeping_tags") == [[]]
         llm.wake_up()
         assert are_zeros(runner_of(llm).model.parameters())
         llm.collective_rpc("reload_weights")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("num_freed", [0, 1])
+def test_a_sleep_that_fails_leaves_the_engine_awake(
+    num_freed: int, level: int, llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host may have too little memory for the weights; no prefix is found whose keys were dropped before."""
+    ops, freed = runner_of(llm).device_ops, list[str]()
+
+    def sleep(tag: str, kept: Any, dropped: Any) -> None:
+        if len(freed) == num_freed:
+            raise MemoryError("no host memory")
+        freed.append(tag)
+        type(ops).sleep(ops, tag, kept, dropped)
+
+    with unchanged_tokens(llm, model):
+        num_bytes = held_bytes(weights(llm)), held_bytes(caches(llm))
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "sleep", sleep)
+            with pytest.raises(MemoryError):
+                llm.sleep(level=level)
+        assert len(freed) == num_freed
+        assert llm.collective_rpc("sleeping_tags") == [[]]
+        assert (held_bytes(weights(llm)), held_bytes(caches(llm))) == num_bytes
+        llm.wake_up()  # vLLM 0.33 has paused the scheduler.
+        assert generate(llm, PROMPTS) == expected(model, PROMPTS)
+        llm.sleep(level=1)
+        assert (held_bytes(weights(llm)), held_bytes(caches(llm))) == (0, 0)
+        llm.wake_up()
+
+
+def test_sleep_within_a_weight_update_is_refused(llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before vLLM pauses the scheduler, so the engine goes on serving."""
+    (worker,) = llm.collective_rpc(lambda worker: worker.worker)
+
+    def refuse() -> None:
+        raise WeightUpdateError("an update has started")
+
+    with unchanged_tokens(llm, model):
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.weight_updates, "check_idle", refuse)
+            with pytest.raises(ValueError, match="weight update refused: an update has started"):
+                llm.sleep()
+            for method, args in (("sleep", ()), ("discard", (["kv_cache"],)), ("wake_up", ())):
+                with pytest.raises(ValueError, match="weight update refused: an update has started"):
+                    llm.collective_rpc(method, args=args)
+        assert not llm.llm_engine.is_sleeping()
 
 
 @pytest.mark.skipif(HAS_OPENXLA, reason="this vLLM has no call for the cache alone")

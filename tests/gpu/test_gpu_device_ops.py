@@ -123,14 +123,18 @@ def test_a_host_array_may_change_as_soon_as_its_copy_was_launched(steps: list[tu
 
 
 class Pools:
-    """Stand-in for vLLM's allocator, whose addresses are those of tensors; memory that is unmapped is spoiled."""
+    """Stand-in for vLLM's allocator, whose addresses are those of tensors; memory that is unmapped is spoiled.
+
+    Its entries have no ``is_asleep``, as in vLLM 0.16. Memory is mapped, or unmapped, once, as the driver wants it.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pointer_to_data: dict[int, Any] = {}
-        self.woken: list[str] = []
         self._tensors: dict[int, torch.Tensor] = {}
+        self._mapped: set[int] = set()
         monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: self)
-        monkeypatch.setattr(cumem, "unmap_and_release", lambda handle: self._tensors[handle[2]].fill_(7))
+        monkeypatch.setattr(cumem, "create_and_map", self._map)
+        monkeypatch.setattr(cumem, "unmap_and_release", self._unmap)
         monkeypatch.setattr(cumem, "libcudart", SimpleNamespace(cudaMemcpy=ctypes.memmove))
         monkeypatch.setattr(gpu_runner.device_ops, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -142,18 +146,19 @@ class Pools:
         tensor = torch.arange(1.0, numbers + 1)
         address = tensor.data_ptr()
         self._tensors[address] = tensor
+        self._mapped.add(address)
         self.pointer_to_data[address] = SimpleNamespace(
             tag=tag, handle=(0, tensor.nbytes, address, 0), cpu_backup_tensor=None
         )
         return tensor
 
-    def wake_up(self, tags: list[str]) -> None:
-        self.woken += tags
-        for address, each in self.pointer_to_data.items():
-            if each.tag in tags and each.cpu_backup_tensor is not None:
-                ctypes.memmove(address, each.cpu_backup_tensor.data_ptr(), each.handle[1])
-                each.cpu_backup_tensor = None
-            each.is_asleep = each.is_asleep and each.tag not in tags
+    def _map(self, handle: tuple[int, ...]) -> None:
+        assert handle[2] not in self._mapped
+        self._mapped.add(handle[2])
+
+    def _unmap(self, handle: tuple[int, ...]) -> None:
+        self._mapped.remove(handle[2])
+        self._tensors[handle[2]].fill_(7)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -163,11 +168,35 @@ def test_pools_sleep_by_tag(level: int, monkeypatch: pytest.MonkeyPatch) -> None
     weight, buffer, unknown = (pools.add("weights", 4) for _ in range(3))
     cache = pools.add("kv_cache", 4)
     ops = CudaDeviceOps(torch.device("cpu"), can_sleep=True)
-    ops.sleep("weights", [weight, buffer] if level == 1 else [buffer], [] if level == 1 else [weight])
-    assert [each.tolist() for each in (weight, buffer, unknown)] == [[7.0] * 4] * 3 and cache.tolist() == [1, 2, 3, 4]
-    ops.sleep("kv_cache", [], [cache])
-    ops.wake("kv_cache")
-    assert cache.tolist() == [0] * 4 and weight.tolist() == [7] * 4
+    for _ in range(2):
+        for each in (weight, buffer, unknown, cache):
+            each.copy_(torch.arange(1.0, 5.0))
+        ops.sleep("weights", [weight, buffer] if level == 1 else [buffer], [] if level == 1 else [weight])
+        assert [each.tolist() for each in (weight, buffer, unknown)] == [[7.0] * 4] * 3
+        assert cache.tolist() == [1, 2, 3, 4]
+        ops.sleep("kv_cache", [], [cache])
+        assert cache.tolist() == [7] * 4
+        ops.wake("kv_cache")
+        assert cache.tolist() == [0] * 4 and weight.tolist() == [7] * 4
+        ops.wake("weights")
+        assert buffer.tolist() == [1, 2, 3, 4]
+        assert [weight.tolist(), unknown.tolist()] == ([[1, 2, 3, 4]] * 2 if level == 1 else [[0] * 4, [7] * 4])
+
+
+def test_a_pool_that_sleeps_in_part_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory may end before the whole pool is copied."""
+    pools = Pools(monkeypatch)
+    first, second = pools.add("weights", 4), pools.add("weights", 8)
+    ops = CudaDeviceOps(torch.device("cpu"), can_sleep=True)
+
+    def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if shape[0] == second.nbytes:
+            raise MemoryError
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(gpu_runner.device_ops, "pinned", pinned)
+    with pytest.raises(MemoryError):
+        ops.sleep("weights", [first, second], [])
+    assert first.tolist() == [7] * 4
     ops.wake("weights")
-    assert buffer.tolist() == [1, 2, 3, 4] and pools.woken == ["kv_cache", "weights"]
-    assert [weight.tolist(), unknown.tolist()] == ([[1, 2, 3, 4]] * 2 if level == 1 else [[0] * 4, [7] * 4])
+    assert first.tolist() == [1, 2, 3, 4] and second.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]

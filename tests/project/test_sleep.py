@@ -173,6 +173,8 @@ def test_a_server_that_sleeps() -> None:
             else:
                 status, words = post(url, "/v1/completions", **body)
                 assert status == 400 and "the engine sleeps (kv_cache, weights): wake it up first" in words
+            status, words = post(url, "/collective_rpc", method="reload_weights")
+            assert status == 400 and "weights sleep: call wake_up" in words
             assert post(url, "/wake_up?tags=weights")[0] == 200
             if level == 2:
                 assert post(url, "/collective_rpc", method="reload_weights")[0] == 200

@@ -61,7 +61,7 @@ class Encoder(StepComponent):
         """Forgets the outputs of the items with these identifiers."""
 
     def put_off(self, identifiers: Iterable[str]) -> None:
-        """Leaves out items that a step should have encoded; they are encoded when a request reads them."""
+        """Marks items to be encoded later, when a request reads them."""
 
     def check_reload(self) -> None:
         """Raises CheckpointError if the encoder cannot follow a reload of the model's weights."""
@@ -108,7 +108,7 @@ class ItemEncoder(Encoder):
         self._model = model
         self._device = device_ops.eager_device
         self._rows = EncoderRows(size)
-        self._outdated = set[str]()
+        self._to_encode_again = set[str]()
         """Identifiers of items that the scheduler takes for encoded, but that have no rows, or rows of other
         weights."""
         assert isinstance(model_config.dtype, torch.dtype)
@@ -123,10 +123,10 @@ class ItemEncoder(Encoder):
     def give_up(self, identifiers: Iterable[str]) -> None:
         for identifier in identifiers:
             self._rows.give_up(identifier)
-            self._outdated.discard(identifier)
+            self._to_encode_again.discard(identifier)
 
     def put_off(self, identifiers: Iterable[str]) -> None:
-        self._outdated.update(identifiers)
+        self._to_encode_again.update(identifiers)
 
     def step_memory(self) -> int:
         """Bytes of the largest piece that is copied to the pool, of the rows that a step gathers, and of graphs.
@@ -143,20 +143,22 @@ class ItemEncoder(Encoder):
         """Encodes what the scheduler asks for, after it has freed what the scheduler may have given to others."""
         if schedule.freed_items:
             self.give_up(schedule.freed_items)
-        if schedule.encoder_inputs or schedule.failed_items or self._outdated:
+        if schedule.encoder_inputs or schedule.failed_items or self._to_encode_again:
             self._run(schedule, self._requests.infos)
 
     def _run(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> None:
         items = [infos[req_id].items[index] for req_id, indices in schedule.encoder_inputs.items() for index in indices]
-        outdated = [*self._outdated_items(schedule, infos)] if self._outdated else []
-        if outdated:
-            self.give_up(item.identifier for item in outdated)
-        asked = {item.identifier: item for item in (*items, *schedule.failed_items, *outdated)}.values()
+        again = [*self._items_to_encode_again(schedule, infos)] if self._to_encode_again else []
+        if again:
+            self.give_up(item.identifier for item in again)
+        asked = {item.identifier: item for item in (*items, *schedule.failed_items, *again)}.values()
         missing = [item for item in asked if item.identifier not in self._rows and item.data is not None]
         if missing:
             self._encode(missing)
 
-    def _outdated_items(self, schedule: Schedule, infos: Mapping[str, RequestInfo]) -> Iterator[MultiModalFeatureSpec]:
+    def _items_to_encode_again(
+        self, schedule: Schedule, infos: Mapping[str, RequestInfo]
+    ) -> Iterator[MultiModalFeatureSpec]:
         """Yields the items that the step's tokens, or a drafter one token further, read as other weights made them."""
         starts = dict(zip(schedule.continued, schedule.num_computed, strict=True))
         starts |= {arrival.req_id: arrival.num_computed for arrival in schedule.arrivals}
@@ -165,7 +167,7 @@ class ItemEncoder(Encoder):
             for item in infos[req_id].items:
                 place = item.mm_position
                 is_read = place.offset <= start + count and place.offset + place.length > start
-                if is_read and item.identifier in self._outdated and item.data is not None:
+                if is_read and item.identifier in self._to_encode_again and item.data is not None:
                     yield item
 
     def check_reload(self) -> None:
@@ -176,7 +178,7 @@ class ItemEncoder(Encoder):
             )
 
     def follow_reload(self) -> None:
-        self._outdated.update(self._rows)
+        self._to_encode_again.update(self._rows)
 
     @torch.no_grad()
     def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
@@ -219,7 +221,7 @@ class ItemEncoder(Encoder):
 
     def reset(self) -> None:
         self._rows.clear()
-        self._outdated.clear()
+        self._to_encode_again.clear()
 
     def components(self, requests: RequestStates) -> list[StepComponent]:
         parts = (self._levels, self._per_layer)
