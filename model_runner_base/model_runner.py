@@ -50,10 +50,12 @@ from model_runner_base.inputs.multimodal.factory import choose_encoder
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.models.loader import change_config
 from model_runner_base.models.reloading import Load, reload_checkpoint, reloading
+from model_runner_base.models.weight_stream import Weights
 from model_runner_base.platform import shares_host_memory
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.sleep import Sleep
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
+from model_runner_base.runner.weight_updates import check_awake
 from model_runner_base.runner.wiring import StepParts, load_processors, wire
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelResults
@@ -198,18 +200,25 @@ class ModelRunnerBase:
         """Yields a function that loads a chunk of weights in place of the old ones, or of the draft model's.
 
         Inside of the block no step may run, and the caller holds ``step_guard.lock`` while it enters the block, loads
-        and leaves. See ``models/reloading.py``.
+        and leaves. Once the function has returned, the sender may overwrite the chunk. Layers that a draft model shares
+        with the model keep their weights. See ``models/reloading.py``.
         """
         speculation = self.vllm_config.speculative_config
-        model, config = self.model, None
+        model, config, target = self.model, None, None
         if is_draft and speculation is not None:
-            model, config = self.get_draft_model(), speculation.draft_model_config
-        with self._new_weights(), reloading(model, self.vllm_config, config) as load:
+            model, config, target = self.get_draft_model(), speculation.draft_model_config, self.model
+        with self._new_weights(), reloading(model, self.vllm_config, config, target) as load_chunk:
+
+            def load(weights: Weights) -> None:
+                load_chunk(weights)
+                self.device_ops.synchronize()
+
             yield load
 
     @contextmanager
     def _new_weights(self) -> Iterator[None]:
         """Context in which the model can get weights, after which encoder and device have followed."""
+        check_awake(self.sleep)
         with self.adapters.set_aside():
             self.encoder.check_reload()
             try:

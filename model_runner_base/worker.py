@@ -35,7 +35,7 @@ from model_runner_base.models.recurrent.memory import recurrence_memory
 from model_runner_base.models.sharded_state import save_sharded_state
 from model_runner_base.platform import PagedPlatform, shares_host_memory
 from model_runner_base.runner.memory import DeviceMemoryProfiler, host_cache_memory, memory_line, weights_memory
-from model_runner_base.runner.weight_updates import WeightUpdates
+from model_runner_base.runner.weight_updates import WeightUpdates, check_awake
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
@@ -297,8 +297,15 @@ class ModelRunnerWorker(WorkerBase):
         with set_current_vllm_config(self.vllm_config):
             self.weight_updates.finish()
 
+    def abort_weight_update(self) -> None:
+        """Ends an update after an error of another worker; does nothing if there is none."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_updates.abort()
+
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
         """Writes this rank's part of the weights to files, which ``load_format=sharded_state`` reads."""
+        self.weight_updates.check_idle()
+        check_awake(self.model_runner.sleep)
         with self.model_runner.step_guard.lock, self.model_runner.adapters.set_aside():
             save_sharded_state(self.model_runner.model, path, pattern, max_size)
 
@@ -408,7 +415,7 @@ class ModelRunnerWorker(WorkerBase):
         (self._profiler.start if is_start else self._profiler.stop)()
 
     def shutdown(self) -> None:
-        """Writes a profile that still runs, and stops the background compilation of sizes."""
+        """Writes a profile that still runs, ends a weight update, and stops the background compilation of sizes."""
         if self.model_runner is not None:
             self.model_runner.background_compiler.stop()
         if hasattr(self, "weight_updates"):  # Loading may have failed.

@@ -39,6 +39,7 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
         end_workers_with_this_process,
     )
     from model_runner_base.vllm_compat.patches.items import keep_item_data, keep_sounds_whole, scale_in_processor
+    from model_runner_base.vllm_compat.patches.worker_answers import read_all_answers
 
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = scheduler.scheduler_cls or scheduler_cls
@@ -48,7 +49,9 @@ def stand_before(vllm_config: "VllmConfig", scheduler_cls: str = SCHEDULER) -> N
         WORKERS.append(vllm_config.parallel_config.worker_cls)
     end_servers_and_engines_with_this_process(is_ours)
     if vllm_config.parallel_config.world_size > 1:
-        end_workers_with_this_process(is_ours)  # Those of an engine in this process.
+        # For an engine in this process.
+        end_workers_with_this_process(is_ours)
+        read_all_answers(is_ours)
     model = vllm_config.model_config
     if model is None:
         return
@@ -66,6 +69,7 @@ def register() -> None:
     from vllm import platforms
 
     from model_runner_base.vllm_compat.patches.engine_processes import end_workers_with_this_process, is_process_of_core
+    from model_runner_base.vllm_compat.patches.worker_answers import read_all_answers
 
     quiet_scheduler_warning()
     platform = type(platforms.current_platform)
@@ -74,9 +78,11 @@ def register() -> None:
         _extend(platform)
     if is_process_of_core():
         # This process was not prepared for its engine, whose config came as it is.
-        end_workers_with_this_process(
-            lambda vllm_config: knows_us or _is_our_worker(vllm_config.parallel_config.worker_cls)
-        )
+        def is_engine_ours(engine_config: "VllmConfig") -> bool:
+            return knows_us or _is_our_worker(engine_config.parallel_config.worker_cls)
+
+        end_workers_with_this_process(is_engine_ours)
+        read_all_answers(is_engine_ours)
 
 
 def quiet_scheduler_warning() -> None:

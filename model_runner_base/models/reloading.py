@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layer_tensors, get_layerwise_info
 
 from model_runner_base.errors import CheckpointError, first_line
 from model_runner_base.models.checkpoint_record import ATTRIBUTE as RECORD
@@ -64,7 +64,12 @@ def reload_checkpoint(
 
 
 @contextmanager
-def reloading(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig | None = None) -> Iterator[Load]:
+def reloading(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    model_config: ModelConfig | None = None,
+    target: nn.Module | None = None,
+) -> Iterator[Load]:
     """Yields a function that loads chunks of weights, in place of the old ones; layers that no chunk has stay as they
     are.
 
@@ -72,10 +77,11 @@ def reloading(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConf
     none. Afterwards, also after an error, each layer has either its old or its new ones.
 
     A tensor of a chunk is no longer needed once the function has returned. Raises CheckpointError. If a chunk is a
-    list, a shape that does not fit is found before a weight of the chunk changes.
+    list, and the checkpoint is not quantised, a shape that does not fit is found before a weight of the chunk changes.
 
     Args:
         model_config: the config of a draft model, where ``model`` is one.
+        target: the model that a draft model drafts for; weights of layers that the two share are passed over.
     """
     check_reloadable(model)
     reload = _Reload(model, vllm_config, model_config or vllm_config.model_config, "given weights")
@@ -84,8 +90,31 @@ def reloading(model: nn.Module, vllm_config: VllmConfig, model_config: ModelConf
         reload.load(weights)
         reload.own_weights()
 
-    with reload.running():
+    with reload.running(), _passing_over(_shared_layers(model, target)):
         yield load
+
+
+def _shared_layers(draft: nn.Module, target: nn.Module | None) -> set[nn.Module]:
+    """Layers of a draft model that are also its target's, such as embeddings; the target has the draft as a part."""
+    if target is None:
+        return set()
+    of_target = {layer for _, layer in target.named_modules(memo={draft})}
+    return of_target & {*draft.modules()}
+
+
+@contextmanager
+def _passing_over(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which the loaders of layers load nothing. vLLM uses their tensors without numbers in later reloads,
+    too, so these get their loaders back."""
+    tensors: list[Any] = [tensor for layer in layers for tensor in get_layer_tensors(layer).values()]
+    loaders = [(tensor, tensor.weight_loader) for tensor in tensors if hasattr(tensor, "weight_loader")]
+    for tensor, _ in loaders:
+        tensor.weight_loader = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for tensor, loader in loaders:
+            tensor.weight_loader = loader
 
 
 def _reload_stored(model: nn.Module, vllm_config: VllmConfig, path: str) -> None:

@@ -1,7 +1,8 @@
 """Updates of weights by a trainer, in sessions of several calls, between which no step may run."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from threading import Lock
 from typing import Any, NoReturn, Protocol
 
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from model_runner_base.errors import WeightUpdateError
+from model_runner_base.errors import CheckpointError, WeightUpdateError
 from model_runner_base.models import gloo_transfer
 from model_runner_base.models.reloading import Load
+from model_runner_base.runner.sleep import WEIGHTS, Sleep, SleepingError
+from model_runner_base.step.guard import guarded
 from model_runner_base.vllm_compat.types import weight_transfer
 from model_runner_base.vllm_compat.types.weight_transfer import Receiver
 
@@ -80,6 +83,8 @@ class WeightUpdates:
         """Starts a session. Steps raise an error until it is finished."""
         engine = self._engine
         self.check_idle()
+        if self._runner.pending is not None:
+            raise WeightUpdateError("a step waits for sample_tokens: start an update between two steps")
         if is_draft and not self.supports_drafts:
             raise WeightUpdateError(
                 f"there is no draft model, or {type(engine).__name__} does not update one: call start_weight_update"
@@ -92,13 +97,17 @@ class WeightUpdates:
             session.callback(self._leave)
             weight_transfer.start(engine, self._receiver, draft_config)
             # A pending step keeps sizes from being traced, which would find layers without weights.
-            vars(self._runner)["execute_model"] = self._runner.pending = _refuse_step
+            self._runner.pending = _refuse_step
+            vars(self._runner)["execute_model"] = partial(_refuse_guarded_step, self._runner)
             self._session = session.pop_all()
 
     def update(self, update_info: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Loads a chunk: of a list, the part of this worker. Releases of vLLM without sessions have one a call."""
         engine = self._engine
-        own = weight_transfer.info_of_rank(update_info, self._config)
+        try:
+            own = weight_transfer.info_of_rank(update_info, self._config)
+        except ValueError as error:
+            raise WeightUpdateError(str(error)) from None
         if self._session is None and weight_transfer.HAS_SESSIONS:
             raise WeightUpdateError("no weight update has started: call start_weight_update before update_weights")
         is_alone = self._session is None
@@ -121,13 +130,26 @@ class WeightUpdates:
         with self._lock, session:
             weight_transfer.finish(engine)
 
+    def abort(self) -> None:
+        """Ends the session, if there is one, as an error would: layers that are complete keep their new weights.
+
+        An error ends the session of the rank that had it. This ends those of the other ranks.
+        """
+        if (session := self._session) is not None:
+            with self._lock, suppress(CheckpointError), session:
+                raise WeightUpdateError("it was aborted")
+
     def check_idle(self) -> None:
         """Raises WeightUpdateError while a session runs."""
         if self._session is not None:
-            raise WeightUpdateError("a weight update has started: call finish_weight_update before")
+            raise WeightUpdateError(
+                "a weight update has started: call finish_weight_update or abort_weight_update before"
+            )
 
     def shutdown(self) -> None:
-        """Ends the connection to the trainer, if there is one."""
+        """Ends the session and the connection to the trainer, if there are any."""
+        with suppress(Exception):
+            self.abort()
         if self._transfer is not None:
             self._transfer.shutdown()
 
@@ -138,8 +160,21 @@ class WeightUpdates:
         weight_transfer.leave_target(self._engine)
 
 
+def check_awake(sleep: Sleep) -> None:
+    """Raises SleepingError while weights sleep, since their memory is freed."""
+    if WEIGHTS in sleep.tags:
+        raise SleepingError(
+            'weights sleep: call wake_up(tags=["weights"]) before reload_weights, start_weight_update and '
+            "save_sharded_state"
+        )
+
+
 def _refuse_step(*args: Any, **kwargs: Any) -> NoReturn:
     raise WeightUpdateError(
         "a step came between start_weight_update and finish_weight_update: pause the engine before an update, for "
         "example by pause_generation"
     )
+
+
+_refuse_guarded_step = guarded(_refuse_step)
+"""Refuses inside the guard, so that a rank whose error vLLM would not hear of ends, and no other rank waits for it."""

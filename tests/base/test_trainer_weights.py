@@ -1,5 +1,6 @@
 """Weights of a trainer in a running engine, in chunks: the next tokens are theirs, and nothing is compiled again."""
 
+import os
 import random
 import shutil
 import socket
@@ -29,12 +30,14 @@ from model_runner_base.models.gloo_transfer import (
     transfer_config,
     update_info,
 )
+from model_runner_base.runner.sleep import SleepingError
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
 from model_runner_base.testing.engine import metric, runner_of
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.quantized import write_checkpoints
 from model_runner_base.testing.weights import other_weights
+from model_runner_base.vllm_compat.patches import worker_answers
 from model_runner_base.vllm_compat.types import weight_transfer
 
 PROMPTS = random_prompts(20, [5, 30, 70])
@@ -169,16 +172,80 @@ def test_calls_in_a_wrong_order(trainer: Trainer, old: TinyModel, new: TinyModel
             trainer.call("update_weights", update_info={})
     with pytest.raises(WeightUpdateError, match="there is no draft model"):
         trainer.call("start_draft_weight_update")
+    runner.pending = lambda grammar_output: None
+    with pytest.raises(WeightUpdateError, match="a step waits for sample_tokens"):
+        trainer.call("start_weight_update")
+    runner.pending = None
     trainer.call("start_weight_update")
     for method in ("start_weight_update", "shutdown_weight_transfer_engine", "reload_weights"):
         with pytest.raises(WeightUpdateError, match="a weight update has started"):
             trainer.call(method)
+    with pytest.raises(WeightUpdateError, match="a weight update has started"):
+        trainer.call("save_sharded_state", path="unused")
+    with pytest.raises(WeightUpdateError, match="update_info has 2 parts, and must have 1"):
+        trainer.call("update_weights", update_info=[{}, {}])
     with pytest.raises(WeightUpdateError, match=r"a step came between .*pause the engine"):
         runner.execute_model(None)
     trainer.call("finish_weight_update")
     assert generate(llm, PROMPTS) == expected(old, PROMPTS), "an update without chunks changed weights"
     with pytest.raises(ValueError, match="Invalid init_info"):
         trainer.call("init_weight_transfer_engine", init_info={"port": 1})
+
+
+def test_an_update_is_aborted(trainer: Trainer, old: TinyModel, new: TinyModel) -> None:
+    llm, query = trainer.llm, "model.layers.0.self_attn.q_proj.weight"
+    for is_started in (False, True):
+        if is_started:
+            trainer.call("start_weight_update")
+            trainer.send([(query, dict(weights_of(new))[query])])
+        trainer.call("abort_weight_update")
+        assert generate(llm, PROMPTS) == expected(old, PROMPTS)
+    trainer.update(new, WHOLE)
+    assert generate(llm, PROMPTS) == expected(new, PROMPTS)
+    trainer.update(old, WHOLE)
+
+
+def test_a_step_during_an_update_ends_a_rank_that_is_not_heard_of(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks would wait for it in a collective."""
+
+    class Ended(BaseException): ...
+
+    def end(status: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    runner = runner_of(trainer.llm)
+    monkeypatch.setattr(runner.step_guard, "_rank", 1)
+    trainer.call("start_weight_update")
+    with pytest.raises(Ended):
+        runner.execute_model(None)
+    trainer.call("abort_weight_update")
+
+
+def test_a_chunk_is_loaded_when_the_device_has_read_it(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, waits = runner_of(trainer.llm), []
+    synchronize = runner.device_ops.synchronize
+    monkeypatch.setattr(runner.device_ops, "synchronize", lambda: waits.append(synchronize()))
+    with runner.reloading() as load_chunk:
+        for count in (1, 2):
+            load_chunk([])
+            assert len(waits) == count
+
+
+def test_weights_that_sleep_are_not_reached(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(trainer.llm)
+    monkeypatch.setattr(runner.sleep, "tags", {"weights"})
+    for method, kwargs in (
+        ("start_weight_update", {}),
+        ("save_sharded_state", {"path": "unused"}),
+        ("reload_weights", {}),
+    ):
+        with pytest.raises(SleepingError, match=r"weights sleep: call wake_up"):
+            trainer.call(method, **kwargs)
+    with pytest.raises(SleepingError, match=r"weights sleep: call wake_up"), runner.reloading():
+        pass
 
 
 def test_methods_of_vllms_front_end(trainer: Trainer, old: TinyModel, new: TinyModel) -> None:
@@ -210,22 +277,81 @@ def test_answers_name_the_weights_that_they_are_of(trainer: Trainer, old: TinyMo
 
 def test_a_worker_takes_its_own_part() -> None:
     infos = [{"part": index} for index in range(4)]
-    parallel = SimpleNamespace(data_parallel_index=1, world_size=2, rank=1)
+    parallel = SimpleNamespace(data_parallel_index=1, data_parallel_size=2, world_size=2, rank=1)
     config: Any = SimpleNamespace(parallel_config=parallel)
     assert weight_transfer.info_of_rank(infos, config) == {"part": 3}
     assert weight_transfer.info_of_rank({"part": 9}, config) == {"part": 9}
+    parallel.rank = 0  # A list that is too short has a part for this rank.
+    with pytest.raises(ValueError, match="update_info has 3 parts, and must have 4"):
+        weight_transfer.info_of_rank(infos[:3], config)
 
 
 def test_two_workers_take_their_parts_of_each_tensor(old: TinyModel, new: TinyModel) -> None:
     options = {"enforce_eager": True, "tensor_parallel_size": 2, "weight_transfer_config": transfer_config()}
     with small_engine(old, **options) as llm:
         trainer = Trainer(llm, num_workers=2)
+
+        def send(chunk: Weights, renamed: dict[str, str] | None = None) -> None:
+            """Sends a chunk, of which the second worker may be told another name."""
+
+            def receive(info: dict[str, Any]) -> None:
+                second = info | {"names": [(renamed or {}).get(name, name) for name in info["names"]]}
+                trainer.call("update_weights", update_info=[info, second])
+
+            trainer.send(chunk, receive)
+
+        def update() -> None:
+            trainer.call("start_weight_update")
+            for chunk in in_chunks(weights_of(new), 1 << 16):
+                send(chunk)
+            trainer.call("finish_weight_update")
+            llm.reset_prefix_cache()
+
+        norm = "model.norm.weight"
+        # An error of both workers ends the update of both.
         trainer.call("start_weight_update")
-        for chunk in in_chunks(weights_of(new), 1 << 16):
-            trainer.send(chunk, lambda info: trainer.call("update_weights", update_info=[info, info]))
-        trainer.call("finish_weight_update")
-        llm.reset_prefix_cache()
+        with pytest.raises(RuntimeError, match=r"must have .*the model keeps its weights"):
+            send([(norm, torch.ones(3))])
+        update()
         assert generate(llm, PROMPTS) == expected(new, PROMPTS)
+        # An error of the second worker leaves the first one's update open.
+        trainer.call("start_weight_update")
+        with pytest.raises(RuntimeError, match="no_such_weight"):
+            send([(norm, dict(weights_of(new))[norm])], {norm: "model.layers.0.no_such_weight"})
+        with pytest.raises(RuntimeError, match=r"a weight update has started: .* abort_weight_update"):
+            trainer.call("start_weight_update")
+        trainer.call("abort_weight_update")
+        update()
+        assert generate(llm, PROMPTS) == expected(new, PROMPTS)
+
+
+def test_answers_of_all_workers_are_read_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Queue:
+        def __init__(self, *answers: str) -> None:
+            self.answers = list(answers)
+
+        def dequeue(self, timeout: float | None = None) -> str:
+            if not self.answers:
+                raise TimeoutError
+            return self.answers.pop(0)
+
+    def read(executor: Any) -> None:
+        """Does as vLLM's ``collective_rpc``."""
+        for queue in executor.response_mqs:
+            if queue.dequeue() == "error":
+                raise RuntimeError("a worker failed")
+
+    call = worker_answers._reading_all(read, lambda vllm_config: True)
+    queues = [Queue("done", "next"), Queue("error", "next"), Queue("error", "next")]
+    executor = SimpleNamespace(vllm_config=None, is_failed=False, response_mqs=queues)
+    with pytest.raises(RuntimeError, match=r"a worker failed$"):
+        call(executor)
+    assert [queue.answers for queue in queues] == [["next"]] * 3
+    assert executor.response_mqs is queues
+    monkeypatch.setattr(worker_answers, "SECONDS", 0.0)
+    executor.response_mqs = [Queue("error"), Queue()]
+    with pytest.raises(RuntimeError, match=r"a worker failed; worker 1 has not answered .* restart the engine"):
+        call(executor)
 
 
 def load(llm: LLM, chunks: Iterable[Weights]) -> None:
@@ -293,6 +419,28 @@ def test_a_draft_model_is_updated_by_a_session_of_its_own(old: TinyModel, new: T
         assert compilations() == before
         with pytest.raises(CheckpointError, match="a model with a draft model cannot be saved as sharded state"):
             llm.collective_rpc("save_sharded_state", kwargs={"path": "unused"})
+
+
+def test_a_draft_model_leaves_the_layers_that_it_shares(old: TinyModel) -> None:
+    """An EAGLE head has the model's embeddings and logits head."""
+    config = speculation("head", old)
+    with small_engine(old, speculative_config=config, enforce_eager=True) as llm:
+        runner, of_model = runner_of(llm), weights_of(old)
+        own = load_file(Path(config["model"]) / "model.safetensors")
+        shared = {
+            name.removeprefix("model."): tensor
+            for name, tensor in of_model
+            if name in ("model.embed_tokens.weight", "lm_head.weight")
+        }
+        assert len(shared) == 2
+        with runner.reloading(is_draft=True) as load_chunk:
+            load_chunk([(name, torch.zeros_like(tensor)) for name, tensor in {**own, **shared}.items()])
+        assert generate(llm, PROMPTS) == expected(old, PROMPTS)
+        assert not runner.get_draft_model().model.fc.weight.any(), "the draft kept its own layers"
+        load(llm, [[(name, torch.zeros_like(tensor)) for name, tensor in of_model]])
+        assert generate(llm, PROMPTS) != expected(old, PROMPTS), "the model's own weights are passed over"
+        load(llm, [of_model])
+        assert generate(llm, PROMPTS) == expected(old, PROMPTS)
 
 
 def test_sharded_state_is_saved_and_loaded(old: TinyModel, tmp_path: Path) -> None:
@@ -373,6 +521,9 @@ def check_an_engine_of_vllms_kind(llm: LLM, model: TinyModel) -> None:
     updates.finish()
     llm.reset_prefix_cache()
     assert generate(llm, PROMPTS) == expected(model, PROMPTS)
+    updates.start()
+    updates.shutdown()
+    assert generate(llm, PROMPTS) == expected(model, PROMPTS), "the session outlasts the worker"
 
 
 def test_backends_that_write_parameters_are_refused(old: TinyModel) -> None:

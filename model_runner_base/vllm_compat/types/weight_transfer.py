@@ -72,7 +72,7 @@ def receive(engine: Any, update_info: dict[str, Any], receiver: Receiver) -> Non
     """Has an engine receive a chunk, and load it by the receiver.
 
     vLLM's own ``update_weights`` waits for torch's accelerator, which fails where torch has none; an engine's own is
-    called.
+    called. The receiver's load waits for the device.
     """
     if not HAS_SESSIONS:
         info = engine.parse_update_info(update_info)
@@ -98,9 +98,16 @@ def leave_target(engine: Any) -> None:
 
 
 def info_of_rank(update_info: dict[str, Any] | Sequence[dict[str, Any]], vllm_config: VllmConfig) -> dict[str, Any]:
-    """A worker's own part of a list, which has one for each worker of each replica."""
+    """A worker's own part of a list, which has one for each worker of each replica.
+
+    Raises ValueError, on all workers alike, if the list has another length.
+    """
     if isinstance(update_info, dict):
         return update_info
+    parallel = vllm_config.parallel_config
+    num_workers = parallel.data_parallel_size * parallel.world_size
+    if len(update_info) != num_workers:
+        raise ValueError(f"update_info has {len(update_info)} parts, and must have {num_workers}, one a worker")
     return update_info[global_rank(vllm_config.parallel_config)]
 
 
