@@ -11,7 +11,7 @@ from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
-from model_runner_base.vllm_compat.patches.wrap_once import MARK, wrap_once
+from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 
 DBRX = "DbrxForCausalLM"
 DBRX_MODULE = "vllm.model_executor.models.dbrx"
@@ -41,6 +41,7 @@ def _with_experts_names(load: Callable[[Any, Weights], set[str]]) -> Callable[[A
 
 
 OLMO_HYBRID = "OlmoHybridForCausalLM"
+READS_PARTS = "_reads_parts_of_convolutions"
 OLMO_LAYERS = "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn"
 OLMO_MODEL = "vllm.model_executor.models.olmo_hybrid"
 NORMS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
@@ -60,7 +61,7 @@ def load_olmo_hybrid(vllm_config: VllmConfig) -> None:
         return
     layers: Any = import_module(OLMO_LAYERS)
     make = layers._make_fused_conv1d_weight_loader
-    if hasattr(make, MARK):
+    if hasattr(make, READS_PARTS):
         return
 
     @wraps(make)
@@ -72,7 +73,7 @@ def load_olmo_hybrid(vllm_config: VllmConfig) -> None:
 
         return load_part
 
-    setattr(make_reading, MARK, True)
+    setattr(make_reading, READS_PARTS, True)
     layers._make_fused_conv1d_weight_loader = make_reading
     layers.set_triton_allocator = lambda device: None  # For memory of kernels, which are not run.
     model: Any = import_module(OLMO_MODEL).OlmoHybridModel
