@@ -16,7 +16,8 @@ def wrap_once(cls: type | ModuleType, name: str, wrapper: Callable[[Any], Any]) 
     """
     method = getattr(cls, name, None)
     function = getattr(wrapper, "func", wrapper)  # That of a ``partial``.
-    known_as, wrappers = f"{function.__module__}.{function.__qualname__}", getattr(method, MARK, frozenset())
+    known_as = f"{function.__module__}.{function.__qualname__}"
+    wrappers: frozenset[str] = getattr(method, MARK, frozenset())
     if method is None or known_as in wrappers:
         return
     wrapped = wrapper(method)
