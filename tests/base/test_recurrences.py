@@ -214,7 +214,7 @@ def test_steps_equal_a_loop(name: str, lengths: list[int], tile: int, spare: int
 
 @pytest.mark.parametrize("name", KINDS)
 def test_states_of_less_than_float32_are_rounded_at_no_border_between_pieces(name: str) -> None:
-    """Where a request is cut depends on what it is batched with; its outputs do not."""
+    """Outputs of a request do not depend on where it is cut, which follows what it is batched with."""
     outs = []
     for at_once in (1, 8):
         requests = Requests(KINDS[name], [60], tile=8, seed=0)

@@ -247,7 +247,7 @@ def test_a_sleep_that_fails_leaves_the_engine_awake(
 
 
 def test_sleep_within_a_weight_update_is_refused(llm: LLM, model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused before vLLM pauses the scheduler, so the engine goes on serving."""
+    """Refusals come before vLLM pauses the scheduler, so the engine goes on serving."""
     (worker,) = llm.collective_rpc(lambda worker: worker.worker)
 
     def refuse() -> None:
