@@ -266,7 +266,8 @@ FAULTS = [
         20,
         variant(
             ops="def sleep(self, tag, kept, dropped):\n"
-            "    self.slept = dropped\n"
+            '    if tag == "kv_cache":\n'
+            "        self.slept = dropped\n"
             "    super().sleep(tag, kept, dropped)\n"
             "def wake(self, tag):\n"
             "    super().wake(tag)\n"

@@ -12,7 +12,7 @@ def shares_host_memory(cls, vllm_config):
 # A kernel for decode rows that does not leave out what no token sees.
 UNMASKED = """
 def attend_decode(self, query, kv_cache, plan):
-    keys, values = self.cache_format.read(kv_cache, plan)
+    keys, values = kv_cache[plan.pair_blocks].flatten(1, 2).split(self.num_kv_heads, dim=2)
     group = self.num_heads // self.num_kv_heads
     keys, values = (x.repeat_interleave(group, dim=2) for x in (keys, values))
     queries = query.view(-1, plan.last.shape[1], self.num_heads, self.head_size)
@@ -53,7 +53,7 @@ ROUNDED_SUMS = UNMASKED.replace(
 SHORT_IDS = """
 def attend_decode(self, query, kv_cache, plan):
     ids = plan.pair_blocks
-    return super().attend_decode(query, kv_cache, replace(plan, pair_blocks=ids.short().to(ids.dtype)))
+    return super().attend_decode(query, kv_cache, replace(plan, pair_blocks=ids.short().to(ids.dtype) & 0x7FFF))
 """
 
 COUNTS_CACHES = """
