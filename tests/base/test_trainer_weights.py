@@ -242,7 +242,7 @@ def test_weights_that_sleep_are_not_reached(trainer: Trainer, monkeypatch: pytes
         ("save_sharded_state", {"path": "unused"}),
         ("reload_weights", {}),
     ):
-        with pytest.raises(SleepingError, match=r"weights sleep: call wake_up"):
+        with pytest.raises((SleepingError, ValueError), match=r"weights sleep: call wake_up"):
             trainer.call(method, **kwargs)
     with pytest.raises(SleepingError, match=r"weights sleep: call wake_up"), runner.reloading():
         pass
@@ -310,15 +310,15 @@ def test_two_workers_take_their_parts_of_each_tensor(old: TinyModel, new: TinyMo
         norm = "model.norm.weight"
         # An error of both workers ends the update of both.
         trainer.call("start_weight_update")
-        with pytest.raises(RuntimeError, match=r"must have .*the model keeps its weights"):
+        with pytest.raises((RuntimeError, ValueError), match=r"must have .*the model keeps its weights"):
             send([(norm, torch.ones(3))])
         update()
         assert generate(llm, PROMPTS) == expected(new, PROMPTS)
         # An error of the second worker leaves the first one's update open.
         trainer.call("start_weight_update")
-        with pytest.raises(RuntimeError, match="no_such_weight"):
+        with pytest.raises((RuntimeError, ValueError), match="no_such_weight"):
             send([(norm, dict(weights_of(new))[norm])], {norm: "model.layers.0.no_such_weight"})
-        with pytest.raises(RuntimeError, match=r"a weight update has started: .* abort_weight_update"):
+        with pytest.raises((RuntimeError, ValueError), match=r"a weight update has started: .* abort_weight_update"):
             trainer.call("start_weight_update")
         trainer.call("abort_weight_update")
         update()
