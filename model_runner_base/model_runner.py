@@ -55,7 +55,6 @@ from model_runner_base.platform import shares_host_memory
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.sleep import Sleep
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
-from model_runner_base.runner.weight_updates import check_awake
 from model_runner_base.runner.wiring import StepParts, load_processors, wire
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelResults
@@ -218,7 +217,7 @@ class ModelRunnerBase:
     @contextmanager
     def _new_weights(self) -> Iterator[None]:
         """Context in which the model can get weights, after which encoder and device have followed."""
-        check_awake(self.sleep)
+        self.sleep.check_weights()
         with self.adapters.set_aside():
             self.encoder.check_reload()
             try:

@@ -35,7 +35,7 @@ from model_runner_base.models.recurrent.memory import recurrence_memory
 from model_runner_base.models.sharded_state import save_sharded_state
 from model_runner_base.platform import PagedPlatform, shares_host_memory
 from model_runner_base.runner.memory import DeviceMemoryProfiler, host_cache_memory, memory_line, weights_memory
-from model_runner_base.runner.weight_updates import WeightUpdates, check_awake
+from model_runner_base.runner.weight_updates import WeightUpdates
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
@@ -305,7 +305,7 @@ class ModelRunnerWorker(WorkerBase):
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
         """Writes this rank's part of the weights to files, which ``load_format=sharded_state`` reads."""
         self.weight_updates.check_idle()
-        check_awake(self.model_runner.sleep)
+        self.model_runner.sleep.check_weights()
         with self.model_runner.step_guard.lock, self.model_runner.adapters.set_aside():
             save_sharded_state(self.model_runner.model, path, pattern, max_size)
 

@@ -299,7 +299,7 @@ def _trace(
         # Dynamo asks for every tensor; where there is no driver, each answer is a search for one.
         mock.patch.object(torch.cuda, "is_available", lambda: False),
         attention_as_one_node(),
-        loops_run_by(unrolled),  # Run lazily, torch's own loop computes slices of its state wrongly.
+        loops_run_by(unrolled),  # Run lazily, the body of torch's own loop slices wrongly.
         suppress(_Captured),
     ):
         torch.compile(traced, backend=keep, dynamic=is_symbolic, fullgraph=True)(ints, tensors)

@@ -1,21 +1,17 @@
 """Sleep: an engine gives up the device memory of its weights and KV caches between two steps, and takes it back later.
 
-While a tag sleeps, other objects take the places of those that would read its memory, so an awake runner asks nothing:
-
-    parts.updates         ends each request of a step with an error
-    reload_weights        raises an error, while weights sleep
-    background_compiler   traces nothing
+While a tag sleeps, steps take no requests, so an awake runner asks nothing: other state updates end each of them with
+an error, and ``background_compiler`` traces nothing. What reads or writes weights asks ``check_weights`` first.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from model_runner_base.device_ops import DeviceOps
@@ -27,8 +23,6 @@ from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_compat.probes.config import preserved_weights
-
-logger = init_logger(f"vllm.{__name__}")
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -81,6 +75,14 @@ class Sleep:
             check_reloadable(self._runner.model)
             self._runner.encoder.check_reload()
             weights_of(self._runner.model, self._runner.vllm_config, level)
+
+    def check_weights(self) -> None:
+        """Raises SleepingError while weights sleep, since their memory is freed."""
+        if WEIGHTS in self.tags:
+            raise SleepingError(
+                'weights sleep: call wake_up(tags=["weights"]) before reload_weights, start_weight_update and '
+                "save_sharded_state"
+            )
 
     def begin(self, level: int) -> None:
         """Frees weights and caches. Level 1 keeps weights on the host; level 2 drops those that a reload brings
@@ -145,13 +147,10 @@ class Sleep:
         updates = runner.parts.updates
         if isinstance(updates, RefusedSteps):
             runner.parts.updates = updates.usual
-        vars(runner).pop("reload_weights", None)
         runner.background_compiler.is_held = bool(self.tags)
         if self.tags:
             error = SleepingError(f"the engine sleeps ({', '.join(sorted(self.tags))}): wake it up first, by wake_up()")
             runner.parts.updates = RefusedSteps(runner.parts.updates, error)
-        if WEIGHTS in self.tags:
-            runner.reload_weights = _refuse_reload
 
 
 class RefusedSteps:
@@ -164,10 +163,6 @@ class RefusedSteps:
 
     def apply(self, schedule: Schedule) -> Schedule:
         return self.usual.refuse(schedule, self._error)
-
-
-def _refuse_reload(*args: Any, **kwargs: Any) -> NoReturn:
-    raise SleepingError('weights sleep: call wake_up(tags=["weights"]) before reload_weights')
 
 
 def _check_tags(tags: Iterable[str]) -> None:

@@ -13,7 +13,6 @@ from vllm.config import VllmConfig
 from model_runner_base.errors import CheckpointError, WeightUpdateError
 from model_runner_base.models import gloo_transfer
 from model_runner_base.models.reloading import Load
-from model_runner_base.runner.sleep import WEIGHTS, Sleep, SleepingError
 from model_runner_base.step.guard import guarded
 from model_runner_base.vllm_compat.types import weight_transfer
 from model_runner_base.vllm_compat.types.weight_transfer import Receiver
@@ -158,15 +157,6 @@ class WeightUpdates:
         self._session, self._receiver.load, self._runner.pending = None, None, None
         vars(self._runner).pop("execute_model", None)
         weight_transfer.leave_target(self._engine)
-
-
-def check_awake(sleep: Sleep) -> None:
-    """Raises SleepingError while weights sleep, since their memory is freed."""
-    if WEIGHTS in sleep.tags:
-        raise SleepingError(
-            'weights sleep: call wake_up(tags=["weights"]) before reload_weights, start_weight_update and '
-            "save_sharded_state"
-        )
 
 
 def _refuse_step(*args: Any, **kwargs: Any) -> NoReturn:
