@@ -27,7 +27,7 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
 
-from model_runner_base.attention.capture import attention_as_one_node
+from model_runner_base.step.one_node import functions_as_one_node
 from model_runner_base.step.rounds import loops_run_by, unrolled
 from model_runner_base.step.sizes import StepSize
 from neuron_runner.communicator import run_on_host
@@ -298,7 +298,7 @@ def _trace(
         mock.patch.object(functional, "layer_norm", _layer_norm),
         # Dynamo asks for every tensor; where there is no driver, each answer is a search for one.
         mock.patch.object(torch.cuda, "is_available", lambda: False),
-        attention_as_one_node(),
+        functions_as_one_node(),
         loops_run_by(unrolled),  # Run lazily, the body of torch's own loop slices wrongly.
         suppress(_Captured),
     ):

@@ -134,6 +134,8 @@ class Int8Experts(NamedTuple):
 class Int8ExpertsMethod(PlainExpertsMethod):
     """Keeps the weights as ``Int8Experts`` has them."""
 
+    experts_type = Int8Experts
+
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
         self.quantize(layer)

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 )
 
 from model_runner_base.attention.cache_format import CacheFormat, numbers_of
-from model_runner_base.attention.capture import OneNode
+from model_runner_base.attention.capture import AttentionNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.pieces import (
     MASK_VALUE,
@@ -138,7 +138,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         self.alibi_slopes = alibi_slopes
         self.sinks = sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._one_node = OneNode(self.attend, num_heads * self.value_size, [] if sinks is None else [sinks])
+        self._one_node = AttentionNode(self.attend, num_heads * self.value_size, [] if sinks is None else [sinks])
 
     @property
     def value_size(self) -> int:

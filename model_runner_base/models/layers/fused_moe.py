@@ -14,9 +14,9 @@ rounds end with the last tile that has a row.
 A choice's place among those of its expert is a cumulative sum over a one-hot matrix: no sort, and no branch on data.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from model_runner_base.models.layers.routing import check_router, select_experts
+from model_runner_base.step.one_node import OneNode
 from model_runner_base.step.rounds import State, is_traced, is_unrolled, run_rounds
 from model_runner_base.vllm_compat.probes.experts import ExpertsView, activation_name, experts_layers
 
@@ -219,13 +220,20 @@ def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 class PlainExpertsMethod(UnquantizedFusedMoEMethod):
     """Keeps the weights in the layout of ``Experts``, also when they are loaded again."""
 
+    experts_type: ClassVar[Any] = Experts
+    """Type of what ``experts`` returns."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        self._one_node = OneNode(self._run, torch.empty_like)
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         layer.w13_weight = _transposed(layer.w13_weight)
         layer.w2_weight = _transposed(layer.w2_weight)
 
     def experts(self, layer: Any) -> Experts:
-        """The layer's weights. A device with its own layout returns a ``NamedTuple`` of its own for ``run_experts``;
-        each of its tensors has an entry for each expert."""
+        """The layer's weights. A device with its own layout returns its ``experts_type``, a ``NamedTuple`` for
+        ``run_experts``, each of whose tensors has an entry for each expert."""
         has_bias = layer.moe_config.has_bias
         return Experts(
             layer.w13_weight,
@@ -234,6 +242,15 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
             layer.w13_bias if has_bias else None,
             layer.w2_bias if has_bias else None,
         )
+
+    def run(self, layer: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Returns what ``run_experts`` does with the layer's experts; one node of a captured graph, since it loops."""
+        return self._one_node(hidden, ids, weights, list(self.experts(layer)))
+
+    def _run(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Sequence[Any]
+    ) -> torch.Tensor:
+        return run_experts(self.experts_type(*experts), hidden, ids, weights)
 
 
 def use_plain_experts(model: nn.Module) -> None:
@@ -280,4 +297,4 @@ def choose_and_run(layer: ExpertsView, hidden: torch.Tensor, router_logits: torc
     if layer.apply_router_weight_on_input:
         hidden = hidden * weights.to(hidden.dtype)
         weights = torch.ones_like(weights)
-    return run_experts(layer.quant_method.experts(layer.weights), hidden, ids, weights)
+    return layer.quant_method.run(layer.weights, hidden, ids, weights)
