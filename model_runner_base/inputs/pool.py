@@ -10,7 +10,9 @@ from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.sizes import geometric
 
 SMALLEST_PIECE = 64
-"""Length of the shortest piece. Embeddings are written as one piece, whose length is doubled up to the longest."""
+"""Length of the shortest piece; those of longer ones double, up to the longest."""
+LONGEST_PIECE = 4096
+"""Largest number of embeddings that are written at once: a context may hold videos of 100,000."""
 
 
 def _write(pool: torch.Tensor, rows: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
@@ -36,10 +38,16 @@ class EmbeddingPool:
         """One tensor, the pool; a graph that writes it may replace it here."""
         self._device_ops = device_ops
         self._write = wrap(_write, self.tensors)
-        self._pieces = geometric(SMALLEST_PIECE, longest_piece)
+        self.longest_piece = min(longest_piece, LONGEST_PIECE)
+        self._pieces = geometric(SMALLEST_PIECE, self.longest_piece)
 
     def write(self, rows: np.ndarray, embeds: torch.Tensor) -> None:
-        """Puts ``embeds`` [N, H] into ``rows`` [N] int32; N is at most the longest piece."""
+        """Puts ``embeds`` [N, H] into ``rows`` [N] int32, in pieces."""
+        for begin in range(0, len(rows), self.longest_piece):
+            piece = slice(begin, begin + self.longest_piece)
+            self._write_piece(rows[piece], embeds[piece])
+
+    def _write_piece(self, rows: np.ndarray, embeds: torch.Tensor) -> None:
         length = next(piece for piece in self._pieces if piece >= len(rows))
         padded_rows = np.full(length, self.num_rows, np.int32)
         padded_rows[: len(rows)] = rows

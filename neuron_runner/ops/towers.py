@@ -6,6 +6,7 @@ from vllm.model_executor.layers.attention import MMEncoderAttention
 from vllm.model_executor.layers.conv import Conv2dLayer, Conv3dLayer
 
 from model_runner_base.inputs.multimodal.towers.patch_graphs import QUERIES
+from model_runner_base.step.rounds import State, run_rounds
 
 
 @torch.library.custom_op("neuron_runner::segment_attention", mutates_args=())
@@ -18,17 +19,28 @@ def segment_attention(
     at most ``reach``.
 
     An operator of its own, so that a capture with symbolic sizes leaves the loop over parts of the queries to each
-    size's compilation.
+    size's compilation. Each part sees as many patches as another one: those that any of its segments may have.
     """
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    count, parts = len(segments), []
-    for begin in range(0, count, QUERIES):
-        end = min(begin + QUERIES, count)
-        seen = slice(max(0, begin - reach), min(end + reach, count))
-        sees = segments[begin:end].unsqueeze(1) == segments[seen].unsqueeze(0)
-        scores = torch.matmul(q[:, :, begin:end].float() * scale, k[:, :, seen].float().transpose(2, 3))
-        parts.append(torch.matmul(torch.where(sees, scores, float("-inf")).softmax(-1).to(v.dtype), v[:, :, seen]))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+    count = len(segments)
+    size = min(QUERIES, count)
+    num_seen = min(count, size + 2 * reach)
+
+    def body(number: torch.Tensor, state: State, reads: State) -> State:
+        q, k, v, segments = reads
+        begin = (number * size).clamp(max=count - size)
+        own = begin + torch.arange(size, dtype=torch.int32, device=number.device)
+        first = (begin - reach).clamp(0, count - num_seen)
+        seen = first + torch.arange(num_seen, dtype=torch.int32, device=number.device)
+        sees = segments[own].unsqueeze(1) == segments[seen].unsqueeze(0)
+        scores = torch.matmul(q[own].transpose(0, 1).float() * scale, k[seen].permute(1, 2, 0).float())
+        weights = torch.where(sees, scores, float("-inf")).softmax(-1).to(v.dtype)
+        out = torch.matmul(weights, v[seen].transpose(0, 1)).transpose(0, 1)
+        return (state[0].index_put((own,), out),)
+
+    most = -(-count // size)
+    rounds = torch.full((), most, dtype=torch.int32, device=query.device)
+    state, reads = (torch.zeros_like(query[0]),), (query[0], key[0], value[0], segments)
+    return run_rounds(rounds, most, body, state, reads)[0].unsqueeze(0)
 
 
 @segment_attention.register_fake

@@ -134,7 +134,8 @@ class ItemEncoder(Encoder):
         The gathered rows, one for each token of a step, count three times: they are copied in parts.
         """
         (pool,) = self._pool.tensors
-        return pool[0].nbytes * (self._pool.num_rows + 3 * self._max_num_tokens) + self._graphs.step_memory()
+        num_rows = self._pool.longest_piece + 3 * self._max_num_tokens
+        return pool[0].nbytes * num_rows + self._graphs.step_memory()
 
     def connect(self, requests: RequestStates, caches: LayerCaches) -> None:
         self._requests = requests
