@@ -79,6 +79,7 @@ class NeuronModelRunner(ModelRunnerBase):
             self.get_kv_cache_spec(),
             self.model_config,
             gathers_cache=not self._has_attention_kernel,
+            is_unrolled=True,
         )
         return step_memory + largest_float_bytes(self.model)
 

@@ -19,6 +19,7 @@ def estimate_step_memory(
     specs: Mapping[str, Any],
     model_config: ModelConfig,
     gathers_cache: bool = True,
+    is_unrolled: bool = False,
 ) -> int:
     """An upper estimate in bytes of one layer's temporaries and the logits, over all sizes; 0 if there are none.
 
@@ -30,6 +31,7 @@ def estimate_step_memory(
     embeddings, where they are enabled; queries and outputs of latent attention. A pooling model has rows of hidden
     states for logits.
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
+    ``is_unrolled`` is True where graphs hold each round of a loop (step/rounds.py), so that they are fewer and larger.
     """
     hidden = model_config.get_hidden_size()
     inner = _largest(model_config, "intermediate_size") or 4 * hidden
@@ -40,7 +42,7 @@ def estimate_step_memory(
     worst = 0
     for size in sizes:
         step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * width
-        step += _experts(model_config, size.num_tokens)
+        step += _experts(model_config, size.num_tokens, is_unrolled)
         dims = limits.named(size)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
         of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
@@ -82,7 +84,7 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
     return numbers
 
 
-def _experts(model_config: ModelConfig, num_tokens: int) -> int:
+def _experts(model_config: ModelConfig, num_tokens: int, is_unrolled: bool) -> int:
     """Numbers that a mixture-of-experts layer holds at a time, in the costlier of its ways
     (models/layers/fused_moe.py)."""
     num_experts = model_config.get_num_experts()
@@ -92,10 +94,10 @@ def _experts(model_config: ModelConfig, num_tokens: int) -> int:
     inner = _largest(model_config, "moe_intermediate_size") or _largest(model_config, "intermediate_size") or 4 * hidden
     row, expert = 2 * hidden + 3 * inner, 3 * hidden * inner
     if num_tokens <= MAX_DENSE_TOKENS:
-        gathered = tiles_at_once(num_experts // GATHER_COST, 4 * expert, is_unrolled=True)
+        gathered = tiles_at_once(num_experts // GATHER_COST, 4 * expert, is_unrolled)
         return max(num_experts * num_tokens * row, gathered * expert)
     top_k = _largest(model_config, "num_experts_per_tok") or num_experts
-    gathered = tiles_at_once(2 * num_experts, 4 * expert, is_unrolled=True)
+    gathered = tiles_at_once(2 * num_experts, 4 * expert, is_unrolled)
     return gathered * expert + 2 * num_tokens * top_k * row
 
 
