@@ -9,7 +9,7 @@ block's id in its last pair and as the row's own. At 64 it enters a KV tile: fur
 start) and for the tree. The steps between these change nothing in the buffer.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,74 @@ from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepLimits
 
 PLAN_IS_FULL = -1
+
+
+class Reach(NamedTuple):
+    """Numbers of a group that are the same in each step: how its positions are cut, and which ones a step touches.
+
+    A request is at the position that the scheduler says, or up to ``unread`` before it. It touches ``query + ahead``
+    positions from there, as far as they are before ``max_model_len``.
+    """
+
+    block_size: int
+    kv_tile: int
+    window: int
+    chunk: int
+    fan_in: int
+    """Number of children of a node of the merge tree."""
+    ring: int
+    """Number of own blocks of a row."""
+    unread: int
+    query: int
+    ahead: int
+    max_model_len: int
+
+
+class Reached(NamedTuple):
+    """Requests of a plan, R of them, and how far the plan goes for each."""
+
+    rows: np.ndarray
+    """[R] rows in the block table."""
+    block_table: np.ndarray
+    num_blocks: np.ndarray
+    last_block: np.ndarray
+    """[R] last block of each request that is in the plan."""
+    last_pair: np.ndarray
+    """[R] pair of each request's last KV tile in the plan."""
+
+
+class MergeTree(NamedTuple):
+    """Children in the merge tree, by level and request [levels, R]."""
+
+    counts: np.ndarray
+    """[levels, R] number of a request's children on each level."""
+    last: np.ndarray
+    """[levels, R] the last one of them."""
+    totals: np.ndarray
+    """[levels] number of all requests' children."""
+
+
+class Changes(NamedTuple):
+    """Packed buffer of a step, and what changes in it."""
+
+    buffer: np.ndarray
+    entries: np.ndarray
+    """[2, E] places and numbers (``Entries.array``)."""
+    num_changes: np.ndarray
+    """[1], as ``Entries.count``."""
+
+    @classmethod
+    def of(cls, step: PackedStep) -> "Changes":
+        return cls(step.buffer, step.entries.array, step.entries.count)
+
+
+class Sections(NamedTuple):
+    """Sections of a plan in the packed buffer."""
+
+    pair_tile: np.ndarray
+    pair_start: np.ndarray
+    begins: np.ndarray
+    """Places at which they begin: rows' own blocks; pairs' tiles, starts and blocks; the levels of the tree."""
 
 
 class PlanUpdates:
@@ -44,34 +112,37 @@ class PlanUpdates:
         rows: np.ndarray,
         limits: StepLimits,
     ) -> None:
-        own_blocks, pair_tile, pair_start, pair_blocks, levels = names
+        *before, levels = names
         self.num_pairs = count.num_pairs
-        self._geometry = geometry
-        self._step = step
         self._count = count
-        self._block_table = block_table
-        self._rows = rows
-        self._limits = limits
-        self._reached: np.ndarray
-        """[R] last block of each request that is in the plan."""
-        self._last_pair: np.ndarray
-        """[R] pair of each request's last KV tile in the plan."""
-        self._ring = step.views[own_blocks].shape[1]
-        self._pairs = step.views[pair_tile], step.views[pair_start]
-        self._places = np.array(
-            [step.offsets[name] for name in (own_blocks, pair_tile, pair_start, pair_blocks, *levels)], np.int64
-        )
-        """Indices in the buffer at which the sections begin."""
         self._num_levels = len(levels)
+        self._reach = Reach(
+            geometry.block_size,
+            geometry.kv_tile,
+            geometry.key_range.window,
+            geometry.key_range.chunk,
+            FAN_IN,
+            ring=step.views[names[0]].shape[1],
+            unread=limits.unread,
+            query=limits.decode.query,
+            ahead=limits.ahead,
+            max_model_len=limits.max_model_len,
+        )
+        unset = np.empty(len(rows), np.int64)
+        self._reached = Reached(rows, block_table.table, block_table.num_blocks, unset, unset.copy())
+        begins = np.array([step.offsets[name] for name in (*before, *levels)], np.int64)
+        self._sections = Sections(step.views[names[1]], step.views[names[2]], begins)
+        self._changes = Changes.of(step)
         self._steps_to_entry = 0
-        self._tree: Any = None
+        self._tree: MergeTree
 
     def begin(self, positions: np.ndarray) -> None:
         """Counts the nodes of the tree; ``positions`` [R] int64 are those of the step that was packed."""
-        self._tree = count_children(self._count.per_tile, self._num_levels, FAN_IN)
-        self._last_pair = self._count.per_tile.cumsum() - 1
-        stops = np.minimum(positions + self._limits.decode.query + self._limits.ahead, self._limits.max_model_len)
-        self._reached = (stops - 1) // self._geometry.block_size
+        per_tile, reach, reached = self._count.per_tile, self._reach, self._reached
+        self._tree = count_children(per_tile, self._num_levels, reach.fan_in)
+        reached.last_pair[:] = per_tile.cumsum() - 1
+        stops = np.minimum(positions + reach.query + reach.ahead, reach.max_model_len)
+        reached.last_block[:] = (stops - 1) // reach.block_size
         self._steps_to_entry = 1
 
     def follow(self, positions: np.ndarray) -> bool:
@@ -83,42 +154,15 @@ class PlanUpdates:
         self._steps_to_entry -= 1
         if self._steps_to_entry:
             return True
-        geometry, limits, entries = self._geometry, self._limits, self._step.entries
         self.num_pairs, self._steps_to_entry = enter_blocks(
-            geometry.block_size,
-            geometry.kv_tile,
-            geometry.key_range.window,
-            geometry.key_range.chunk,
-            FAN_IN,
-            limits.unread,
-            limits.decode.query,
-            limits.ahead,
-            limits.max_model_len,
-            self.num_pairs,
-            positions,
-            self._reached,
-            self._rows,
-            self._block_table.table,
-            self._block_table.num_blocks,
-            self._ring,
-            self._last_pair,
-            self._pairs,
-            self._places,
-            self._tree,
-            self._step.buffer,
-            entries.array,
-            entries.count,
+            self._reach, self._reached, self._tree, self._sections, self._changes, positions, self.num_pairs
         )
         return self.num_pairs != PLAN_IS_FULL
 
 
 @compiled
-def count_children(
-    pairs_per_tile: np.ndarray, num_levels: int, fan_in: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts children in the merge tree: number and last of them by level and request [levels, R], number by level
-    [levels].
-    """
+def count_children(pairs_per_tile: np.ndarray, num_levels: int, fan_in: int) -> MergeTree:
+    """Counts the children in the merge tree of requests that have so many pairs each."""
     counts = np.empty((num_levels, len(pairs_per_tile)), np.int64)
     last = np.empty_like(counts)
     totals = np.zeros(num_levels, np.int64)
@@ -128,109 +172,76 @@ def count_children(
             totals[level] += count
             counts[level, tile], last[level, tile] = count, totals[level] - 1
             count = (count + fan_in - 1) // fan_in
-    return counts, last, totals
+    return MergeTree(counts, last, totals)
 
 
 @compiled
-def write(buffer: np.ndarray, entries: np.ndarray, num_entries: np.ndarray, place: int, value: int) -> None:
+def write(changes: Changes, place: int, value: int) -> None:
     """Writes one number of the packed buffer, and records it as an entry if there is space for one."""
-    buffer[place] = value
-    if num_entries[0] < entries.shape[1]:
-        entries[0, num_entries[0]] = place
-        entries[1, num_entries[0]] = value
-    num_entries[0] += 1
+    changes.buffer[place] = value
+    count = changes.num_changes[0]
+    if count < changes.entries.shape[1]:
+        changes.entries[0, count] = place
+        changes.entries[1, count] = value
+    changes.num_changes[0] += 1
 
 
 @compiled
 def enter_blocks(
-    block_size: int,
-    kv_tile: int,
-    window: int,
-    chunk: int,
-    fan_in: int,
-    unread: int,
-    query: int,
-    ahead: int,
-    max_model_len: int,
-    num_pairs: int,
+    reach: Reach,
+    reached: Reached,
+    tree: MergeTree,
+    sections: Sections,
+    changes: Changes,
     positions: np.ndarray,
-    reached: np.ndarray,
-    rows: np.ndarray,
-    block_table: np.ndarray,
-    num_blocks: np.ndarray,
-    ring: int,
-    last_pair: np.ndarray,
-    pairs: tuple[np.ndarray, np.ndarray],
-    places: np.ndarray,
-    tree: tuple[np.ndarray, np.ndarray, np.ndarray],
-    buffer: np.ndarray,
-    entries: np.ndarray,
-    num_entries: np.ndarray,
+    num_pairs: int,
 ) -> tuple[int, int]:
-    """Adds the blocks that requests may touch after those that they have ``reached`` [R], and updates ``reached``.
-
-    A request is at its position in ``positions`` [R], or up to ``unread`` before it. It touches ``query + ahead``
-    positions from there, as far as they are before ``max_model_len``.
-
-    ``ring`` is the number of own blocks of a row. ``last_pair`` [R] is the pair that each request was in. ``pairs`` are
-    the sections of pairs' tiles and starts. ``places`` are the indices in ``buffer`` at which the sections begin: rows'
-    own blocks, these two, pairs' blocks, and the levels of the tree. ``tree`` is what ``count_children`` returns.
+    """Adds the blocks that requests at ``positions`` [R] may touch after those that the plan has, and updates
+    ``reached``.
 
     Returns the number of pairs, or PLAN_IS_FULL; and the number of steps after which a request may touch a further
     block, if each step moves it on by ``query`` tokens.
     """
-    pair_tile, pair_start = pairs
-    blocks_per_tile = kv_tile // block_size
-    left = block_size
-    for tile in range(len(rows)):
-        row, end = rows[tile], min(positions[tile] + query + ahead, max_model_len) - 1
-        last = end // block_size
-        left = min(left, block_size - end % block_size)
-        for block in range(reached[tile] + 1, last + 1):
+    size, kv_tile, begins = reach.block_size, reach.kv_tile, sections.begins
+    blocks_per_tile = kv_tile // size
+    left = size
+    for tile in range(len(reached.rows)):
+        row, end = reached.rows[tile], min(positions[tile] + reach.query + reach.ahead, reach.max_model_len) - 1
+        last = end // size
+        left = min(left, size - end % size)
+        for block in range(reached.last_block[tile] + 1, last + 1):
             if block % blocks_per_tile == 0:
-                pair = fallen_pair(
-                    tile, first_seen(positions[tile] - unread, window, chunk), kv_tile, num_pairs, pair_tile, pair_start
-                )
+                first = first_seen(positions[tile] - reach.unread, reach.window, reach.chunk)
+                pair = unseen_pair(tile, first, kv_tile, num_pairs, sections)
                 if pair < 0:
                     pair = num_pairs
                     num_pairs += 1
-                    if num_pairs == len(pair_tile):  # The last pair stays neutral.
+                    if num_pairs == len(sections.pair_tile):  # The last pair stays neutral.
                         return PLAN_IS_FULL, 0
-                    write(buffer, entries, num_entries, places[1] + pair, tile)
-                    hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)
-                write(buffer, entries, num_entries, places[2] + pair, block * block_size)
-                last_pair[tile] = pair
-            block_id = block_table[row, block] if block < num_blocks[row] else 0
-            place = places[3] + last_pair[tile] * blocks_per_tile + block % blocks_per_tile
-            write(buffer, entries, num_entries, place, block_id)
-            write(buffer, entries, num_entries, places[0] + tile * ring + block % ring, block_id)
-        reached[tile] = max(reached[tile], last)
-    return num_pairs, (left + query - 1) // query
+                    write(changes, begins[1] + pair, tile)
+                    add_child(tree, tile, pair, reach.fan_in, begins, changes)
+                write(changes, begins[2] + pair, block * size)
+                reached.last_pair[tile] = pair
+            block_id = reached.block_table[row, block] if block < reached.num_blocks[row] else 0
+            place = begins[3] + reached.last_pair[tile] * blocks_per_tile + block % blocks_per_tile
+            write(changes, place, block_id)
+            write(changes, begins[0] + tile * reach.ring + block % reach.ring, block_id)
+        reached.last_block[tile] = max(reached.last_block[tile], last)
+    return num_pairs, (left + reach.query - 1) // reach.query
 
 
 @compiled
-def fallen_pair(
-    tile: int, first: int, kv_tile: int, num_pairs: int, pair_tile: np.ndarray, pair_start: np.ndarray
-) -> int:
+def unseen_pair(tile: int, first: int, kv_tile: int, num_pairs: int, sections: Sections) -> int:
     """Returns a pair of the tile whose keys all lie before ``first``, its first seen position, to be reused; or -1."""
     if first:
         for pair in range(num_pairs):
-            if pair_tile[pair] == tile and pair_start[pair] + kv_tile <= first:
+            if sections.pair_tile[pair] == tile and sections.pair_start[pair] + kv_tile <= first:
                 return pair
     return -1
 
 
 @compiled
-def hang(
-    tree: tuple[np.ndarray, np.ndarray, np.ndarray],
-    tile: int,
-    child: int,
-    fan_in: int,
-    places: np.ndarray,
-    buffer: np.ndarray,
-    entries: np.ndarray,
-    num_entries: np.ndarray,
-) -> None:
+def add_child(tree: MergeTree, tile: int, child: int, fan_in: int, begins: np.ndarray, changes: Changes) -> None:
     """Adds a child to a tile's lowest level of the tree, and to the levels above the nodes that this needs."""
     counts, last, totals = tree
     for level in range(len(totals)):
@@ -239,11 +250,11 @@ def hang(
         last[level, tile] = child
         # The highest level has one node for each tile, in the tiles' order.
         if level == len(totals) - 1:
-            write(buffer, entries, num_entries, places[4 + level] + tile * fan_in + place, child)
+            write(changes, begins[4 + level] + tile * fan_in + place, child)
         else:
             # After a full node comes a new one, which becomes a child on the next level.
             node = totals[level + 1] if place == 0 else last[level + 1, tile]
-            write(buffer, entries, num_entries, places[4 + level] + node * fan_in + place, child)
+            write(changes, begins[4 + level] + node * fan_in + place, child)
             if place != 0:
                 return
             totals[level + 1] += 1

@@ -33,7 +33,7 @@ from vllm.config import VllmConfig
 
 from model_runner_base.caches.group import CacheKind, ModelCaches, OwnTensors
 from model_runner_base.caches.own_blocks import fill_ring, ring_size
-from model_runner_base.caches.plan_updates import write
+from model_runner_base.caches.plan_updates import Changes, write
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.recurrent.layers import is_plain, state_tensors
 from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
@@ -245,9 +245,9 @@ class RingUpdates:
         sent = step.views[BLOCKS]
         rings = np.empty_like(sent)
         fill_rings(self._table, self._unread, positions, self._batch, rings)
-        entries, begin = step.entries, step.offsets[BLOCKS]
+        changes, begin = Changes.of(step), step.offsets[BLOCKS]
         for place in np.flatnonzero(rings != sent).tolist():
-            write(step.buffer, entries.array, entries.count, begin + place, int(rings.flat[place]))
+            write(changes, begin + place, int(rings.flat[place]))
         # Positions move on by as many tokens as a row has, at most.
         left = size - (positions + self._query - 1) % size
         self._steps_to_entry = -(-int(left.min()) // self._query)

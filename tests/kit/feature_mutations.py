@@ -70,8 +70,8 @@ MUTATIONS = [
     Mutation(
         "a repeated step does not list the positions that drafts may be at",
         "caches/plan_updates.py",
-        "            limits.decode.query,\n            limits.ahead,\n",
-        "            1,\n            0,\n",
+        "            query=limits.decode.query,\n            ahead=limits.ahead,\n",
+        "            query=1,\n            ahead=0,\n",
         "test_preemption and always-right",
     ),
     Mutation(

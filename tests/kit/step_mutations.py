@@ -93,7 +93,7 @@ MUTATIONS = [
     Mutation(
         "a repeat does not look up a block that a request enters",
         "caches/plan_updates.py",
-        "            write(buffer, entries, num_entries, place, block_id)\n",
+        "            write(changes, place, block_id)\n",
         "",
         STEPS,
     ),
@@ -112,9 +112,9 @@ MUTATIONS = [
         STEPS,
     ),
     Mutation(
-        "a repeat hangs no new pair into the merge tree",
+        "a repeat adds no new pair to the merge tree",
         "caches/plan_updates.py",
-        "                hang(tree, tile, pair, fan_in, places, buffer, entries, num_entries)\n",
+        "                    add_child(tree, tile, pair, reach.fan_in, begins, changes)\n",
         "",
         STEPS,
         device="padded_device",
