@@ -9,6 +9,7 @@ from vllm.config import ModelConfig, VllmConfig, update_config
 from vllm.model_executor.layers import rotary_embedding
 
 from model_runner_base.admission.config_fields import describe_lack
+from model_runner_base.admission.hybrid_config import check_kernels
 from model_runner_base.errors import CheckpointError as CheckpointError
 from model_runner_base.errors import UnsupportedConfigError, first_line
 from model_runner_base.models.draft_loading import load_draft
@@ -26,7 +27,6 @@ from model_runner_base.models.patches.layers import (
     use_plain_kimi_linear,
     use_plain_unequal_heads,
 )
-from model_runner_base.models.recurrent.kernels import check_kernels
 from model_runner_base.models.recurrent.layers import use_plain_recurrences
 from model_runner_base.models.weight_stream import get_model, keep_all
 from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys

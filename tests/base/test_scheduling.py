@@ -115,16 +115,16 @@ def _skip_if(method: str, condition: Callable[..., bool]) -> Callable[..., Any]:
 
 def _without_stops(self: ScheduledRows, at: Any, tokens: np.ndarray) -> np.ndarray:
     whole, self._num_stops = self._num_stops, 0
-    is_apart = _IS_APART(self, at, tokens)
+    is_theirs = _IS_THEIRS(self, at, tokens)
     self._num_stops = whole
-    return is_apart
+    return is_theirs
 
 
 def _with_loose_rows(self: ScheduledRows, at: Any, tokens: np.ndarray) -> np.ndarray:
     whole, self.loose = self.loose, set()
-    is_apart = _IS_APART(self, at, tokens)
+    is_theirs = _IS_THEIRS(self, at, tokens)
     self.loose = whole
-    return is_apart
+    return is_theirs
 
 
 def _uncached(self: ScheduledRows, due: Any) -> list[int]:
@@ -137,30 +137,30 @@ def _backwards(self: ScheduledRows, due: Any) -> list[int]:
     return _GROW(self, due)
 
 
-def _misplaced(batch: Any, outputs: list[Any], apart: list[int], theirs: Any) -> Any:
-    for place in apart:
+def _misplaced(batch: Any, outputs: list[Any], their_places: list[int], theirs: Any) -> Any:
+    for place in their_places:
         outputs.append(outputs[place])
     return _MERGE(batch, outputs, [], theirs)
 
 
 def _unmoved(self: ScheduledRows, running: Any, before: Any, in_flight: Any) -> None:
-    _SETTLE(self, running, before, [])
+    _UPDATE(self, running, before, [])
 
 
-_IS_APART, _GROW, _SETTLE = ScheduledRows._is_apart, ScheduledRows.grow, ScheduledRows.settle
+_IS_THEIRS, _GROW, _UPDATE = ScheduledRows._is_theirs, ScheduledRows.grow, ScheduledRows.update
 _MERGE = row_steps.merge
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a stop token is not seen": (ScheduledRows, "_is_apart", _without_stops),
-    "an aborted request gets a token": (ScheduledRows, "_is_apart", _with_loose_rows),
+    "a stop token is not seen": (ScheduledRows, "_is_theirs", _without_stops),
+    "an aborted request gets a token": (ScheduledRows, "_is_theirs", _with_loose_rows),
     "a request grows beyond its length": (ScheduledRows, "_ends", lambda self, rows, known: np.zeros(len(rows), bool)),
     "a step too many is scheduled": (ScheduledRows, "_is_at_end", lambda self, rows: np.zeros(len(rows), bool)),
     "full blocks are not cached": (ScheduledRows, "grow", _uncached),
     "blocks are given in another order": (ScheduledRows, "grow", _backwards),
     "a full block is not hashed": (ScheduledRows, "_fill", _skip_if("_fill", lambda self, near: len(near) > 1)),
     "readers find what was": (ScheduledRows, "bring_up_to_date", lambda self, request: None),
-    "rows move under a step": (ScheduledRows, "settle", _unmoved),
+    "rows move under a step": (ScheduledRows, "update", _unmoved),
     "an output loses its place": (row_steps, "merge", _misplaced),
-    "grammars miss a token": (RowSteps, "_accept", lambda self, batch, token_lists, apart: []),
+    "grammars miss a token": (RowSteps, "_accept", lambda self, batch, token_lists, their_places: []),
     "others are scheduled into the rows' share": (
         RowSteps,
         "_schedule_others",

@@ -8,8 +8,8 @@ import torch
 from test_gpu_runner import run
 
 from gpu_runner.worker import check_model
+from model_runner_base.admission.hybrid_config import check_kernels
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.models.recurrent.kernels import check_kernels
 from model_runner_base.vllm_compat.types.recurrent import HAS_OTHER_DELTA_KERNELS
 
 SERVE = """

@@ -23,25 +23,25 @@ def plain_outputs(batch: Batch, token_lists: Sequence[list[int]]) -> list[Engine
 
 
 def merge(
-    batch: Batch, outputs: list[EngineCoreOutput | None], apart: Sequence[int], theirs: Merged
+    batch: Batch, outputs: list[EngineCoreOutput | None], their_places: Sequence[int], theirs: Merged
 ) -> dict[int, EngineCoreOutputs]:
     """Merges all outputs by client, in vLLM's order.
 
-    ``theirs`` are the outputs of vLLM's own code: first those of the requests at the places ``apart`` in the batch,
-    which take their places among ``outputs``; then those of requests outside the batch.
+    ``theirs`` are the outputs of vLLM's own code: first those of the requests at ``their_places`` in the batch,
+    which go to these places of ``outputs``; then those of requests outside the batch.
     """
-    apart_ids = {batch.req_ids[place] for place in apart}
-    if apart_ids:
+    their_ids = {batch.req_ids[place] for place in their_places}
+    if their_ids:
         made = {output.request_id: output for them in theirs.values() for output in them.outputs}
-        for place in apart:
+        for place in their_places:
             outputs[place] = made.get(batch.req_ids[place])
     merged: Merged = {}
-    for client, ours in _by_client(batch, outputs, bool(apart_ids)).items():
+    for client, ours in _by_client(batch, outputs, bool(their_ids)).items():
         them = theirs.get(client)
         if them is None:
             merged[client] = EngineCoreOutputs(outputs=ours)
         else:
-            ours += _without(them.outputs, apart_ids)
+            ours += _without(them.outputs, their_ids)
             them.outputs = ours
             merged[client] = them
     stats: SchedulerStats | None = None

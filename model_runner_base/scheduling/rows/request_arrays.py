@@ -16,7 +16,7 @@ FIELDS = (
     "next_full",  # known tokens at which another block can be hashed
     "last",  # computed tokens from which on vLLM may schedule no further step
     "next_event",  # computed tokens at which a step may have an event for the row
-    "next_told",  # known tokens at which an output may have an event for the row
+    "next_output",  # known tokens at which an output may have an event for the row
     "length",  # num_prompt_tokens + max_tokens
     "cap",  # known tokens at which the request ends
     "prompt",  # num_prompt_tokens
@@ -41,7 +41,7 @@ class RequestArrays:
     next_full: np.ndarray
     last: np.ndarray
     next_event: np.ndarray
-    next_told: np.ndarray
+    next_output: np.ndarray
     length: np.ndarray
     cap: np.ndarray
     prompt: np.ndarray

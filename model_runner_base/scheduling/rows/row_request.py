@@ -11,7 +11,7 @@ class Rows(Protocol):
     def bring_up_to_date(self, request: Request) -> None:
         """Writes the row's progress into the request, which stays in its row."""
 
-    def let_go(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Writes the row's progress into the request, which leaves its row and is a plain ``Request`` again."""
 
 
@@ -36,7 +36,7 @@ class GuardedAttribute:
         return request.__dict__[self._name]
 
     def __set__(self, request: Any, value: Any) -> None:
-        request.decode_rows.let_go(request)
+        request.decode_rows.release(request)
         setattr(request, self._name, value)
 
 
@@ -70,5 +70,5 @@ class RowRequest(Request):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Takes the request out of its row, so that a copy is a plain request."""
-        self.decode_rows.let_go(self)
+        self.decode_rows.release(self)
         return self.__reduce_ex__(protocol)

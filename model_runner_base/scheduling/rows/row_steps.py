@@ -84,7 +84,7 @@ class RowSteps(StepHooks):
         events = self._row_events(rows) if is_plain else None
         if events is None:
             if rows.requests or self._steps:
-                rows.let_all_go()
+                rows.release_all()
                 self._steps.clear()
             return super().schedule(*args, **kwargs)
         return self._schedule_rows(rows, events)
@@ -97,7 +97,7 @@ class RowSteps(StepHooks):
             return None
         # The first contract sends all tokens of a request that the last step did not have.
         before = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
-        rows.settle(self.running, before, [step.batch for step in self._steps])
+        rows.update(self.running, before, [step.batch for step in self._steps])
         num_rows = len(rows.requests)
         events = rows.events() if num_rows else None
         if events is None:
@@ -201,19 +201,19 @@ class RowSteps(StepHooks):
         step = self._take_step(scheduler_output)
         found = None if step is None else _plain_tokens(step.batch, model_runner_output)
         if step is None or found is None:
-            self._let_go(self._rows, scheduler_output.num_scheduled_tokens)
+            self._release(self._rows, scheduler_output.num_scheduled_tokens)
             return super().update_from_output(scheduler_output, model_runner_output)
         places, token_lists, token_ids = found
         batch = step.batch
-        # ``apart`` are the places in the batch whose requests are left to vLLM's own code.
-        told = model_runner_output.prompt_logprobs_dict
-        set_apart = [place for place, req_id in enumerate(batch.req_ids) if req_id in told] if told else ()
-        apart = self._rows.receive(batch, token_ids, set_apart)
-        self._let_go(self._rows, step.others)
-        rejected = self._accept(batch, token_lists, set(apart)) if batch.structured else ()
-        if apart or step.others or self.finished_req_ids_dict or self.after_update or has_ended_requests(self):
+        # Places in the batch whose requests vLLM's own code updates.
+        prompts = model_runner_output.prompt_logprobs_dict
+        also_theirs = [place for place, req_id in enumerate(batch.req_ids) if req_id in prompts] if prompts else ()
+        their_places = self._rows.receive(batch, token_ids, also_theirs)
+        self._release(self._rows, step.others)
+        rejected = self._accept(batch, token_lists, set(their_places)) if batch.structured else ()
+        if their_places or step.others or self.finished_req_ids_dict or self.after_update or has_ended_requests(self):
             rest = copy(scheduler_output)
-            rest.num_scheduled_tokens = {batch.req_ids[place]: 1 for place in apart} | step.others
+            rest.num_scheduled_tokens = {batch.req_ids[place]: 1 for place in their_places} | step.others
             theirs = super().update_from_output(rest, model_runner_output)
         else:
             stats = self.make_stats(cudagraph_stats=model_runner_output.cudagraph_stats)
@@ -225,7 +225,7 @@ class RowSteps(StepHooks):
                 outputs[place].new_logprobs = logprobs.slice_request(places[place], 1)
         for place in rejected:
             outputs[place].finish_reason = FinishReason.ERROR
-        return merge(batch, outputs, apart, theirs)
+        return merge(batch, outputs, their_places, theirs)
 
     def _take_step(self, scheduler_output: SchedulerOutput) -> RowStep | None:
         for index, step in enumerate(self._steps):
@@ -234,21 +234,21 @@ class RowSteps(StepHooks):
                 return step
         return None
 
-    def _let_go(self, rows: ScheduledRows, req_ids: Iterable[str]) -> None:
+    def _release(self, rows: ScheduledRows, req_ids: Iterable[str]) -> None:
         """Takes requests out of their rows before vLLM's own code reads and writes them."""
         for req_id in req_ids:
             request = self.requests.get(req_id)
             if isinstance(request, RowRequest):
-                rows.let_go(request)
+                rows.release(request)
 
-    def _accept(self, batch: Batch, token_lists: list[list[int]], apart: set[int]) -> list[int]:
-        """Advances the grammars by the batch's tokens, except at the places ``apart``.
+    def _accept(self, batch: Batch, token_lists: list[list[int]], their_places: set[int]) -> list[int]:
+        """Advances the grammars by the batch's tokens, except at ``their_places``.
 
         Returns the places of requests that end because their grammar rejects a token; vLLM 0.16 ends none.
         """
         rejected = []
         for place in batch.structured:
-            if place in apart:
+            if place in their_places:
                 continue
             req_id, token_ids = batch.req_ids[place], token_lists[place]
             request: Request = self.requests[req_id]

@@ -16,7 +16,7 @@ from model_runner_base.scheduling.rows.row_request import RowRequest
 class ScheduledRows(RequestArrays):
     """The rows, in the order in which the requests run.
 
-    Requests in a row are ``RowRequest``s. A row whose request has left it is ``loose`` until ``settle``.
+    Requests in a row are ``RowRequest``s. A row whose request has left it is ``loose`` until ``update``.
     """
 
     def __init__(self, manager: KVCacheManager, max_model_len: int, has_placeholders: bool) -> None:
@@ -37,7 +37,7 @@ class ScheduledRows(RequestArrays):
 
     # ---- Requests that have a row ----
 
-    def settle(self, running: list[Request], scheduled_before: Set[str] | None, in_flight: Iterable[Batch]) -> None:
+    def update(self, running: list[Request], scheduled_before: Set[str] | None, in_flight: Iterable[Batch]) -> None:
         """Gives rows to running requests from the first on, up to one that cannot have a row; no later one has one.
 
         ``scheduled_before`` are the ids of the last step; None: any request may have a row, whenever it last ran.
@@ -51,7 +51,7 @@ class ScheduledRows(RequestArrays):
             while same < min(count, len(running)) and running[same] is self.requests[same]:
                 same += 1
             for row in range(same, count):
-                self._release(row)
+                self._release_row(row)
             self._drop(list(range(same, count)))
             self.loose.clear()
             count = same
@@ -176,20 +176,20 @@ class ScheduledRows(RequestArrays):
     def bring_up_to_date(self, request: Request) -> None:
         self._write(self._row(request))
 
-    def let_go(self, request: Request) -> None:
-        self._release(self._row(request))
+    def release(self, request: Request) -> None:
+        self._release_row(self._row(request))
 
-    def let_all_go(self) -> None:
+    def release_all(self) -> None:
         """Takes all requests out of their rows."""
         if not self.requests:
             return
         for row in range(len(self.requests)):
-            self._release(row)
+            self._release_row(row)
         self.loose.clear()
         self.requests, self.req_ids, self._num_stops = [], [], 0
         self._moved()
 
-    def _release(self, row: int) -> None:
+    def _release_row(self, row: int) -> None:
         if row not in self.loose:
             request = self.requests[row]
             self._write(row)
@@ -276,11 +276,11 @@ class ScheduledRows(RequestArrays):
 
     # ---- A step's tokens arrive ----
 
-    def receive(self, batch: Batch, token_ids: list[int], set_apart: Sequence[int]) -> list[int]:
+    def receive(self, batch: Batch, token_ids: list[int], also_theirs: Sequence[int]) -> list[int]:
         """Takes a token for each request of the batch.
 
         Returns the places of requests that are left to vLLM's own code: they may end, belong to a loose row, or are
-        ``set_apart``. These have left their rows, and their tokens are not taken.
+        ``also_theirs``. These have left their rows, and their tokens are not taken.
         """
         tokens = np.array(token_ids)
         at: slice | np.ndarray = slice(len(tokens))
@@ -293,53 +293,53 @@ class ScheduledRows(RequestArrays):
                 rows = at
         before = self.known[at]
         known = before + 1
-        is_apart = self._is_apart(at, tokens)
-        near = (known >= self.next_told[at]).nonzero()[0]
+        is_theirs = self._is_theirs(at, tokens)
+        near = (known >= self.next_output[at]).nonzero()[0]
         if len(near):
-            is_apart[near] |= self._ends(rows[near], known[near])
-        apart: list[int] = []
-        if places is not None or set_apart or is_apart.any():
-            apart = self._places_apart(batch, places, is_apart, set_apart)
-            for row in rows[is_apart].tolist():
-                self._release(row)
+            is_theirs[near] |= self._ends(rows[near], known[near])
+        their_places: list[int] = []
+        if places is not None or also_theirs or is_theirs.any():
+            their_places = self._their_places(batch, places, is_theirs, also_theirs)
+            for row in rows[is_theirs].tolist():
+                self._release_row(row)
         self._tokens[rows, before % self.block_size] = tokens
         self.known[at] = known
         if self._has_placeholders:
             self.placeholders[at] -= 1
         if len(near):
             self._fill(rows[near])
-        return apart
+        return their_places
 
-    def _is_apart(self, at: slice | np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def _is_theirs(self, at: slice | np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Whether each request's token may be its last, or the request has left its row."""
-        is_apart = np.zeros(len(tokens), bool)
+        is_theirs = np.zeros(len(tokens), bool)
         for stops in self._stops[: self._num_stops]:
-            is_apart |= stops[: len(self.requests)][at] == tokens
+            is_theirs |= stops[: len(self.requests)][at] == tokens
         if self.loose:
             is_loose = np.zeros(len(self.requests), bool)
             is_loose[list(self.loose)] = True
-            is_apart |= is_loose[at]
-        return is_apart
+            is_theirs |= is_loose[at]
+        return is_theirs
 
     def _ends(self, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Whether each row is at its length limit, or has got two outputs since its block was due to be cached."""
         ends = known >= self.cap[rows]
         return ends | (known > self.next_cached[rows]) if self._has_placeholders else ends
 
-    def _places_apart(
-        self, batch: Batch, places: np.ndarray | None, is_apart: np.ndarray, set_apart: Sequence[int]
+    def _their_places(
+        self, batch: Batch, places: np.ndarray | None, is_theirs: np.ndarray, also_theirs: Sequence[int]
     ) -> list[int]:
-        """Finds the places in the batch that are apart, and marks those of ``set_apart`` in ``is_apart``.
+        """Returns the places in the batch that vLLM's own code updates, and marks ``also_theirs`` in ``is_theirs``.
 
-        ``is_apart`` is for the requests that have rows, which are at ``places``; None: all.
+        ``is_theirs`` is for the requests that have rows, which are at ``places``; None: all.
         """
         if places is None:
-            is_apart[list(set_apart)] = True
-            return is_apart.nonzero()[0].tolist()
+            is_theirs[list(also_theirs)] = True
+            return is_theirs.nonzero()[0].tolist()
         whole = np.ones(len(batch.req_ids), bool)
-        whole[places] = is_apart
-        whole[list(set_apart)] = True
-        is_apart[:] = whole[places]
+        whole[places] = is_theirs
+        whole[list(also_theirs)] = True
+        is_theirs[:] = whole[places]
         return whole.nonzero()[0].tolist()
 
     def _fill(self, near: np.ndarray) -> None:
@@ -357,7 +357,9 @@ class ScheduledRows(RequestArrays):
                     request.__class__ = RowRequest
             self.written[rows] = ends
             self.next_full[rows] = ends + self.block_size
-        self.next_told[near] = np.minimum(np.minimum(self.next_full[near], self.cap[near]), self.next_cached[near] + 1)
+        self.next_output[near] = np.minimum(
+            np.minimum(self.next_full[near], self.cap[near]), self.next_cached[near] + 1
+        )
 
 
 def _append_tokens(state: dict[str, Any], tokens: list[int]) -> None:
