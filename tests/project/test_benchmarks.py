@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.real.parts import seconds_of_parts
+
 ROOT = Path(__file__).parents[2]
 CASES = ["decode_8_async", "mixed"]
 
@@ -31,3 +33,20 @@ def test_a_whole_server() -> None:
     (row,) = json.loads(out.stdout.splitlines()[-1])["rows"]
     assert row["tokens_per_s"] > 0 and row["itl_p50_ms"] <= row["itl_p99_ms"]
     assert all(0 < row[process] < 2 for process in ("api_server", "engine_core", "client"))
+
+
+def test_time_goes_to_the_innermost_part_of_a_step(tmp_path: Path) -> None:
+    """An operator counts for the function that calls it, and the time between two steps for neither."""
+    calls = [
+        ("model_runner_base/model_runner.py(9): execute_model", 0, 100),
+        ("model_runner_base/attention/paged.py(9): forward", 10, 30),
+        ("aten::bmm", 15, 5),
+        ("vllm/model_executor/layers/linear.py(9): forward", 50, 20),
+        ("model_runner_base/model_runner.py(9): execute_model", 150, 50),
+    ]
+    events = [{"cat": "cpu_op", "tid": 1, "name": name, "ts": ts, "dur": dur} for name, ts, dur in calls]
+    elsewhere = {"cat": "cpu_op", "tid": 2, "name": "aten::copy_", "ts": 0, "dur": 500}
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*events, elsewhere]}))
+    seconds = {part: value for part, value in seconds_of_parts(tmp_path).items() if value}
+    expected = {"attention": 30e-6, "linear layers": 20e-6, "rest of the step": 100e-6, "between steps": 50e-6}
+    assert seconds == pytest.approx(expected)
