@@ -10,9 +10,10 @@ Example: KV tiles of 64 positions, a request in decode at position 130. Its quer
 tiles 0, 1 and 2, of which the last holds three keys that the token sees.
 
 A pair yields an unnormalised partial result with its running maximum and sum (the online-softmax state of
-FlashAttention, arXiv:2205.14135). A tree of gathers with fixed fan-in merges the partial results of a query tile: level
-by level, a node merges up to ``FAN_IN`` nodes of the level below. So no scatter, sort or loop is needed. Plans of more
-pairs than are held at a time are worked through in pieces instead (attention/pieces.py).
+FlashAttention, arXiv:2205.14135). In plain torch each result is added to that of the pair's query tile
+(attention/pieces.py). A plan also has a merge tree, which leads from a query tile's pairs to the tile: level by level,
+a node has up to ``FAN_IN`` children of the level below. Chunks take their maxima by it, and kernels may merge results
+by it, without a scatter or a sort.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ Example, of the step in step/rows_and_tiles.py, with KV tiles of 64 positions fo
 
     decode_pair_tile   [0, 0, 0, ...]      "a" meets KV tiles 0, 1, 2
     decode_pair_start  [0, 64, 128, FAR, ...]
-    decode_own_blocks  [[block 8 of row 4], [0]]  where the key of position 130 goes, with blocks of 16; padding goes
+    decode_own_blocks  [[block 4 of row 4], [0]]  where the key of position 130 goes, with blocks of 32; padding goes
                                            to the null block
     chunk_pair_tile    [0, 1, ...]         both tiles meet KV tile 0
 """

@@ -3,10 +3,10 @@
 Where drafts are verified, each has as many drafts as before, and is at most as far as the scheduler says.
 
 Most steps of a server repeat the last one. Nothing is planned or packed for them. The device knows each row's token and
-position (``DeviceRows``), and the graph works out whatever follows from these. The host sends only those entries of the
-packed buffer that change where a request enters a cache block. Steps are repeated from the second step of the same
-requests on, until a request comes, goes or resumes, a step has more tokens, or the buffer has no space for another
-attention pair.
+position (``DeviceRows``), and the graph works out whatever follows from these. The first of them sends the packed
+buffer once more. The others send only those entries of it that change where a request enters a cache block. Steps are
+repeated from the second step of the same requests on, until a request comes, goes or resumes, a step has more tokens,
+or the buffer has no space for another attention pair.
 """
 
 from collections.abc import Sequence
