@@ -47,7 +47,7 @@ _core.EngineCore.shutdown = _end_frozen
 # An engine that is frozen when it starts would not be freed when it ends.
 _core.freeze_gc_heap = lambda: None
 
-_starts = count()
+_starts = count(1)
 """Engines started so far."""
 
 

@@ -26,6 +26,11 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["vllm_alone"])
 
 
+WITHOUT_SEARCH = ["-p", "no:unraisableexception"]
+"""Options without pytest's search at the end, through all objects, for errors that were raised as one was deleted: a
+second of each run, since vLLM's modules are searched, too."""
+
+
 class Run(NamedTuple):
     status: int | None
     """Exit status; None after the timeout."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from device_fault import KINDS, DeviceFault, variant
 from device_faults import FAULTS
-from forks import Run, run_kit
+from forks import WITHOUT_SEARCH, Run, run_kit
 from kernel_faults import COUNTS, COUNTS_CACHES, COUNTS_WEIGHTS, OWN_MEMORY
 from lane import HAS_OPENXLA
 
@@ -37,7 +37,7 @@ def run_with(fault: DeviceFault, directory: Path) -> Run:
     """Runs the kit on the device with the fault, up to the first failure."""
     (directory / "faulty_device.py").write_text(fault.module)
     device = ["faulty_device.PlainWorker", "--platform", "faulty_device.PlainPlatform"]
-    options = ["-x", "--no-shrinking", "--assert=plain", "-k", fault.selection, *fault.options]
+    options = ["-x", "--no-shrinking", "--assert=plain", *WITHOUT_SEARCH, "-k", fault.selection, *fault.options]
     return run_kit([*device, *options], directory, timeout_s=600, VLLM_PLUGINS="", COLUMNS="1000")
 
 

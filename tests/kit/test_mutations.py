@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from devices import MODULES
 from fault import BASE, FaultyModule
-from forks import Run, run_kit
+from forks import WITHOUT_SEARCH, Run, run_kit
 from lane import HAS_OPENXLA
 from mutation import REPEAT, Mutation
 from mutations import MUTATIONS
@@ -38,7 +38,7 @@ def verdicts(
 def run_with(mutation: Mutation, directory: Path) -> Run:
     """Runs the kit on the example device, or a variant of it, over a base with the fault."""
     device = [f"{mutation.device}.PlainWorker", "--platform", f"{mutation.device}.PlainPlatform"]
-    options = ["-x", "--no-shrinking", "--assert=plain", "-k", mutation.selection]
+    options = ["-x", "--no-shrinking", "--assert=plain", *WITHOUT_SEARCH, "-k", mutation.selection]
     environment = {"VLLM_PLUGINS": "", "COLUMNS": "200"}
     # The host's loops as plain Python: what is kept of them, compiled, goes by the files, and not by the faults.
     as_plain_python = {"compiles_loops": False, "timeout_s": 600}

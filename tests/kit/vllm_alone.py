@@ -36,6 +36,7 @@ MODULES = [
     "hypothesis.stateful",
     "numba",
     "pytest",
+    "ray",
     "rich.table",
     "scipy.stats",
     "torch._inductor.compile_fx",
