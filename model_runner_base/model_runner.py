@@ -39,8 +39,7 @@ from model_runner_base.heads.outputs import (
 )
 from model_runner_base.heads.sampling.logprobs import reads_processed
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.pipeline import SamplingPlan
-from model_runner_base.heads.sampling.sampled import SampledStep
+from model_runner_base.heads.sampling.pipeline import SampledStep, SamplingPlan
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters

@@ -21,8 +21,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.harness.releases import new_request
 from benchmarks.harness.runners import make_config
 from model_runner_base.attention.plan import PairGeometry
-from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.spans import NO_ENDS
+from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 

@@ -16,12 +16,10 @@ from vllm.config import VllmConfig
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
-from model_runner_base.caches.paged import paged_groups
-from model_runner_base.caches.plans import trace_groups
+from model_runner_base.caches.paged import paged_groups, trace_groups
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import STARTS, ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.device_tokens import STARTS
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from model_runner_base.step.trace import LayerTrace

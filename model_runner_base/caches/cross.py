@@ -18,14 +18,13 @@ import torch
 
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
-from model_runner_base.caches.plans import trace_groups
+from model_runner_base.caches.paged import trace_groups
 from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import STARTS, ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.device_tokens import STARTS
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.trace import LayerTrace

@@ -33,9 +33,8 @@ from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.call import DecodeRows, ModelCall
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.device_tokens import DecodeRows
 from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.step.token_layout import TokenLayout

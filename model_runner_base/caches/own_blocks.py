@@ -5,7 +5,7 @@ import torch
 
 from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.attention.plan import PairGeometry
-from model_runner_base.step.device_tokens import ChunkTiles, DecodeRows
+from model_runner_base.step.call import ChunkTiles, DecodeRows
 from model_runner_base.step.host_loops import compiled
 
 

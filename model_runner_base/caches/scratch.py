@@ -19,7 +19,7 @@ from vllm.config import VllmConfig
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.attention.plan import stored_block_size
 from model_runner_base.caches.group import AttentionGroup, ModelCaches, OwnTensors
-from model_runner_base.caches.plans import PlannedCaches
+from model_runner_base.caches.paged import PlannedCaches
 from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch

@@ -8,11 +8,10 @@ from vllm.config import VllmConfig
 
 from model_runner_base.attention.paged import reads_plans
 from model_runner_base.caches.builders import decode_dims
-from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.pair_shapes import AttentionMemory, pair_shapes, pairs_that_fit
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile
 from model_runner_base.models.recurrent.layers import is_plain
-from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
+from model_runner_base.step.sizes import COMMON_DIMS, Dim, StepLimits, Tiling
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers, cross_length
 from model_runner_base.vllm_compat.types.recurrent import recurrent_layers
 from model_runner_base.vllm_compat.types.speculation import read_speculation
@@ -58,4 +57,24 @@ def in_pieces(limits: StepLimits, memory: AttentionMemory, specs: Iterable[Any],
         limits,
         decode_piece=pairs_that_fit(memory.rows, shapes, limits.longest_row, limits.decode.keys, is_of_row=True),
         chunk_piece=pairs_that_fit(memory.chunks, shapes, limits.chunk.query, limits.chunk.keys, is_of_row=False),
+    )
+
+
+def plan_dims(decode: Tiling, chunk: Tiling, cross_len: int = 0) -> tuple[Dim, ...]:
+    """Dims that plans add to a step. A pair costs the reading of its keys, and the arithmetic of its queries.
+
+    In a model with cross-attention, each row and tile also meets the ``cross_len`` keys of an encoder's output.
+
+    The weights are a compromise between measurements with a small model on a CPU, where pairs cost more, and the
+    arithmetic of a large model, where they cost less. A KV tile that is read as part of a cache line costs less than a
+    gathered one (docs/kv_cache.md).
+    """
+    row, tile = (pair.keys / 64 * (1 + pair.query / 16) * cost for pair, cost in ((decode, 0.25), (chunk, 0.16)))
+    cross_row, cross_tile = row * -(-cross_len // decode.keys), tile * -(-cross_len // chunk.keys)
+    return (
+        Dim("decode_rows", (cross_row, cross_row, 0.0)),
+        Dim("decode_pairs", (row, row, 0.75 / 4)),
+        Dim("chunk_tokens", (0.0, 0.0, 0.0)),
+        Dim("chunk_tiles", (0.0, 1.0 + cross_tile, 0.0)),
+        Dim("chunk_pairs", (0.0, tile, 0.0)),
     )

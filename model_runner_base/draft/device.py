@@ -17,13 +17,12 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.heads.outputs import DraftTokenIds
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.sampled import SampledStep
+from model_runner_base.heads.sampling.pipeline import SampledStep
 from model_runner_base.heads.sampling.sampler import draw
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import NO_FIELDS, Forward, ModelCall, ModelResults
+from model_runner_base.step.call import LENGTHS, NO_FIELDS, Forward, ModelCall, ModelResults
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.device_rows import DeviceRows
-from model_runner_base.step.device_tokens import LENGTHS
 from model_runner_base.step.graph_policy import SortLimits, WrapFunction
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize

@@ -15,8 +15,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.head import Head
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.pipeline import SamplingPipeline, SamplingPlan
-from model_runner_base.heads.sampling.sampled import SampledStep
+from model_runner_base.heads.sampling.pipeline import SampledStep, SamplingPipeline, SamplingPlan
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall

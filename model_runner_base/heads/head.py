@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from model_runner_base.heads.sampling.sampled import SampledStep
+from model_runner_base.heads.sampling.pipeline import SampledStep
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall, StepResults
 from model_runner_base.step.components import StepComponent

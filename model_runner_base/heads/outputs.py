@@ -15,7 +15,7 @@ from vllm.v1.outputs import (
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.head import PooledStep
-from model_runner_base.heads.sampling.sampled import SampledStep
+from model_runner_base.heads.sampling.pipeline import SampledStep
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import joined_fields
 from model_runner_base.step.device_rows import NO_TOKEN

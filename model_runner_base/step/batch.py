@@ -1,4 +1,5 @@
-"""Batch of one step: its requests, and which tokens of each run."""
+"""Batch of one step: its requests, and which tokens of each run. It is built from the step's schedule; a step that
+repeats the last one needs no new one (step/repeat.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,6 +7,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+
+from model_runner_base.step.host_loops import compiled, int_array
+from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.schedule import Schedule
 
 
 @dataclass
@@ -107,3 +112,129 @@ class LogitsRows(NamedTuple):
     """[S] owner of each row, as an index among the requests that were asked for."""
     place: np.ndarray
     """[S] number of the request's drafts before the token that is sampled there."""
+
+
+class BatchOrder(NamedTuple):
+    """Order of a batch's requests that its attention needs. Requests of equal rank stay in the scheduler's order."""
+
+    decode_len: int = 1
+    """Largest number of new tokens of a request that has a decode row. Requests with a decode row come first."""
+    fresh_last: bool = False
+    """Whether the order is: decode rows; requests that go on with at most ``decode_len`` tokens; those that go on with
+    more; requests that have nothing in the cache, however many tokens they have. vLLM's backends expect it
+    (``reorder_batch_to_split_decodes_and_prefills`` in vllm/v1/attention/backends/utils.py)."""
+    row_len: int = 1
+    """Number of token places that every decode row takes up, used or not. It is more than one where drafts are
+    verified. Then a request has a decode row once all of its known tokens (``RequestStates.num_known``) are computed,
+    and the scheduler says how far it is."""
+    prompts_in_chunks: bool = False
+    """Whether no token of a prompt may have a decode row. Then, too, a request has one once all of its known tokens are
+    computed."""
+
+
+class BatchBuilder:
+    """Builds the batch of a step and advances the requests' progress."""
+
+    def __init__(self, requests: RequestStates, order: BatchOrder) -> None:
+        self._requests = requests
+        self._order = order
+
+    def build(self, schedule: Schedule) -> InputBatch:
+        """Builds the batch from scratch; works for any step."""
+        requests = self._requests
+        req_ids, row_len = list(schedule.num_tokens), self._order.row_len
+        if row_len > 1 and schedule.continued:
+            # Only the device knows which drafts were right, so the progress of their requests is the scheduler's bound.
+            requests.num_computed[requests.rows_of(schedule.continued)] = schedule.num_computed
+        rows = requests.rows_of(req_ids)
+        query_len = int_array(schedule.num_tokens.values())
+        keys = np.empty(len(rows), np.int64)
+        num_decodes, is_sorted = order_of(
+            rows, query_len, requests.num_computed, requests.num_known, *self._order, keys
+        )
+        if not is_sorted:
+            order = np.argsort(keys, kind="stable")
+            req_ids = [req_ids[index] for index in order.tolist()]
+            rows, query_len = rows[order], query_len[order]
+        counts, is_sampled = np.empty((3, len(rows)), np.int64), np.empty(len(rows), np.bool_)
+        num_sampled = advance(
+            rows, query_len, requests.num_computed, requests.num_known, num_decodes, row_len, counts, is_sampled
+        )
+        requests.note_step(rows)
+        query_start, num_computed, seq_lens = counts
+        return InputBatch(
+            req_ids=req_ids,
+            rows=rows,
+            num_tokens=schedule.total_num_tokens,
+            query_len=query_len,
+            query_start=query_start,
+            num_computed=num_computed,
+            seq_lens=seq_lens,
+            is_sampled=is_sampled,
+            num_sampled=num_sampled,
+            num_decodes=num_decodes,
+            row_len=row_len,
+            drafts=schedule.drafts,
+        )
+
+
+@compiled
+def order_of(
+    rows: np.ndarray,
+    query_len: np.ndarray,
+    progress: np.ndarray,
+    num_known: np.ndarray,
+    decode_len: int,
+    fresh_last: bool,
+    row_len: int,
+    prompts_in_chunks: bool,
+    keys: np.ndarray,
+) -> tuple[int, bool]:
+    """Fills the sort keys ``keys`` [R] of a batch; returns the number of decode rows, and whether it is sorted
+    already."""
+    num_decodes, is_sorted = 0, True
+    for index in range(len(rows)):
+        if row_len > 1 or prompts_in_chunks:
+            key = 0 if progress[rows[index]] >= num_known[rows[index]] else 1
+        else:
+            key = 0 if query_len[index] <= decode_len else 1
+        num_decodes += 1 - key
+        if fresh_last and progress[rows[index]] == 0:
+            key = 3
+        elif fresh_last and key == 1 and query_len[index] > decode_len:
+            key = 2
+        keys[index] = key
+        if index and key < keys[index - 1]:
+            is_sorted = False
+    return num_decodes, is_sorted
+
+
+@compiled
+def advance(
+    rows: np.ndarray,
+    query_len: np.ndarray,
+    progress: np.ndarray,
+    num_known: np.ndarray,
+    num_decodes: int,
+    row_len: int,
+    counts: np.ndarray,
+    is_sampled: np.ndarray,
+) -> int:
+    """Advances the ``progress`` [rows] of requests by ``query_len``; ``num_known`` [rows] are the tokens on the host.
+
+    The first ``num_decodes`` requests have a decode row. Each of them takes up ``row_len`` tokens of the step, or its
+    ``query_len`` if that is more.
+
+    Fills ``is_sampled`` and, as ``counts`` [3, R], ``query_start``, ``num_computed`` and ``seq_lens`` of an
+    ``InputBatch``; returns its ``num_sampled``.
+    """
+    token = num_sampled = 0
+    for request in range(len(rows)):
+        row = rows[request]
+        before = progress[row]
+        progress[row] = after = before + query_len[request]
+        counts[0, request], counts[1, request], counts[2, request] = token, before, after
+        is_sampled[request] = after >= num_known[row]
+        num_sampled += is_sampled[request]
+        token += max(query_len[request], row_len) if request < num_decodes else query_len[request]
+    return num_sampled

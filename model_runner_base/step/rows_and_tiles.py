@@ -18,11 +18,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.builder import BatchOrder
-from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.device_tokens import (
+from model_runner_base.step.batch import BatchOrder, InputBatch
+from model_runner_base.step.call import (
     LENGTHS,
     STARTS,
     TILE_POSITIONS,
@@ -30,7 +27,9 @@ from model_runner_base.step.device_tokens import (
     TOKEN_SLOTS,
     ChunkTiles,
     DecodeRows,
+    ModelCall,
 )
+from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize

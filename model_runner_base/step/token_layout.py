@@ -9,11 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.builder import BatchOrder
-from model_runner_base.step.call import ModelCall
+from model_runner_base.step.batch import BatchOrder, InputBatch
+from model_runner_base.step.call import DecodeRows, ModelCall
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.device_tokens import DecodeRows
 from model_runner_base.step.sizes import StepLimits, StepSize
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.metadata import PagedAttentionMetadata
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.spans import NO_SPANS, SentSpans, SpanEnds
+from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling

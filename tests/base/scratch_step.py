@@ -11,8 +11,9 @@ from vllm.v1.attention.backend import AttentionType
 from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks
+from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall

@@ -13,10 +13,11 @@ from vllm.sampling_params import SamplingParams
 
 from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
-from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.step.batch import BatchBuilder, BatchOrder
 from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.builder import BatchBuilder, BatchOrder
 from model_runner_base.step.device_rows import commit, known_or
 from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule

@@ -27,9 +27,10 @@ from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
 from model_runner_base.caches.contiguous import ContiguousDecode, num_lines, useful_memory
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.step_limits import plan_dims
+from model_runner_base.step.batch import BatchBuilder
 from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 from model_runner_base.testing.cases import random_prompts

@@ -9,7 +9,8 @@ from vllm.v1.attention.backend import AttentionType
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Tiling

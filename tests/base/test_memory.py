@@ -20,8 +20,8 @@ from model_runner_base import (
     StepLimits,
     estimate_step_memory,
 )
-from model_runner_base.caches.paged import plan_dims
 from model_runner_base.caches.pair_shapes import asked_memory, attention_memory
+from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS
 from model_runner_base.inputs.multimodal.encoder import NO_ENCODER

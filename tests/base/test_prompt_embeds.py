@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.embeddings import EmbeddingInputs
 from model_runner_base.inputs.pool import SMALLEST_PIECE
-from model_runner_base.step.builder import BatchBuilder
+from model_runner_base.step.batch import BatchBuilder
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.testing.cases import random_prompts

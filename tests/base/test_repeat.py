@@ -17,10 +17,10 @@ from model_runner_base.attention.loops import FAN_IN
 from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.attention.plan import PairGeometry
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches, plan_dims
-from model_runner_base.step.batch import InputBatch
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.step_limits import plan_dims
+from model_runner_base.step.batch import BatchBuilder, InputBatch
 from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.packing import Entries, PackedStep
 from model_runner_base.step.request_states import RequestInfo

@@ -9,10 +9,11 @@ from vllm.sampling_params import SamplingParams
 from model_runner_base import DeviceOps, StepLimits
 from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.inputs.tokens import TokenInputs
+from model_runner_base.step.batch import BatchBuilder
 from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.builder import BatchBuilder
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_states import RequestInfo, RequestStates

@@ -24,8 +24,7 @@ from metadata_steps import (
 from model_runner_base.caches.builders import decode_dims
 from model_runner_base.caches.group import bind_rows
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import ModelCall
-from model_runner_base.step.device_tokens import DecodeRows
+from model_runner_base.step.call import DecodeRows, ModelCall
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 
 

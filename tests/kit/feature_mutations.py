@@ -62,7 +62,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the progress of wrong drafts is not taken back",
-        "step/builder.py",
+        "step/batch.py",
         "requests.num_computed[requests.rows_of(schedule.continued)] = schedule.num_computed",
         "pass",
         "test_arrivals and wrong",

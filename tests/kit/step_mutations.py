@@ -20,7 +20,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what counts as sampled is one token late",
-        "step/builder.py",
+        "step/batch.py",
         "= after >= num_known[row]",
         "= after > num_known[row]",
         REPEAT,
@@ -55,7 +55,7 @@ MUTATIONS = [
     ),
     Mutation(
         "decode rows lie wherever the scheduler names them",
-        "step/builder.py",
+        "step/batch.py",
         "            is_sorted = False",
         "            is_sorted = True",
         STEPS,
@@ -165,7 +165,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a decode row sees the key after its own",
-        "caches/plans.py",
+        "caches/paged.py",
         "last=last[pair_tile] - kv_start,\n        first=None if first is None else first[pair_tile]",
         "last=last[pair_tile] - kv_start + 1,\n        first=None if first is None else first[pair_tile]",
         REPEAT,
@@ -186,7 +186,7 @@ MUTATIONS = [
     ),
     Mutation(
         "among chunks a node of the merge tree takes one child too many",
-        "caches/plans.py",
+        "caches/paged.py",
         "children < starts[1:, None]",
         "children <= starts[1:, None]",
         STEPS,
@@ -221,7 +221,7 @@ MUTATIONS = [
     ),
     Mutation(
         "keys are written one slot further",
-        "caches/plans.py",
+        "caches/paged.py",
         "slot_offsets=call.positions % block_size",
         "slot_offsets=(call.positions + 1) % block_size",
         REPEAT,

@@ -14,7 +14,8 @@ from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.metadata import PagedAttentionMetadata
 from model_runner_base.attention.plan import kv_tile_for, stored_block_size
 from model_runner_base.caches.group import AttentionGroup
-from model_runner_base.caches.paged import PagedCaches, plan_dims
+from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.caches.tiles import whole_blocks
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable

@@ -7,7 +7,7 @@ last. The sampler applies temperature, min-p, top-k and top-p, and draws from th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from model_runner_base.heads.sampling.logprobs import (
     NO_LOGPROBS,
     NONE_CHOSEN,
     PROMPTS_TAKE_MODE,
+    DeviceLogprobs,
     LogprobsGatherer,
     chosen_tokens,
     count_asked,
@@ -31,8 +32,7 @@ from model_runner_base.heads.sampling.logprobs import (
 )
 from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
 from model_runner_base.heads.sampling.penalties import Penalties
-from model_runner_base.heads.sampling.prompt_logprobs import PromptLogprobs
-from model_runner_base.heads.sampling.sampled import SampledStep
+from model_runner_base.heads.sampling.prompt_logprobs import PromptChunk, PromptLogprobs
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.heads.sampling.thinking_budget import ThinkingBudget, markers_of
@@ -40,12 +40,26 @@ from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import Forward
+from model_runner_base.step.call import Forward, StepResults
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Grammar
+
+
+@dataclass
+class SampledStep(StepResults):
+    """Results of sampling on the device, for S padded rows of logits."""
+
+    tokens: torch.Tensor
+    """[S] int32; -1 for tokens sampled after a wrong draft, NO_TOKEN where no rule allows any token."""
+    logprobs: DeviceLogprobs | None = None
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
+    num_nans: torch.Tensor | None = None
+    """[S] int32 NaNs in each row of logits, if they are counted."""
+    mode: SamplingMode = SamplingMode.GREEDY
+    """Mode that the tokens were drawn in."""
 
 
 @compiled

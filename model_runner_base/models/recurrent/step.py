@@ -3,7 +3,7 @@
 The scheduler gives out the indices of states. Index 0 belongs to no request, and padding writes there. A request reads
 its source and writes its destination. They are one state, unless prefixes are kept or drafts are verified
 (caches/states.py). Several requests may have one source, but each has a destination of its own. A decode row's tokens
-are computed in turn, and each has a source and a destination. Tokens of chunks lie in tiles (step/device_tokens.py),
+are computed in turn, and each has a source and a destination. Tokens of chunks lie in tiles (step/call.py),
 and a request's tiles follow each other, so a tile is its request's first or last one where its neighbour has another
 destination.
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from model_runner_base.step.device_tokens import ChunkTiles
+from model_runner_base.step.call import ChunkTiles
 
 
 class TileSteps(NamedTuple):
