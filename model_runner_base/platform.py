@@ -140,6 +140,8 @@ class PagedPlatform(Platform):
         cls, selected_backend: "AttentionBackendEnum", attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         cls._check_backend(selected_backend)
+        if attn_selector_config.use_mla and attn_selector_config.use_sparse:
+            return "model_runner_base.attention.sparse.SparseLatentBackend"
         if attn_selector_config.use_mla:
             return "model_runner_base.attention.latent.LatentAttentionBackend"
         return "model_runner_base.attention.paged.PagedAttentionBackend"

@@ -64,7 +64,7 @@ class LatentAttentionBackend(PagedAttentionBackend):
 class LatentAttentionImpl(PagedAttentionImpl):
     """Attention in the latents' space: one KV head of L + R numbers, values of L.
 
-    Raises NotImplementedError for an indexer, which chooses the keys that a token sees (sparse attention).
+    Raises NotImplementedError for an indexer, which chooses the keys that a token sees (attention/sparse.py).
     """
 
     NAMES: ClassVar[tuple[str, ...]] = (

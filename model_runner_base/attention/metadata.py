@@ -46,6 +46,8 @@ class PairPlan:
     """Number of KV tiles that are read at the front of each cache line, where ``pair_blocks`` is None."""
     piece: int = 0
     """Largest number of pairs that attention in plain torch holds at a time (attention/pieces.py); 0: all of them."""
+    chosen: torch.Tensor | None = None
+    """[NT, Q, C] positions, sorted, that each query sees of those up to ``last`` (attention/choice.py); None: all."""
 
     @property
     def is_one_piece(self) -> bool:

@@ -84,15 +84,16 @@ def attend_in_pieces(
     arrays = [getattr(plan, name) for name in names]
     if torch.compiler.is_dynamo_compiling():
         arrays = [array.clone() for array in arrays]  # Torch's loop takes no tensors that share memory.
-    reads = (query, kv_cache, *arrays)
+    chosen = () if plan.chosen is None else (plan.chosen,)
+    reads = (query, kv_cache, *arrays, *chosen)
     num_pairs, size = plan.pair_tile.shape[0], plan.piece
 
     def body(piece: torch.Tensor, state: State, reads: State) -> State:
-        query, kv_cache, *arrays = reads
+        query, kv_cache, *arrays = reads[: 2 + len(names)]
         index = piece * size + torch.arange(size, dtype=torch.int32, device=piece.device)
         is_pair, index = index < num_pairs, index.clamp(max=num_pairs - 1)
         of_piece: dict[str, Any] = {name: array[index] for name, array in zip(names, arrays, strict=True)}
-        part = replace(plan, merge_tree=[], **of_piece)
+        part = replace(plan, merge_tree=[], chosen=next(iter(reads[2 + len(names) :]), None), **of_piece)
         part.last = torch.where(is_pair.unsqueeze(1), part.last, NEVER)
         return tuple(_add(Partial(*state), attend(query, kv_cache, part), part.pair_tile))
 

@@ -6,6 +6,7 @@ from vllm.config import VllmConfig
 
 from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.built_states import BuiltStateCaches
+from model_runner_base.caches.chosen import ChosenCaches
 from model_runner_base.caches.contiguous import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
@@ -22,6 +23,7 @@ from model_runner_base.step.token_layout import TokenLayout
 KINDS: tuple[type[CacheKind], ...] = (
     ScratchCaches,
     PagedCaches,
+    ChosenCaches,
     ContiguousDecode,
     CrossCaches,
     BuilderCaches,

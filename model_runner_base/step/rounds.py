@@ -51,6 +51,11 @@ def run_rounds(rounds: torch.Tensor, most: int, body: Body, state: State, reads:
     return loop(rounds, most, body, state, reads)
 
 
+def is_read_at_once(x: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor can be read now, without waiting for a device: eagerly, on the host."""
+    return x.is_cpu and not is_traced()
+
+
 def _eager(rounds: torch.Tensor, most: int, body: Body, state: State, reads: State) -> State:
     """Python's own loop, which ends with the last round that counts where that is known without waiting for a
     device."""

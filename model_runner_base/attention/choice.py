@@ -1,0 +1,232 @@
+"""Choice of the keys that a token sees, by an indexer's scores (sparse attention, DSA), on plans of paged attention.
+
+An indexer of H heads has queries q_h and weights w_h of each token t, and one key k of each position s:
+
+    score(t, s) = sum over h of w_h(t) * relu(q_h(t) . k(s)),   s <= t
+
+A token sees the C positions of the largest scores. One that has no more than C keys sees all of them, and nothing is
+scored for it.
+
+Scores of a long context are never held at once: rounds follow each other (step/rounds.py), each of which scores C
+positions or somewhat more for some query tiles, and keeps the best C of these and of those before. So memory does not
+depend on the context, shapes are static, and rounds end with the longest request. While no token has more than C keys
+there are none.
+
+Attention then follows plans of the same kind as before. Of decode rows a plan lists chosen keys, each query's as KV
+tiles of its own, in blocks of one token: what is read does not depend on the context. Tokens of a chunk's tile choose
+different keys, and together they often choose most. So its plan stays, and has the positions as a mask.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F
+from vllm.v1.attention.backend import AttentionMetadata
+
+from model_runner_base.attention.loops import FAR
+from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
+from model_runner_base.attention.pieces import MASK_VALUE
+from model_runner_base.step.one_node import OneNode
+from model_runner_base.step.rounds import State, is_read_at_once, is_traced, run_rounds
+
+QUERIES_AT_ONCE = 64
+"""Largest number of queries that a round scores, except for those of one query tile."""
+
+
+@dataclass
+class KeyTable:
+    """Places of the keys of each query tile's request, by position. A step makes it once from a plan.
+
+    NT query tiles of Q tokens, M blocks of the longest request.
+    """
+
+    blocks: torch.Tensor
+    """[NT, M] cache block of each block of positions; arbitrary where the request has no keys."""
+    last: torch.Tensor
+    """[NT, Q] last position that each query sees; ``NEVER`` if it is no token."""
+    plan: PairPlan
+
+    @classmethod
+    def of(cls, plan: PairPlan, num_tiles: int, max_model_len: int) -> "KeyTable":
+        """Makes the table of a causal plan; its pairs may be in any order, as repeated steps leave them."""
+        assert plan.pair_start is not None and plan.pair_blocks is not None and plan.first is None
+        num_pairs, width, device = plan.pair_tile.shape[0], -(-max_model_len // plan.kv_tile), plan.pair_tile.device
+        kv_tile = plan.pair_start // plan.kv_tile
+        # Padding pairs are FAR, after the end of every row.
+        place = torch.where(kv_tile < width, plan.pair_tile * width + kv_tile, num_tiles * width)
+        pair_at = torch.full((num_tiles * width + 1,), -1, dtype=torch.int32, device=device)
+        pair_at = pair_at.index_put((place,), torch.arange(num_pairs, dtype=torch.int32, device=device))
+        pair_at = pair_at[:-1].view(num_tiles, width)
+        first = pair_at[:, :1]  # Every token sees its request's first key.
+        pair_at = pair_at.clamp(min=0)
+        last = torch.where(first < 0, NEVER, plan.last[pair_at[:, 0]])
+        return cls(plan.pair_blocks[pair_at].flatten(1), last, plan)
+
+    def entries(self, positions: torch.Tensor) -> torch.Tensor:
+        """Entries of the cache that hold the keys at ``positions`` [NT, X] of each tile's request."""
+        size = self.plan.block_size
+        return self.blocks.gather(1, (positions // size).long()) * size + positions % size
+
+
+@dataclass
+class SparseMetadata(AttentionMetadata):
+    """Plans of a step over all keys, and the plans over chosen keys that the last indexer has left.
+
+    A layer without an indexer of its own attends to what an earlier layer chose.
+    """
+
+    planned: PagedAttentionMetadata
+    """Plans over all keys."""
+    rows: KeyTable | None
+    """Table of the decode rows; None if there are none."""
+    chunks: KeyTable | None
+    """The same for tiles of chunks."""
+    chosen: PagedAttentionMetadata | None = None
+    """Plans over chosen keys; None before the first indexer."""
+
+
+@dataclass
+class ChosenMetadata(PagedAttentionMetadata):
+    """Metadata whose plan of decode rows is in blocks of one token, whatever the cache's are."""
+
+    cache_block_size: int = 0
+
+    @property
+    def block_size(self) -> int:
+        return self.cache_block_size
+
+
+class Chooser:
+    """Choice of ``count`` keys a token, by an indexer's scores."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        # A captured graph has one node, since the rounds are a loop, whose sizes are those of the step.
+        self._positions = OneNode(self._choose, lambda last: last.new_empty((*last.shape, count)))
+
+    def leave_choice(
+        self, step: SparseMetadata, queries: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor
+    ) -> None:
+        """Chooses keys for each of a step's T tokens, and leaves the plans over them in its metadata.
+
+        Args:
+            step: metadata of the step.
+            queries: [T, H, D], decode rows before chunks.
+            weights: [T, H] float32.
+            cache: [blocks, block size, 1, D], which holds the keys of the active tokens already.
+        """
+        planned = step.planned
+        num_rows, decode, chunks = planned.num_decode_tokens, planned.decode, planned.chunks
+        if step.rows is not None:
+            of_rows = [x[:num_rows].view(*step.rows.last.shape, *x.shape[1:]) for x in (queries, weights)]
+            positions = self.choose(step.rows, of_rows[0], of_rows[1], cache)
+            decode = decode if positions is None else plan_of_chosen(step.rows, positions)
+        if step.chunks is not None and chunks is not None:
+            of_tiles = [x[num_rows:][chunks.tile_tokens] for x in (queries, weights)]
+            positions = self.choose(step.chunks, of_tiles[0], of_tiles[1], cache)
+            chunks = chunks if positions is None else replace(chunks, chosen=positions.sort(dim=2).values)
+        slots = planned.slot_blocks, planned.slot_offsets
+        step.chosen = ChosenMetadata(*slots, num_rows, decode, chunks, cache_block_size=planned.block_size)
+
+    def choose(
+        self, table: KeyTable, queries: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor
+    ) -> torch.Tensor | None:
+        """[NT, Q, C] int32 positions of the keys that each query sees, for queries [NT, Q, H, D] weighted [NT, Q, H];
+        None if it is known that each sees all.
+
+        A query with fewer than C keys has positions 0 to C - 1; those after its own are not seen.
+        """
+        plan, last = table.plan, table.last
+        if is_read_at_once(last) and int(last.amax()) < self.count:
+            return None
+        sizes = plan.block_size, plan.kv_tile, plan.piece, plan.pair_tile.shape[0]
+        return self._positions(last, table.blocks, queries, weights, cache, *sizes)
+
+    def _choose(
+        self,
+        last: torch.Tensor,
+        blocks: torch.Tensor,
+        queries: torch.Tensor,
+        weights: torch.Tensor,
+        cache: torch.Tensor,
+        block_size: int,
+        kv_tile: int,
+        piece: int,
+        num_pairs: int,
+    ) -> torch.Tensor:
+        """Chooses as ``choose`` does; the other arguments are a table's, and its plan's."""
+        count, (num_tiles, num_queries) = self.count, last.shape
+        # Whole KV tiles: somewhat more positions than are chosen.
+        kv_tiles = -(-count // kv_tile)
+        size, tiles_at_once = kv_tiles * kv_tile, max(1, min(num_tiles, QUERIES_AT_ONCE // num_queries))
+        if piece:
+            # One query tile takes about the memory of a pair of attention, whose heads are larger.
+            tiles_at_once = min(tiles_at_once, max(1, piece // kv_tiles))
+        # The number of rounds of each group of tiles follows from its longest request.
+        lengths = last.amax(dim=1) + 1
+        lengths = F.pad(torch.where(lengths > count, lengths, 0), (0, -num_tiles % tiles_at_once))
+        ends = ((lengths.view(-1, tiles_at_once).amax(dim=1) + (size - 1)) // size).cumsum(0, dtype=torch.int32)
+        rounds, begins = ends[-1:].sum(dtype=torch.int32), F.pad(ends[:-1], (1, 0))
+        num_groups = len(ends)
+        most = num_groups * -(-blocks.shape[1] * block_size // size)
+        most = min(most, num_pairs * kv_tile // size + num_tiles)
+
+        def body(number: torch.Tensor, state: State, reads: State) -> State:
+            scores, positions = state
+            queries, weights, cache, blocks, last, begins, ends = reads
+            # A tensor [1], since Dynamo would read a scalar index.
+            group = (ends <= number).sum(dtype=torch.int32).clamp(max=num_groups - 1).view(1)
+            index = torch.arange(tiles_at_once, dtype=torch.int32, device=number.device)
+            tiles = (group * tiles_at_once + index).clamp(max=num_tiles - 1)
+            position = (number - begins[group]) * size + torch.arange(size, dtype=torch.int32, device=number.device)
+            place = (position // block_size).clamp(max=blocks.shape[1] - 1)
+            entries = blocks[tiles][:, place] * block_size + position % block_size
+            keys = cache.flatten(0, 2).index_select(0, entries.flatten()).view(tiles_at_once, size, -1)
+            products = torch.matmul(queries[tiles].flatten(1, 2).float(), keys.float().transpose(1, 2))
+            products = torch.relu(products).view(tiles_at_once, num_queries, -1, size)
+            new = torch.matmul(weights[tiles].unsqueeze(2), products).squeeze(2)
+            # Places that are not seen may be another request's, even a NaN.
+            new = torch.where(position <= last[tiles].unsqueeze(2), new, MASK_VALUE)
+            best = torch.cat((scores[tiles], new), dim=2).topk(count, dim=2, sorted=False)
+            both = torch.cat((positions[tiles], position.expand_as(new)), dim=2)
+            write = torch.Tensor.index_copy if is_traced() else torch.Tensor.index_copy_
+            where = tiles.long()
+            return write(scores, 0, where, best.values), write(positions, 0, where, both.gather(2, best.indices))
+
+        shape = num_tiles, num_queries, count
+        scores = torch.full(shape, MASK_VALUE, dtype=torch.float32, device=last.device)
+        state = scores, torch.zeros(shape, dtype=torch.int32, device=last.device)
+        positions = run_rounds(rounds, most, body, state, (queries, weights, cache, blocks, last, begins, ends))[1]
+        first = torch.arange(count, dtype=torch.int32, device=last.device)
+        return torch.where(last.unsqueeze(2) < count, first, positions)
+
+
+def plan_of_chosen(table: KeyTable, positions: torch.Tensor) -> PairPlan:
+    """Plan of decode rows over the keys at ``positions`` [NT, Q, C]: each query is a tile, with KV tiles of S of its
+    keys.
+
+    Pairs that a query does not fill are padding, which comes last.
+    """
+    plan, (num_tiles, num_queries, count) = table.plan, positions.shape
+    size = min(plan.kv_tile, count)
+    num_parts, num_tokens = -(-count // size), num_tiles * num_queries
+    num_pairs, device = num_tokens * num_parts, positions.device
+    entries = F.pad(table.entries(positions.flatten(1)).view(num_tokens, count), (0, -count % size)).view(-1, size)
+    num_seen = (table.last.flatten() + 1).clamp(0, count)
+    pair = torch.arange(num_pairs, dtype=torch.int32, device=device)
+    is_pair = pair % num_parts * size < num_seen[pair // num_parts]
+    place = torch.where(is_pair, is_pair.cumsum(0, dtype=torch.int32) - 1, num_pairs)
+    order = torch.full((num_pairs + 1,), -1, dtype=torch.int32, device=device).index_put((place,), pair)[:-1]
+    is_pair, order = order >= 0, torch.where(order >= 0, order, num_pairs - 1)
+    query, start = order // num_parts, order % num_parts * size
+    return PairPlan(
+        block_size=1,
+        kv_tile=size,
+        pair_tile=query,
+        pair_start=torch.where(is_pair, start, FAR),
+        pair_blocks=entries[order],
+        last=torch.where(is_pair, num_seen[query] - 1 - start, NEVER).unsqueeze(1),
+        first=None,
+        merge_tree=[],
+        piece=plan.piece,
+    )
