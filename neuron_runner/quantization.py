@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.layers.fused_moe import ACTIVATIONS, PlainExpertsMethod
+from model_runner_base.vllm_compat.patches.without_indexer import hides_keys
 from model_runner_base.vllm_compat.probes.experts import ExpertsLayer
 from neuron_runner import environment
 from neuron_runner.weights import RelaidWeights, logits_heads, product
@@ -158,7 +159,12 @@ class Int8ExpertsMethod(PlainExpertsMethod):
 
 
 def check_quantizable(model_config: ModelConfig) -> None:
-    """Raises UnsupportedConfigError for a checkpoint that some method has quantised already."""
+    """Raises UnsupportedConfigError for a checkpoint that some method has quantised already, and for an indexer."""
+    if hides_keys(model_config):
+        raise UnsupportedConfigError(
+            "an indexer (sparse attention, DSA) is not stored as int8 yet: leave out quant_dtype, or set max_model_len "
+            "to index_topk or less"
+        )
     if model_config.quantization is not None:
         raise UnsupportedConfigError(
             f"the checkpoint is quantised already ({model_config.quantization}), so it cannot be stored as int8: leave "

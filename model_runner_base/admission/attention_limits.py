@@ -3,15 +3,20 @@
 from vllm.config import VllmConfig
 
 from model_runner_base.errors import refuse
-from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
+from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
+from model_runner_base.vllm_compat.probes.config import setting
 from model_runner_base.vllm_compat.probes.experts import ZeroExpertRouter
+from model_runner_base.vllm_compat.probes.indexers import misread_rotation, misread_sharing
 from model_runner_base.vllm_compat.probes.models import LAYER_TYPES, has_unequal_heads, other_layer_type
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
 WITH_LATENTS = (*HOST_METHODS, "mtp")
 """Speculative methods that are supported with latent attention."""
-DENSE_WHERE_SHORT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""Architectures with an indexer that are dense up to as many tokens as it leaves keys, and tested there."""
+WITH_INDEXERS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Architectures with an indexer that are tested: up to as many tokens as it leaves keys, where they are dense, and
+beyond."""
+KEPT_AS_THEY_ARE = (None, "auto", "bf16", "bfloat16")
+"""Settings of vLLM for an indexer's cache that say no more than that its keys are not quantised."""
 DRAFTS_BY_SEVERAL = ("Step3p5ForCausalLM",)
 """Architectures that draft each token by a layer of its own; the base's drafts come from one."""
 LONGCAT = "LongcatFlashForCausalLM"
@@ -22,7 +27,7 @@ def check_attention(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedConfigError for what a model's kind of attention is not served with."""
     model, drafts = vllm_config.model_config, vllm_config.speculative_config
     _check_layer_types(vllm_config)
-    if model.use_mla or model.architecture in DENSE_WHERE_SHORT:
+    if model.use_mla or model.architecture in WITH_INDEXERS:
         _check_sparse(vllm_config)
     if model.use_mla:
         _check_latent(vllm_config)
@@ -45,19 +50,45 @@ def _check_layer_types(vllm_config: VllmConfig) -> None:
 
 
 def _check_sparse(vllm_config: VllmConfig) -> None:
-    """Refuses sparse attention (DSA) where it is not dense."""
-    model, drafts = vllm_config.model_config, vllm_config.speculative_config
-    top_k = num_indexed_keys(model)
-    if top_k is None:
+    """Refuses models with an indexer (sparse attention, DSA) that were not tried, and settings that its hidden keys
+    are not served with."""
+    model = vllm_config.model_config
+    if num_indexed_keys(model) is None:
         return
     refusals = {
         f"sparse attention (DSA) of {model.architecture} is not supported yet: use a model of dense latent attention, "
-        f"or one of {', '.join(DENSE_WHERE_SHORT)}": model.architecture not in DENSE_WHERE_SHORT,
-        f"sparse attention (DSA) is not supported yet: beyond {top_k} tokens the indexer of {model.architecture} hides "
-        f"keys (index_topk): set max_model_len={top_k} or less": model.max_model_len > top_k,
+        f"or one of {', '.join(WITH_INDEXERS)}": model.architecture not in WITH_INDEXERS,
         "models with an indexer (DSA) keep latents alone: leave out VLLM_MLA_DISABLE": not model.use_mla,
-        "drafts by mtp are not supported with an indexer (DSA) yet: use one of "
-        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method == "mtp",
+    }
+    refuse(refusals)
+    if hides_keys(model):
+        _check_hidden_keys(vllm_config)
+
+
+def _check_hidden_keys(vllm_config: VllmConfig) -> None:
+    """Refuses what an indexer that hides keys is not served with; up to ``index_topk`` tokens it does not run."""
+    model = vllm_config.model_config
+    dense = f"set max_model_len={num_indexed_keys(model)} or less (index_topk), where {model.architecture} is dense"
+    rotation, sharing = misread_rotation(model), misread_sharing(model.hf_text_config)
+    refusals = {
+        f"sparse attention (DSA) is not cut over ranks or stages yet: leave out tensor_parallel_size and "
+        f"pipeline_parallel_size, or {dense}": vllm_config.parallel_config.world_size > 1,
+        f"adapters are not supported with sparse attention (DSA) yet: leave out enable_lora, or {dense}": (
+            vllm_config.lora_config
+        ),
+        f"caches of 8 bits are not supported with sparse attention (DSA) yet: leave out kv_cache_dtype, or {dense}": (
+            vllm_config.cache_config.cache_dtype.startswith("fp8")
+        ),
+        "an indexer's keys are kept in the model's dtype: leave out indexer_kv_dtype": (
+            setting(vllm_config, "attention_config.indexer_kv_dtype") not in KEPT_AS_THEY_ARE
+        ),
+        f"caches of sparse attention (DSA) are not transferred yet: leave out kv_transfer_config, or {dense}": (
+            setting(vllm_config, "kv_transfer_config")
+        ),
+        f"vLLM's {model.architecture} reads the order of an indexer's rotary numbers from indexer_rope_interleave, "
+        f"which published code has as {rotation}: correct config.json, or pass "
+        f'hf_overrides={{"indexer_rope_interleave": {rotation}}}': rotation is not None,
+        f"{sharing}: correct config.json, or pass hf_overrides, or {dense}": sharing is not None,
     }
     refuse(refusals)
 

@@ -15,6 +15,7 @@ from model_runner_base.errors import UnsupportedConfigError, first_line
 from model_runner_base.models.draft_loading import load_draft
 from model_runner_base.models.layers.cache_scales import CacheScales, has_small_cache
 from model_runner_base.models.layers.fused_moe import use_plain_experts
+from model_runner_base.models.layers.indexer import use_plain_indexers
 from model_runner_base.models.layers.latent_attention import use_plain_latents
 from model_runner_base.models.layers.replaced_experts import check_activation, follow_activation
 from model_runner_base.models.misfits import misfit_of_config
@@ -29,7 +30,7 @@ from model_runner_base.models.patches.layers import (
 )
 from model_runner_base.models.recurrent.layers import use_plain_recurrences
 from model_runner_base.models.weight_stream import get_model, keep_all
-from model_runner_base.vllm_compat.patches.without_indexer import num_indexed_keys
+from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
 from model_runner_base.vllm_compat.probes.experts import wrong_in_float16
 from model_runner_base.vllm_compat.types.recurrent import has_states
 
@@ -86,6 +87,8 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
             use_plain_experts(model)
             use_plain_recurrences(model)
             use_plain_latents(model)
+            if hides_keys(vllm_config.model_config):
+                use_plain_indexers(model)
         if scales:
             scales.apply(model)
         return model

@@ -10,6 +10,7 @@ from model_runner_base.caches.pair_shapes import pair_shapes
 from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.models.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS, tiles_at_once
 from model_runner_base.step.sizes import StepLimits, StepSize
+from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
 from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
 
@@ -28,8 +29,8 @@ def estimate_step_memory(
     Counted in float32: the pairs that attention holds at a time, with what a query tile keeps between two pieces; a few
     hidden states and an MLP's two inner activations, what experts gather and compute; logits, eight more arrays of
     their shape that a sampler with top-p makes, and the token counts that penalties keep; the pool of prompt
-    embeddings, where they are enabled; queries and outputs of latent attention. A pooling model has rows of hidden
-    states for logits.
+    embeddings, where they are enabled; queries and outputs of latent attention; scores and places of the keys that an
+    indexer chooses. A pooling model has rows of hidden states for logits.
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
     ``is_unrolled`` is True where graphs hold each round of a loop (step/rounds.py), so that they are fewer and larger.
     """
@@ -44,6 +45,7 @@ def estimate_step_memory(
         step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * width
         step += _experts(model_config, size.num_tokens, is_unrolled)
         dims = limits.named(size)
+        step += _choice(model_config, dims, limits)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
         of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
         worst = max(worst, 4 * (step + max(of_layer, default=0)))
@@ -82,6 +84,16 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
         if held < pairs or is_of_row:
             numbers += tiles * held * (rows + 1)  # Which pair is of which tile, and the tiles' maxima in a piece.
     return numbers
+
+
+def _choice(model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits) -> int:
+    """Numbers that an indexer's choice takes (attention/choice.py): by query, scores and places of the chosen keys, and
+    entries of the cache; scores of a round before and after its heads are summed."""
+    if not hides_keys(model_config):
+        return 0
+    count, heads = num_indexed_keys(model_config) or 0, _largest(model_config, "index_n_heads")
+    queries = dims["decode_rows"] * limits.longest_row + dims["chunk_tiles"] * limits.chunk.query
+    return 6 * queries * count + 2 * max(limits.longest_row, limits.chunk.query) * (heads + 4) * count
 
 
 def _experts(model_config: ModelConfig, num_tokens: int, is_unrolled: bool) -> int:

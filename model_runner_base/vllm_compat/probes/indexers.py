@@ -1,0 +1,44 @@
+"""Settings of indexers (sparse attention, DSA) that vLLM reads otherwise than published code."""
+
+from inspect import signature
+from typing import Any
+
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+
+SHARES_CHOICES = "skip_topk" in signature(MultiHeadLatentAttentionWrapper.__init__).parameters
+"""Whether vLLM's layers may take the choice of an earlier layer."""
+INTERLEAVED = {"DeepseekV32ForCausalLM": False, "GlmMoeDsaForCausalLM": True}
+"""Whether an architecture's indexers rotate neighbouring numbers, rather than halves, in published code."""
+
+
+def misread_rotation(model_config: ModelConfig) -> bool | None:
+    """Value of ``indexer_rope_interleave`` with which vLLM runs a model as published; None if the config has it."""
+    config, right = model_config.hf_text_config, INTERLEAVED.get(model_config.architecture)
+    return None if getattr(config, "indexer_rope_interleave", False) in (right, None) else right
+
+
+def misread_sharing(config: Any) -> str | None:
+    """Reason why layers would take another layer's choice than in published code; None if they would not."""
+    shared = _shared_by_vllm(config)
+    if any(shared) and not SHARES_CHOICES:
+        return "layers that share an indexer's choice (index_topk_freq, index_topk_pattern) need vLLM 0.33"
+    if shared and shared[0]:
+        return "the first layer has no earlier layer whose choice it could share (index_topk_pattern)"
+    kinds = getattr(config, "indexer_types", None)
+    if kinds is not None and [kind == "shared" for kind in kinds[: len(shared)]] != shared:
+        return (
+            "vLLM reads which layers share an indexer's choice from index_topk_freq, index_topk_pattern and "
+            "index_skip_topk_offset, and indexer_types says otherwise"
+        )
+    return None
+
+
+def _shared_by_vllm(config: Any) -> list[bool]:
+    """Whether each layer has no indexer of its own, by vLLM's rule."""
+    layers, pattern = range(getattr(config, "num_hidden_layers", 0)), getattr(config, "index_topk_pattern", None)
+    if pattern is not None:
+        return [layer < len(pattern) and pattern[layer] == "S" for layer in layers]
+    frequency = getattr(config, "index_topk_freq", None) or 1
+    offset = getattr(config, "index_skip_topk_offset", 2)
+    return [max(layer - offset + 1, 0) % frequency != 0 for layer in layers]
