@@ -71,6 +71,7 @@ NEWEST = [
     "base/test_scheduling.py",
     "base/test_session_turns.py",
     "base/test_sleeping.py",
+    "base/test_sparse_attention.py",
     "base/test_small_caches.py",
     "base/test_state_prefixes.py",
     "base/test_streaming_input.py",

@@ -24,6 +24,7 @@ from model_runner_base.testing.architectures import (
     VLLM_NAMES,
     hf,
 )
+from model_runner_base.testing.indexer_reference import add_indexers, lacks_indexers
 from model_runner_base.testing.no_reference import watch
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 from model_runner_base.testing.swept_architectures import SWEPT
@@ -63,10 +64,17 @@ def load_reference(path: Path, dtype: torch.dtype, attention: str | None = None)
     attention = attention or ("eager" if getattr(config, "attn_logit_softcapping", None) else None)
     writes_text_alone = type(config) in AutoModelForCausalLM._model_mapping
     model_class: Any = AutoModelForCausalLM if writes_text_alone else AutoModelForImageTextToText
-    if type(config).__module__.startswith("vllm."):  # vLLM puts its own config in place of transformers'.
-        model_class = getattr(hf, config.architectures[0])
+    own_class: Any = getattr(hf, (config.architectures or [""])[0], None)
+    # vLLM puts its own config in place of transformers', or, for DeepSeek V3.2, that of a class without indexers.
+    lacks = getattr(config, "index_topk", None) is not None and getattr(own_class, "config_class", None)
+    if type(config).__module__.startswith("vllm.") or (lacks and lacks is not type(config)):
+        model_class = own_class
         config = model_class.config_class.from_pretrained(path)
     model = model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention).eval()
+    if lacks_indexers(model):
+        model.set_attn_implementation("eager")
+        add_indexers(model, path)
+        model.keeps_no_keys = True
     watch(model, path)
     for module in model.modules():
         # vLLM's Transformers backend has a class of transformers ask for this, in objects that exist already, too.
@@ -84,7 +92,7 @@ def _greedy(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
-        use_cache=not _is_recurrent(path),
+        use_cache=not _is_recurrent(path) and not getattr(reference_model(path), "keeps_no_keys", False),
     )
     return out[0, len(prompt) :].tolist()
 

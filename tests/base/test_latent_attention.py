@@ -128,10 +128,10 @@ def test_other_weights_are_loaded(is_eager: bool, tiny_model: Tiny, tmp_path: Pa
         assert len(projections) == 4 and all(p.device.type == device for p in projections)
 
 
-def with_indexer(model: TinyModel, path: Path) -> TinyModel:
+def with_indexer(model: TinyModel, path: Path, indexer: dict[str, int] = INDEXER) -> TinyModel:
     """A checkpoint of DeepSeek V3 as one of V3.2, with an indexer of random weights."""
     weights, config = load_file(model.path / "model.safetensors"), json.loads((model.path / "config.json").read_text())
-    heads, width = INDEXER["index_n_heads"], INDEXER["index_head_dim"]
+    heads, width = indexer["index_n_heads"], indexer["index_head_dim"]
     shapes = {
         "wq_b.weight": (heads * width, config["q_lora_rank"]),
         "wk.weight": (width, config["hidden_size"]),
@@ -145,19 +145,20 @@ def with_indexer(model: TinyModel, path: Path) -> TinyModel:
     path.mkdir()
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     named = {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
-    (path / "config.json").write_text(json.dumps(config | named | INDEXER))
+    (path / "config.json").write_text(json.dumps(config | named | indexer))
     return TinyModel(path)
 
 
 def test_an_indexer_that_leaves_all_keys(tiny_model: Tiny, tmp_path: Path) -> None:
-    """DeepSeek V3.2 has V3's tokens up to as many tokens as its indexer leaves keys. A longer context is refused before
-    anything is loaded."""
+    """DeepSeek V3.2 has V3's tokens up to as many tokens as its indexer leaves keys. Settings that a longer context is
+    not served with are refused before anything is loaded."""
     dense = tiny_model("deepseek-v3")
     sparse = with_indexer(dense, tmp_path / "sparse")
     with engine(sparse.path, **OPTIONS) as llm:
         check(llm, dense, PROMPTS)
-    with pytest.raises(ValueError, match=r"beyond 256 tokens the indexer .* set max_model_len=256 or less"):
-        EngineArgs(str(sparse.path), max_model_len=257, hf_overrides={"index_topk": 256}).create_engine_config()
+    longer = EngineArgs(str(sparse.path), max_model_len=257, hf_overrides={"index_topk": 256}, enable_lora=True)
+    with pytest.raises(ValueError, match=r"leave out enable_lora, or set max_model_len=256 or less"):
+        longer.create_engine_config()
 
 
 @pytest.mark.openxla

@@ -257,20 +257,42 @@ def test_sharded_adapters_of_latent_attention_are_refused() -> None:
     check_refused(config, "parallel_config.tensor_parallel_size", 2, "fully_sharded_loras are .* leave them out")
 
 
+def with_indexer(**options: Any) -> Any:
+    """A config of DeepSeek V3.2 whose ``index_topk`` is 2,048."""
+    config: Any = deepcopy(SERVED)
+    own = {"use_mla": True, "architecture": "DeepseekV32ForCausalLM"}
+    vars(config.model_config).update(own | options)
+    vars(config.model_config.hf_text_config).update(index_topk=2048, num_hidden_layers=4)
+    config.cache_config.cache_dtype, config.parallel_config.world_size = "auto", 1
+    return config
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("model_config.max_model_len", 2049, "beyond 2048 tokens the indexer .* set max_model_len=2048 or less"),
         ("model_config.use_mla", False, "leave out VLLM_MLA_DISABLE"),
-        ("speculative_config", draft(method="mtp"), "drafts by mtp are not .* ngram, suffix, or leave out"),
+        ("parallel_config.world_size", 2, "not cut over ranks .* or set max_model_len=2048 or less"),
+        ("lora_config", SimpleNamespace(fully_sharded_loras=False), "leave out enable_lora, or set max_model_len=2048"),
+        ("cache_config.cache_dtype", "fp8_ds_mla", "leave out kv_cache_dtype, or set max_model_len=2048"),
+        ("attention_config", SimpleNamespace(indexer_kv_dtype="fp8"), "leave out indexer_kv_dtype"),
+        ("kv_transfer_config", SimpleNamespace(), "kv_transfer_config"),
+        ("speculative_config", draft(), "drafts by eagle are not .* ngram, suffix, mtp, or leave out"),
+        ("model_config.hf_text_config.indexer_rope_interleave", True, "indexer_rope_interleave, .* has as False"),
+        ("model_config.hf_text_config.index_topk_pattern", "SFFF", "first layer|need vLLM 0.33"),
+        ("model_config.hf_text_config.indexer_types", ["full", "shared"] * 2, "indexer_types says otherwise"),
     ],
 )
 def test_what_an_indexer_is_not_served_with_yet(setting: str, value: Any, message: str) -> None:
-    config: Any = deepcopy(SERVED)
-    own = {"use_mla": True, "architecture": "DeepseekV32ForCausalLM", "max_model_len": 2048}
-    vars(config.model_config).update(own)
-    config.model_config.hf_text_config.index_topk = 2048
-    check_refused(config, setting, value, message)
+    """Settings that are refused where an indexer hides keys."""
+    check_refused(with_indexer(max_model_len=2049), setting, value, message)
+
+
+def test_an_indexer_that_hides_no_key_needs_nothing() -> None:
+    """Settings of rotary numbers, and of shared choices, are those of an indexer that does not run."""
+    config = with_indexer(max_model_len=2048)
+    config.model_config.hf_text_config.index_topk_freq = 2
+    config.model_config.hf_text_config.indexer_rope_interleave = True
+    check_config(config)
 
 
 @pytest.mark.parametrize(
