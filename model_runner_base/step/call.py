@@ -1,4 +1,4 @@
-"""One call of the model inside a step's graph: its tokens, what components make of the packed buffer, and its results."""
+"""One call of the model in a step's graph: its tokens, what components make of the packed buffer, and its results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
