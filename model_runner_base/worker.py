@@ -407,12 +407,32 @@ class ModelRunnerWorker(WorkerBase):
         name = f"{self.vllm_config.instance_id}-rank-{self.rank}"
         return TorchProfilerWrapper(config, name, self.local_rank, list(self.profiler_activities))
 
-    def profile(self, is_start: bool = True) -> None:
-        """Starts or stops the profiler; raises RuntimeError if there is none."""
-        self._profiler = self._profiler or self.make_profiler()
-        if self._profiler is None:
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Starts or stops the profiler; raises RuntimeError if there is none.
+
+        Later releases of vLLM name the trace's file by ``profile_prefix``, and pass the others to the profiler.
+        """
+        profiler: Any = self._profiler or self.make_profiler()
+        self._profiler = profiler
+        if profiler is None:
             raise RuntimeError("Profiling is not enabled: set --profiler-config, for example its profiler to torch")
-        (self._profiler.start if is_start else self._profiler.stop)()
+        if not is_start:
+            profiler.stop()
+            return
+        if profile_prefix:
+            profiler.set_output_name(f"{profile_prefix}-rank-{self.rank}")
+        if profiler_kwargs:
+            profiler.set_profiler_kwargs(profiler_kwargs)
+        bounds = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+        profiler.start(**{name: value for name, value in bounds.items() if value is not None})
 
     def shutdown(self) -> None:
         """Writes a profile that still runs, ends a weight update, and stops the background compilation of sizes."""

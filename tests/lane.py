@@ -66,6 +66,7 @@ NEWEST = [
     "base/test_request_errors.py",
     "base/test_scales_by_family.py",
     "base/test_request_ranges.py",
+    "base/test_profile.py",
     "base/test_right_drafts_beside_windows.py",
     "base/test_preempted_steps.py",
     "base/test_scheduling.py",

@@ -1,8 +1,6 @@
 """Calls to a running engine: reset of the prefix cache, calls of worker and model; and a fitted model length."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,28 +110,6 @@ def test_calls_to_worker_and_model(tiny_model: Callable[[str], TinyModel]) -> No
 
         llm.apply_model(zero)
         assert generate(llm, random_prompts(64, [9]), 5) == [[0] * 5], "the model that was changed is the one that runs"
-
-
-def test_profile_is_written(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """A profile is written as ``profiler_config`` asks, with what ran in between. Without it the call says what to
-    set."""
-    model = tiny_model("llama")
-    prompts = random_prompts(64, [5, 9])
-    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}
-    with engine(model.path, max_model_len=128, enforce_eager=True, profiler_config=config) as llm:
-        llm.start_profile()
-        assert generate(llm, prompts) == expected(model, prompts)
-        llm.stop_profile()
-        (trace,) = tmp_path.glob("*.json")
-        llm.start_profile()
-        llm.llm_engine.engine_core.shutdown()
-        assert len(list(tmp_path.glob("*.json"))) == 2, "what still ran when the engine ended was not written"
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"aten::mm", "aten::linear"} & names
-    with engine(model.path, max_model_len=128, enforce_eager=True) as llm:
-        with pytest.raises(Exception, match="set --profiler-config"):
-            llm.start_profile()
-        assert generate(llm, prompts) == expected(model, prompts)
 
 
 def test_scales_of_fp8_caches_are_not_calculated_for_others(tiny_model: Callable[[str], TinyModel]) -> None:
