@@ -12,7 +12,7 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall, ModelResults
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.device_rows import DeviceRows
-from model_runner_base.step.graph_policy import StepFunction
+from model_runner_base.step.graph_policy import SizeDoor, StepFunction
 from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.sizes import StepSize
@@ -22,8 +22,8 @@ from model_runner_base.step.token_layout import TokenLayout
 class ModelGraph:
     """Packs a batch at a size, and runs the model on what was packed.
 
-    ``wrap`` makes a graph of a function. ``bind_kv_caches`` points the layers at the caches; eager runs and tracing
-    read these, while a compiled run reads its state.
+    ``agree`` says which size a step runs at. ``wrap`` makes a graph of a function. ``bind_kv_caches`` points the layers
+    at the caches; eager runs and tracing read these, while a compiled run reads its state.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class ModelGraph:
         rows: DeviceRows,
         repeat: Repeat,
         packer: Packer,
+        agree: SizeDoor,
         forward_context: ForwardContext,
         wrap: Callable[[Callable[..., Any]], StepFunction],
         bind_kv_caches: Callable[[], None],
@@ -48,14 +49,17 @@ class ModelGraph:
         self._rows = rows
         self._repeat = repeat
         self._packer = packer
+        self._agree = agree
         self._forward_context = forward_context
         self._bind_kv_caches = bind_kv_caches
         self.forward = wrap(self._run)
         """``_run`` as the graph policy has wrapped it."""
 
     def pack(self, size: StepSize, batch: InputBatch) -> PackedStep:
-        """Fills the buffer of the size, which holds the batch, and sends it; the next step may repeat this one."""
-        step, num_tokens = self._packer.at(size), batch.num_decode_tokens
+        """Fills the buffer of the size that ranks agree on, given one that holds the batch, and sends it; the next step
+        may repeat this one."""
+        size, num_tokens = self._agree(size), batch.num_decode_tokens
+        step = self._packer.at(size, self._repeat.place_for(batch))
         # Padding of decode rows lies between them and the chunks.
         batch.query_start[batch.num_decodes :] += self._layout.chunk_start(size, num_tokens) - num_tokens
         self._components.fill(batch, size, step.views)
@@ -87,11 +91,11 @@ class ModelGraph:
         return ModelResults(logits, slots, hidden_states, tuple(kept))
 
     def dummy_run(self, size: StepSize) -> ModelResults:
-        """Runs the graph of a size on nothing but padding; returns as ``run``."""
+        """Runs the graph of a size, or of one that ranks agree on, on nothing but padding; returns as ``run``."""
         self._bind_kv_caches()
         self._repeat.stop()
         with override_forward_context(self._forward_context):
-            return self.run(None, self.pad(size))
+            return self.run(None, self.pad(self._agree(size)))
 
     def warm_up_drafter(self, size: StepSize, results: ModelResults) -> None:
         """Runs the drafting that follows a step of a size; ``results`` are what the step's run returned."""

@@ -39,9 +39,9 @@ from model_runner_base.step.batch import BatchBuilder
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.device_rows import DeviceRows
-from model_runner_base.step.graph_policy import GraphPolicy, GraphState, HeldTensors, StepFunction
+from model_runner_base.step.graph_policy import GraphPolicy, GraphState, HeldTensors, SizeDoor, StepFunction
 from model_runner_base.step.packing import Packer
-from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.repeat import Repeat, make_repeat
 from model_runner_base.step.request_failures import RequestErrors
 from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.sizes import StepLimits
@@ -198,7 +198,9 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     components.add(drafter)
 
     # The model's graph, which runs on the device.
-    repeat, forward_context = Repeat(requests), create_forward_context(None, config)
+    agree, agrees = SizeDoor(policy.agree), type(policy).agree is not GraphPolicy.agree
+    repeat = make_repeat(requests, agree, agrees)
+    forward_context = create_forward_context(None, config)
     graph = ModelGraph(
         runner.model,
         token_layout,
@@ -208,6 +210,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
         rows,
         repeat,
         Packer(components.checked_sections, device_ops),
+        agree,
         forward_context,
         partial(policy.wrap, state=kv_caches),
         bind_kv_caches,

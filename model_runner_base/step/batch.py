@@ -4,7 +4,7 @@ repeats the last one needs no new one (step/repeat.py)."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class InputBatch:
     """Drafts to verify, by request, as in ``Schedule``."""
     is_repeat: bool = False
     """Whether this is the last step's batch, every request one token further (see ``Repeat``)."""
+    plan: Any = None
+    """The head's plan of the batch (``Head.plan``), which serves all of its repeats."""
 
     @property
     def num_reqs(self) -> int:

@@ -7,9 +7,11 @@ negative one: ``-(row + 1)`` means "the device's number for that row".
 
 from collections.abc import MutableSequence, Sequence
 
+import numpy as np
 import torch
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.step.graph_policy import WrapFunction
 
 NO_TOKEN = -2
 """Sampled token of a row for which the rules allow no token. Its request ends with an error. (-1 is a token that does
@@ -65,6 +67,28 @@ def commit(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Tens
     last.index_put_((slots[0], torch.zeros_like(slots[0])), tokens.clamp(min=0))
     computed.index_put_((slots[0],), slots[1])
     return tokens
+
+
+class ReceivedTokens:
+    """Recorder of tokens that were sampled elsewhere, such as on the last stage of a pipeline.
+
+    A row's progress does not depend on where its token was drawn: the rows are as if this rank had sampled it.
+    """
+
+    def __init__(self, rows: DeviceRows, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+        self._rows = rows
+        self._record = wrap(_record, rows.tensors)
+        self._device_ops = device_ops
+
+    def record(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Records ``tokens`` [S] int32 in ``rows`` [S], the padding row for tokens that do not count; ``positions`` [S]
+        are those that the tokens have."""
+        slots = np.stack((rows, positions)).astype(np.int32)
+        self._record(*map(self._device_ops.to_device, (slots, tokens)), *self._rows.tensors)
+
+
+def _record(slots: torch.Tensor, tokens: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    return commit(rows, slots, tokens)
 
 
 def _verify(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

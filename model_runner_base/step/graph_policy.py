@@ -69,6 +69,14 @@ class GraphPolicy:
             return self.dispatch(needs[0])
         return min(map(self.dispatch, needs), key=self.cost)
 
+    def agree(self, size: StepSize) -> StepSize:
+        """Size that a step runs at, given the one that this rank has chosen: the same one by default.
+
+        A policy whose ranks must run at equal sizes overrides it; it returns one that holds what each rank has chosen.
+        It is asked once in each step with tokens, and for each run on padding, so it may be a collective operation.
+        """
+        return size
+
     def cost(self, size: StepSize) -> float:
         """Cost of a step of a size, in units of one token; only to compare sizes."""
         return float(cost_of(np.array(size.as_row()), self.dims))
@@ -147,6 +155,28 @@ class GraphPolicy:
     def is_worth_it(self, size: StepSize) -> bool:
         """Whether to make ``size`` while steps are served; if not, it waits until none has run for a while."""
         return True
+
+
+class SizeDoor:
+    """Asks ``GraphPolicy.agree`` for the size of each step, once."""
+
+    def __init__(self, agree: Callable[[StepSize], StepSize]) -> None:
+        self._agree = agree
+        self._agreed: StepSize | None = None
+        """Size that was agreed on for a step that could not be repeated, and that is not packed yet."""
+
+    def __call__(self, size: StepSize) -> StepSize:
+        """Size at which a step is packed, or runs on padding."""
+        agreed, self._agreed = self._agreed, None
+        return self._agree(size) if agreed is None else agreed
+
+    def is_repeated_at(self, size: StepSize) -> bool:
+        """Whether a step that this rank can repeat at a size runs at it; if not, the step must be packed."""
+        agreed = self._agree(size)
+        if agreed == size:
+            return True
+        self._agreed = agreed
+        return False
 
 
 class BucketPolicy(GraphPolicy):

@@ -108,10 +108,14 @@ class PackedStep:
 
 
 class Packer:
-    """Packed buffers, one for each size."""
+    """Packed buffers, one for each size and place among the steps that are remembered (``step/repeat.py``)."""
 
     def __init__(self, sections: Callable[[StepSize], Sequence[Section]], device_ops: DeviceOps) -> None:
-        self.at = lru_cache(maxsize=256)(lambda size: PackedStep(size, sections(size), device_ops))
+        self._at = lru_cache(maxsize=256)(lambda size, place: PackedStep(size, sections(size), device_ops))
+
+    def at(self, size: StepSize, place: int = 0) -> PackedStep:
+        """Buffer of a size; of steps that repeat in turn each has a place of its own."""
+        return self._at(size, place)
 
 
 def offsets_of(sections: Iterable[Section]) -> list[int]:

@@ -7,6 +7,8 @@ position (``DeviceRows``), and the graph works out whatever follows from these. 
 buffer once more. The others send only those entries of it that change where a request enters a cache block. Steps are
 repeated from the second step of the same requests on, until a request comes, goes or resumes, a step has more tokens,
 or the buffer has no space for another attention pair.
+
+Where several batches are in flight in turn, as in a pipeline of stages, each of them repeats (``RepeatRing``).
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import numpy as np
 
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.components import RepeatPart, StepComponents
+from model_runner_base.step.graph_policy import SizeDoor
 from model_runner_base.step.host_loops import compiled, put_ints
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_states import RequestStates
@@ -32,6 +35,10 @@ class Repeat:
         self._rows: list[int] | None = None
         self._same: Sequence[str] | None = None
         """List of this step's schedule that ``rows_of`` found to be equal to the last step's requests."""
+
+    def place_for(self, batch: InputBatch) -> int:
+        """Place of the packed buffer that a batch is built in, among those of the steps that are remembered."""
+        return 0
 
     def watch(self, batch: InputBatch, step: PackedStep, components: StepComponents) -> None:
         """Notes a step that ``components`` have just packed, and whether the next step may repeat it.
@@ -101,6 +108,80 @@ class Repeat:
         batch.num_computed, batch.seq_lens = batch.num_computed.copy(), batch.seq_lens.copy()
         for part in self._parts:
             part.begin(batch.num_computed)
+
+    # ---- One of several: ``RepeatRing`` ----
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step is remembered."""
+        return self._batch is None
+
+    def forget_shared(self, req_ids: set[str]) -> None:
+        """Forgets a step with one of these requests, which another step is about to move on."""
+        if self._batch is not None and not req_ids.isdisjoint(self._batch.req_ids):
+            self._batch = None
+
+
+class AgreedRepeat(Repeat):
+    """Repeats of ranks that agree on sizes: a step is repeated if they agree on the size that it was packed at."""
+
+    def __init__(self, requests: RequestStates, agree: SizeDoor) -> None:
+        super().__init__(requests)
+        self._agree = agree
+
+    def follow(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
+        followed = super().follow(schedule)
+        if followed is None or self._agree.is_repeated_at(followed[1].size):
+            return followed
+        batch, _ = followed
+        if batch.row_len == 1:
+            self._requests.num_computed[batch.rows] -= 1
+        self._batch = None
+        return None
+
+
+class RepeatRing(Repeat):
+    """Several steps that are remembered, each with requests and a packed buffer of its own, which repeat in turn."""
+
+    def __init__(self, requests: RequestStates, remembered: Sequence[Repeat]) -> None:
+        self._requests = requests
+        self._remembered = remembered
+        self._place = 0
+
+    def place_for(self, batch: InputBatch) -> int:
+        """Place that remembers no step, or else the one after the place that was taken last."""
+        req_ids, last = set(batch.req_ids), self._place
+        for each in self._remembered:
+            each.forget_shared(req_ids)
+        count = len(self._remembered)
+        places = [(last + 1 + distance) % count for distance in range(count)]
+        self._place = next((place for place in places if self._remembered[place].is_empty), places[0])
+        return self._place
+
+    def watch(self, batch: InputBatch, step: PackedStep, components: StepComponents) -> None:
+        self._remembered[self._place].watch(batch, step, components)
+
+    def stop(self) -> None:
+        for each in self._remembered:
+            each.stop()
+
+    def rows_of(self, req_ids: Sequence[str]) -> list[int] | None:
+        found = (each.rows_of(req_ids) for each in self._remembered)
+        return next((rows for rows in found if rows is not None), None)
+
+    def follow(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
+        found = (each.follow(schedule) for each in self._remembered)
+        followed = next((followed for followed in found if followed is not None), None)
+        if followed is not None:
+            # Rows of the other batches are idle in this step, and must not be taken for those of paused requests.
+            self._requests.note_step(followed[0].rows)
+        return followed
+
+
+def make_repeat(requests: RequestStates, agree: SizeDoor, agrees: bool, num_in_flight: int = 1) -> Repeat:
+    """Makes the memory of ``num_in_flight`` steps that may repeat in turn; ``agrees``: ranks agree on their sizes."""
+    remembered = [AgreedRepeat(requests, agree) if agrees else Repeat(requests) for _ in range(num_in_flight)]
+    return RepeatRing(requests, remembered) if num_in_flight > 1 else remembered[0]
 
 
 @compiled

@@ -50,7 +50,7 @@ class BareStep:
     def send(self, batch: InputBatch, size: StepSize) -> PackedStep:
         """Fills the size's buffer, whatever it held before, and sends it; the batch is packed once."""
         assert any(size.holds(need) for need in self.layout.needs(batch))
-        step, rows = self.packer.at(size), batch.num_decodes
+        step, rows = self.packer.at(size, self.repeat.place_for(batch)), batch.num_decodes
         batch.query_start[rows:] += self.layout.chunk_start(size, rows) - rows
         self.components.fill(batch, size, step.views)
         step.send()

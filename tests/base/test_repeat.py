@@ -19,10 +19,14 @@ from model_runner_base.attention.plan import PairGeometry
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
+from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.batch import BatchBuilder, InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.device_rows import ReceivedTokens
+from model_runner_base.step.graph_policy import SizeDoor
 from model_runner_base.step.packing import Entries, PackedStep
+from model_runner_base.step.repeat import make_repeat
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Arrival, Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
@@ -347,6 +351,71 @@ def test_a_step_that_leaves_a_prompt_unfinished_is_not_repeated(counts: dict[str
     batch = BatchBuilder(bare.requests, bare.layout.order).build(scheduled(counts))
     bare.send(batch, padded(decoding.limits, bare.layout.needs(batch), 1))
     assert bare.repeat.follow(scheduled({"request 0": 1, "request 1": 1})) is None
+
+
+def test_steps_that_are_in_flight_in_turn_each_repeat() -> None:
+    """Two batches in turn are each built once, also where one of them is built anew; a step with requests of both
+    ends both."""
+    decoding = Decoding([CAUSAL], 4, 2, [2, 9, 17, 5], 40)
+    bare = decoding.bare
+    bare.repeat = make_repeat(bare.requests, SizeDoor(lambda size: size), agrees=False, num_in_flight=2)
+    first, second = decoding.names[:2], decoding.names[2:]
+    decoding.step()  # The largest step: its size holds all others.
+    for _ in range(10):
+        batches = [decoding.step(names)[0] for names in (first, second)]
+    assert decoding.num_built == 1 + 2 and all(batch.is_repeat for batch in batches)
+    assert bare.repeat.rows_of(second) == [decoding.row_of[name] for name in second]
+    for _ in range(3):
+        batch, *_ = decoding.step(first[:1])
+        assert decoding.step(second)[0].is_repeat, "the other step was forgotten"
+    assert batch.is_repeat and decoding.num_built == 4
+    for names in (decoding.names, first, second, first, second):
+        decoding.step(names)
+    assert decoding.num_built == 7
+    bare.repeat.stop()
+    assert bare.repeat.rows_of(first) is None
+
+
+def test_a_step_repeats_only_at_the_size_that_ranks_agree_on() -> None:
+    """A step is packed at the larger size that another rank needs, and ranks are asked once a step."""
+    decoding = Decoding([CAUSAL], 4, 2, [2, 9], 40)
+    bare, asked, wanted = decoding.bare, list[StepSize](), list[StepSize]()
+
+    def agree(size: StepSize) -> StepSize:
+        asked.append(size)
+        return wanted.pop() if wanted else size
+
+    door = SizeDoor(agree)
+    bare.repeat = make_repeat(bare.requests, door, agrees=True)
+    for _ in range(4):
+        decoding.step()
+    size = decoding.size
+    assert size is not None and decoding.num_built == 1 and asked == [size] * 3
+    larger = padded(decoding.limits, [size], padding=1)
+    wanted.append(larger)
+    before = bare.requests.num_computed.copy()
+    assert bare.repeat.follow(scheduled(dict.fromkeys(decoding.names, 1))) is None
+    assert (bare.requests.num_computed == before).all(), "the step would be counted twice"
+    assert door(size) == larger and len(asked) == 4
+    assert door(size) == size and len(asked) == 5
+
+
+def test_received_tokens_are_as_if_they_were_sampled_here() -> None:
+    """Rows whose tokens were drawn elsewhere make the same steps, built or repeated."""
+    decoding = Decoding([CAUSAL], 4, 2, [2, 9], 40)
+    bare, device_ops = decoding.bare, DeviceOps(torch.device("cpu"))
+    received = ReceivedTokens(bare.rows, lambda function, state: function, device_ops)
+
+    def commit(call: ModelCall, tokens: list[int]) -> None:
+        slots = call.sample_slots.numpy()
+        received.record(slots[0], slots[1], np.array(tokens, np.int32))
+
+    bare.commit = commit  # type: ignore[method-assign,assignment]
+    for _ in range(12):
+        decoding.step()
+        for mine, its in zip(bare.rows.tensors, decoding.scratch.rows.tensors, strict=True):
+            assert torch.equal(mine, its)
+    assert decoding.num_built == 1
 
 
 @given(

@@ -156,7 +156,6 @@ class SamplingPipeline:
         self._num_logprobs = np.zeros(max_num_reqs, np.int32)
         self._chosen_ids: dict[int, Sequence[int]] = {}
         """Tokens that requests choose for log probabilities, by row; a row may have been given up since."""
-        self._plan: SamplingPlan | None = None
 
     # ---- Requests ----
 
@@ -188,10 +187,11 @@ class SamplingPipeline:
     # ---- A step ----
 
     def prepare(self, batch: InputBatch) -> SamplingPlan:
-        """Makes the batch's plan; a repeated batch keeps the last one."""
-        if self._plan is None or not batch.is_repeat:
-            self._plan = self._make_plan(batch)
-        return self._plan
+        """Makes the batch's plan; a repeated batch has one already."""
+        if batch.plan is None:
+            batch.plan = self._make_plan(batch)
+        plan: SamplingPlan = batch.plan
+        return plan
 
     def _make_plan(self, batch: InputBatch) -> SamplingPlan:
         every, highest_mode, num_logprobs = most_asked(
