@@ -22,6 +22,7 @@ class PlainPlatform(PagedPlatform):
     device_name = "cpu"
     device_type = "cpu"
     worker_cls = f"{__name__}.PlainWorker"
+    serves_stages = True
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,6 @@ from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.factory import supported_tasks
-from model_runner_base.heads.head import PooledStep
 from model_runner_base.heads.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -39,7 +38,7 @@ from model_runner_base.heads.outputs import (
 )
 from model_runner_base.heads.sampling.logprobs import reads_processed
 from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.pipeline import SampledStep, SamplingPlan
+from model_runner_base.heads.sampling.pipeline import SamplingPlan
 from model_runner_base.heads.sampling.sampler import sample
 from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
@@ -56,7 +55,7 @@ from model_runner_base.runner.sleep import Sleep
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.runner.wiring import StepParts, load_processors, wire
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import Forward, ModelResults
+from model_runner_base.step.call import Forward, ModelResults, StepResults
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
@@ -94,7 +93,9 @@ class ModelRunnerBase:
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config
         self.device = device
-        self.step_guard = StepGuard(vllm_config.parallel_config.rank)
+        parallel = vllm_config.parallel_config
+        first_heard = parallel.tensor_parallel_size * (parallel.pipeline_parallel_size - 1)
+        self.step_guard = StepGuard(parallel.rank - first_heard)
         self.background_compiler = BackgroundCompiler(self.step_guard)
         """Compiler of step sizes that are made while steps are served."""
         self.max_model_len = self.model_config.max_model_len
@@ -155,7 +156,7 @@ class ModelRunnerBase:
         """Returns the sampler of a mode; it takes the parameters of ``sample`` after the first three."""
         return partial(sample, mode, reads_processed(self.model_config.logprobs_mode), self.graph_policy.sort_limits)
 
-    def make_output(self, batch: InputBatch, results: SampledStep | PooledStep) -> AsyncModelRunnerOutput:
+    def make_output(self, batch: InputBatch, results: StepResults) -> AsyncModelRunnerOutput:
         """Makes the output of a step. The next step may change the arrays of ``batch``, so an output copies what it
         keeps.
 
@@ -288,7 +289,7 @@ class ModelRunnerBase:
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None) -> Output | None:
         """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless this returns an output.
 
-        ``intermediate_tensors`` would come from an earlier stage of a pipeline, which admission/limits.py refuses.
+        ``intermediate_tensors`` are None: stages of a pipeline send them themselves (``heads/stages.py``).
         """
         parts, schedule = self.parts, self._update_states(read_schedule(scheduler_output))
         self._execute_encoder(schedule)
@@ -313,7 +314,7 @@ class ModelRunnerBase:
         plan = self._prepare_sampling(forward.batch)
         return self._end_step(forward, self.parts.head.sample(plan, forward, read_grammar(grammar_output)))
 
-    def _end_step(self, forward: Forward, results: SampledStep | PooledStep) -> Output:
+    def _end_step(self, forward: Forward, results: StepResults) -> Output:
         """Begins the copy of a step's results, and lets the components end the step; returns the step's output."""
         parts, forward.results = self.parts, results
         launched = self.make_output(forward.batch, results)

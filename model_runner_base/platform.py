@@ -51,6 +51,10 @@ class PagedPlatform(Platform):
     default_memory_share = 0.5
     """Share of the host's free memory for the KV cache, if the user sets no size and no share."""
 
+    serves_stages = False
+    """Whether workers can be stages of a pipeline (``heads/stages.py``). A device says so whose graphs take and return
+    further tensors, and whose ranks choose equal sizes: not one that compiles sizes while it serves."""
+
     num_local_workers = 1
     """Number of workers on this host, which a worker sets when it starts."""
 

@@ -74,6 +74,7 @@ NEWEST = [
     "base/test_sleeping.py",
     "base/test_sparse_attention.py",
     "base/test_small_caches.py",
+    "base/test_stages.py",
     "base/test_state_prefixes.py",
     "base/test_streaming_input.py",
     "base/test_text_alone.py",

@@ -7,7 +7,8 @@ feature is built, its line is removed.
 import math
 from typing import Any
 
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
@@ -122,9 +123,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         f"weight transfer by {', '.join(WRITING_BACKENDS)} is not supported: use a backend that calls the model's"
         " load_weights, such as gloo": setting(vllm_config, "weight_transfer_config.backend") in WRITING_BACKENDS,
         "micro-batching is not supported yet: leave out enable_dbo and ubatch_size": parallel.use_ubatching,
-        "pipeline parallelism is not supported yet: use pipeline_parallel_size=1 and more tensor_parallel_size": (
-            parallel.pipeline_parallel_size > 1
-        ),
         "data parallelism is not supported yet: use data_parallel_size=1": parallel.data_parallel_size > 1,
         "context parallelism is not supported yet: use prefill_context_parallel_size=1 and"
         " decode_context_parallel_size=1": (
@@ -168,6 +166,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         ),
     }
     refuse(refusals)
+    if parallel.pipeline_parallel_size > 1:
+        _check_stages(vllm_config)
     if model and model.runner_type == "pooling":
         check_pooling(vllm_config)
     if has_states(vllm_config):
@@ -183,6 +183,52 @@ def check_config(vllm_config: VllmConfig) -> None:
         check_multimodal(vllm_config)
     elif model and model.is_multimodal_model:
         check_text_alone(model)
+
+
+def _check_stages(vllm_config: VllmConfig) -> None:
+    """Refuses what stages of a pipeline do not have yet; without a model only how they are started is checked."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    refusals = {
+        "pipeline stages do not run on this device yet: use pipeline_parallel_size=1 and more tensor_parallel_size": (
+            not getattr(current_platform, "serves_stages", False)
+        ),
+        f"pipeline stages are not started by {parallel.distributed_executor_backend} yet: set "
+        "distributed_executor_backend to mp": parallel.distributed_executor_backend != "mp",
+        "pipeline stages run on one host alone: use nnodes=1": setting(parallel, "nnodes", 1) > 1,
+        "KV transfer is not supported with pipeline stages yet: leave out kv_transfer_config": (
+            vllm_config.kv_transfer_config
+        ),
+        "speculative decoding is not supported with pipeline stages yet: leave out speculative_config": (
+            vllm_config.speculative_config
+        ),
+        "adapters are not supported with pipeline stages yet: leave out enable_lora": vllm_config.lora_config,
+        "weights of a trainer are not received by pipeline stages yet: leave out weight_transfer_config": (
+            setting(vllm_config, "weight_transfer_config")
+        ),
+        f"{model and model.architecture} has recurrent layers, which pipeline stages do not run yet: use "
+        "pipeline_parallel_size=1": has_states(vllm_config),
+    }
+    refuse(refusals)
+    if model is not None:
+        _check_staged_model(model)
+
+
+def _check_staged_model(model: ModelConfig) -> None:
+    refusals = {
+        "pooling is not supported with pipeline stages yet: use pipeline_parallel_size=1": (
+            model.runner_type == "pooling"
+        ),
+        "images and other items are not supported with pipeline stages yet: use pipeline_parallel_size=1, or the "
+        "model's text alone (limit_mm_per_prompt)": multimodal.takes_items(model),
+        "encoder-decoder models are not supported with pipeline stages yet: use pipeline_parallel_size=1": (
+            model.is_encoder_decoder
+        ),
+        "prompt embeddings are not supported with pipeline stages yet: leave out enable_prompt_embeds": (
+            model.enable_prompt_embeds
+        ),
+        "pipeline stages do not sleep yet: leave out enable_sleep_mode": model.enable_sleep_mode,
+    }
+    refuse(refusals)
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 
 from model_runner_base.admission.our_engines import Checks, arriving, is_ours
 from model_runner_base.admission.request_ranges import check_rest
-from model_runner_base.admission.request_rules import check_fits, check_rules
+from model_runner_base.admission.request_rules import check_fits, check_rules, check_session
 from model_runner_base.errors import RequestError
 from model_runner_base.vllm_compat.patches.wrap_once import wrap_once
 from model_runner_base.vllm_compat.types.mixed_prompts import mark_tokens
@@ -53,6 +53,7 @@ def _checked(make_checks: Callable[[ModelConfig], Checks], process_inputs: Any) 
         embeds = request.prompt_embeds
         num_tokens = len(request.prompt_token_ids or ()) if embeds is None else len(embeds)
         check_fits(num_tokens, config)
+        check_session(request.resumable, config)
         if isinstance(request.sampling_params, SamplingParams):
             check_rules(request.sampling_params, vocab_size)
         return request

@@ -33,6 +33,13 @@ def check_rules(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"no token is left that {', '.join(rules)} allow: relax one of them")
 
 
+def check_session(is_session: bool, vllm_config: VllmConfig) -> None:
+    """Raises RequestError for a streaming session where an engine has pipeline stages: rows of a session that waits
+    for input could not be told from those of a batch that is not in the step."""
+    if is_session and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise RequestError("sessions of several inputs are not supported with pipeline stages yet: send whole prompts")
+
+
 def check_fits(num_tokens: int, vllm_config: VllmConfig) -> None:
     """Raises RequestError for a prompt that no step can ever take, since it would wait forever."""
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config

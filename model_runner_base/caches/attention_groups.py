@@ -12,6 +12,7 @@ from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile, stored_size, whole_blocks
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.vllm_compat.types.kv_cache import (
     CacheLayout,
@@ -38,6 +39,11 @@ def attention_groups(
     sharing = shared_caches(vllm_config)
     tables, groups = [], []
     for group in layout.groups:
+        if not group.layers:
+            raise UnsupportedConfigError(
+                "a stage of the pipeline has no layer of one of the model's groups of caches, which is not supported "
+                "yet: use a smaller pipeline_parallel_size"
+            )
         first = layers[next(iter(group.layers))]
         cut = _Cut.of(group.block_size, first.get_attn_backend(), vllm_config, tiles)
         parts = group.block_size // cut.block_size

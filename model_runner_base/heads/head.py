@@ -31,6 +31,11 @@ class PooledStep(StepResults):
     failed, by request."""
 
 
+@dataclass
+class HandedOn(StepResults):
+    """Results of a step on a stage that is not the last of its pipeline: none that the engine reads."""
+
+
 class Head(ABC):
     """Head interface. Methods that are not abstract do nothing by default."""
 
@@ -62,7 +67,7 @@ class Head(ABC):
         """Plans the work of ``sample`` for the batch; None for a head that answers every step at once."""
         return None
 
-    def sample(self, plan: Any, forward: Forward, grammar: Grammar | None) -> SampledStep:
+    def sample(self, plan: Any, forward: Forward, grammar: Grammar | None) -> SampledStep | HandedOn:
         """Launches the work of ``sample_tokens``; called only if ``answer`` returned None."""
         raise NotImplementedError
 

@@ -14,10 +14,10 @@ from vllm.v1.outputs import (
 )
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.head import PooledStep
+from model_runner_base.heads.head import HandedOn, PooledStep
 from model_runner_base.heads.sampling.pipeline import SampledStep
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.call import joined_fields
+from model_runner_base.step.call import StepResults, joined_fields
 from model_runner_base.step.device_rows import NO_TOKEN
 
 __all__ = [
@@ -170,10 +170,23 @@ class PooledOutput(AsyncModelRunnerOutput):
         return with_fields(output, fields)
 
 
-OUTPUTS: dict[type, Any] = {SampledStep: StepOutput, PooledStep: PooledOutput}
+class HandedOnOutput(AsyncModelRunnerOutput):
+    """Output of a stage that is not the last of its pipeline; vLLM reads that of the last one."""
+
+    def __init__(self, batch: InputBatch, results: HandedOn, device_ops: DeviceOps) -> None:
+        self._results = results
+
+    def get_kv_connector_output(self) -> None:
+        """Returns None, since admission/limits.py refuses KV transfer."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        return with_fields(EMPTY_MODEL_RUNNER_OUTPUT, self._results.fields)
+
+
+OUTPUTS: dict[type, Any] = {SampledStep: StepOutput, PooledStep: PooledOutput, HandedOn: HandedOnOutput}
 """Output by the type of a head's results."""
 
 
-def make_output(batch: InputBatch, results: SampledStep | PooledStep, device_ops: DeviceOps) -> AsyncModelRunnerOutput:
+def make_output(batch: InputBatch, results: StepResults, device_ops: DeviceOps) -> AsyncModelRunnerOutput:
     """Makes the output of a step from what its head returned."""
     return OUTPUTS[type(results)](batch, results, device_ops)

@@ -9,9 +9,11 @@ import torch
 from tqdm import tqdm
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.sampling_params import SamplingParams
+from vllm.sequence import IntermediateTensors
 
 from model_runner_base.heads.generate import ModelLogits
 from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.stages import received_at_profile
 from model_runner_base.inputs.embeddings import profile_inputs
 from model_runner_base.runner.background import SizeParts
 from model_runner_base.runner.wiring import Runner
@@ -37,10 +39,11 @@ def profile_largest_step(runner: Runner) -> None:
         runner.adapters.unused(num_tokens, num_logits),
     ):
         inputs = profile_inputs(runner.model_config, runner.model, token_ids)
-        output = runner.model(intermediate_tensors=None, **inputs)
-        hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else with other layers' states.
-        if not decodes:
+        received = received_at_profile(runner.vllm_config, runner.model, num_tokens, token_ids.device)
+        output = runner.model(intermediate_tensors=received, **inputs)
+        if not decodes or isinstance(output, IntermediateTensors):
             return
+        hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else with other layers' states.
         logits = ModelLogits(runner.model, runner.vocabulary).whole(hidden_states, zeros((num_logits,), torch.int32))
     tables = (zeros((1, 3), dtype) + 1 for dtype in (torch.float32, torch.int32))
     rows = zeros((num_tokens, 1), torch.int32), token_ids

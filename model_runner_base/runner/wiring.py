@@ -27,6 +27,7 @@ from model_runner_base.heads.sampling.logits_processors import BatchProcessors
 from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.slot_processors import SlotProcessors
 from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.heads.stages import make_stage
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.multimodal.encoder import Encoder, LayerCaches
@@ -40,6 +41,7 @@ from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import GraphPolicy, GraphState, HeldTensors, SizeDoor, StepFunction
+from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.packing import Packer
 from model_runner_base.step.repeat import Repeat, make_repeat
 from model_runner_base.step.request_failures import RequestErrors
@@ -64,6 +66,7 @@ class Runner(Protocol):
     encoder: Encoder
     logits_processors: CustomProcessors
     errors: RequestErrors
+    step_guard: StepGuard
     background_compiler: BackgroundCompiler
     parts: "StepParts"
     pending: Any
@@ -133,6 +136,10 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     bind_kv_caches = partial(bind, kv_caches, index_of, config)
     bind_kv_caches()
 
+    # The stage of a pipeline that this rank is, if there are several; the model's head is that of the last one.
+    stage = make_stage(config, runner.model, rows, policy.wrap, device_ops)
+    runner.step_guard.explain = stage.explain
+
     # The head, which turns the model's hidden states into tokens or vectors.
     generating = partial(
         make_generate_head,
@@ -147,7 +154,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
         policy,
         device_ops,
     )
-    head = make_head(config.model_config, runner.model, requests, device_ops, generating)
+    head = stage.head or make_head(config.model_config, runner.model, requests, device_ops, generating)
 
     # What a step sends: sizes, caches, inputs.
     reads_lines = all(group.reads_lines for group in groups) and not speculation.num_drafts
@@ -162,6 +169,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
         [
             runner.errors,
             TokenInputs(requests),
+            *stage.components,
             *head.components(),
             # Adapters come before components that look embeddings up, and the layout before those that read positions.
             *runner.adapters.components(requests),
@@ -199,7 +207,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
 
     # The model's graph, which runs on the device.
     agree, agrees = SizeDoor(policy.agree), type(policy).agree is not GraphPolicy.agree
-    repeat = make_repeat(requests, agree, agrees)
+    repeat = make_repeat(requests, agree, agrees, num_in_flight=stage.count)
     forward_context = create_forward_context(None, config)
     graph = ModelGraph(
         runner.model,

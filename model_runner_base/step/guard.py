@@ -23,14 +23,19 @@ T = TypeVar("T")
 class StepGuard:
     """Context of one half of a step: one thread of the process at a time is inside, and no gradients are kept.
 
-    Ranks other than 0 exit on an error, since vLLM's executors hear of rank 0's errors only. A rank that went on after
-    an error would run one collective fewer than the others, and add up tensors of different operations.
+    Ranks other than 0 exit on an error, since vLLM's executors hear of one rank's errors only: the first rank of the
+    last stage, from which ranks count here. A rank that went on after an error would run one collective fewer than the
+    others, and add up tensors of different operations.
 
     A guard can be entered again after it was left, but not while it is held.
     """
 
+    explain: Callable[[Exception], Exception]
+    """Function that is told of an error in a step, and returns the one to raise in its place; it may be the same."""
+
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.explain = lambda error: error
         self._is_wanted = False
         """Whether a step is waiting to begin."""
         self._inference_mode = current_platform.inference_mode()
@@ -63,9 +68,13 @@ class StepGuard:
         self._inference_mode.__exit__(exc_type, exc, traceback)
         self.last_step = time.monotonic()
         self.lock.release()
-        if self._rank and isinstance(exc, Exception):
-            logger.error("This worker failed in a step, so it ends; the engine ends with it.", exc_info=exc)
-            os._exit(1)
+        if isinstance(exc, Exception):
+            error = self.explain(exc)
+            if self._rank:
+                logger.error("This worker failed in a step, so it ends; the engine ends with it.", exc_info=exc)
+                os._exit(1)
+            if error is not exc:
+                raise error from exc
 
 
 def guarded(half: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

@@ -40,7 +40,7 @@ def start(model: Path, **options: Any) -> None:
         ({"additional_config": {"neuron_config": {"num_seqs_buckets": [3, 1]}}}, "must rise strictly"),
         ({"additional_config": {"neuron_config": {"num_seqs_buckets": [1, 2]}}}, "must end at max_num_seqs=4"),
         ({"additional_config": {"neuron_config": {"seqs": [1]}}}, "neuron_config.seqs: unknown option"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism is not supported yet"),
+        ({"pipeline_parallel_size": 2}, "pipeline stages do not run on this device yet"),
         ({"cpu_offload_gb": 1}, "leave out cpu_offload_gb"),
         ({"kv_offloading_size": 0}, "leave out kv_offloading_size"),
         (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from model_runner_base.admission import limits
 from model_runner_base.admission.limits import NEWER_PARAMS, check_config, check_request
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.loader import load_checkpoint
@@ -24,6 +25,7 @@ MODEL = {
         enable_mm_embeds=False,
     ),
     "enable_prompt_embeds": False,
+    "enable_sleep_mode": False,
     "runner_type": "generate",
     "is_encoder_decoder": False,
     "use_mla": False,
@@ -41,6 +43,8 @@ PARALLEL = {
     "use_ubatching": False,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
+    "distributed_executor_backend": "mp",
+    "nnodes": 1,
     "data_parallel_size": 1,
     "prefill_context_parallel_size": 1,
     "decode_context_parallel_size": 1,
@@ -125,7 +129,6 @@ def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
         ("cache_config.kv_offloading_size", 0.0, "KV offloading is not supported yet: leave out kv_offloading_size"),
         ("cache_config.kv_sharing_fast_prefill", True, "leave out kv_sharing_fast_prefill"),
         ("parallel_config.use_ubatching", True, "leave out enable_dbo and ubatch_size"),
-        ("parallel_config.pipeline_parallel_size", 2, "use pipeline_parallel_size=1 and more tensor_parallel_size"),
         ("parallel_config.data_parallel_size", 2, "data parallelism is not supported yet: use data_parallel_size=1"),
         ("parallel_config.prefill_context_parallel_size", 2, "use prefill_context_parallel_size=1"),
         ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=1"),
@@ -197,6 +200,38 @@ def test_towers_that_were_not_tried_over_ranks() -> None:
     config.model_config.architecture = "Qwen2AudioForConditionalGeneration"
     message = "Qwen2Audio.* was not tried over ranks .* use tensor_parallel_size=1, its text alone .*, or one of Llava"
     check_refused(config, "parallel_config.tensor_parallel_size", 2, message)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("parallel_config.distributed_executor_backend", "ray", "not started by ray yet: set .* to mp"),
+        ("parallel_config.nnodes", 2, "one host alone: use nnodes=1"),
+        ("speculative_config", draft(), "leave out speculative_config"),
+        ("lora_config", object(), "leave out enable_lora"),
+        ("weight_transfer_config", SimpleNamespace(backend="gloo"), "leave out weight_transfer_config"),
+        ("model_config.runner_type", "pooling", "pooling is not supported with pipeline stages"),
+        ("model_config.is_multimodal_model", True, "images and other items are not supported with pipeline stages"),
+        ("model_config.is_encoder_decoder", True, "encoder-decoder models are not .* use pipeline_parallel_size=1"),
+        ("model_config.is_hybrid", True, "LlavaFor.* has recurrent layers, which pipeline stages do not run yet"),
+        ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),
+        ("model_config.enable_sleep_mode", True, "leave out enable_sleep_mode"),
+    ],
+)
+def test_what_pipeline_stages_are_not_served_with_yet(
+    setting: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "current_platform", SimpleNamespace(serves_stages=True))
+    config: Any = deepcopy(SERVED)
+    config.parallel_config.pipeline_parallel_size = 2
+    check_refused(config, setting, value, message)
+
+
+def test_a_device_says_whether_it_serves_pipeline_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "current_platform", SimpleNamespace())
+    config: Any = deepcopy(SERVED)
+    message = "do not run on this device yet: use pipeline_parallel_size=1 and more tensor_parallel_size"
+    check_refused(config, "parallel_config.pipeline_parallel_size", 2, message)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""Script that runs the same requests in one process and in two stages of a pipeline, and prints what came out.
+
+python staged_engine.py MODEL ASYNC     ASYNC: 1 for asynchronous scheduling of the stages
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import core_of
+
+PROMPTS = random_prompts(59, [5, 40, 70, 17, 33, 9, 64, 21])
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+    {"temperature": 0.8, "seed": 4, "presence_penalty": 1.5, "min_tokens": 9},
+    {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
+]
+NUM_TOKENS = 24
+
+
+def start(model: str, **options: Any) -> LLM:
+    return LLM(
+        model,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        block_size=16,
+        num_gpu_blocks_override=11,  # So few that some requests are preempted.
+        kv_cache_memory_bytes=8 << 20,
+        enforce_eager=True,
+        **options,
+    )
+
+
+def params_of(index: int) -> SamplingParams:
+    options = OPTIONS[index % len(OPTIONS)]
+    return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **options)
+
+
+def ask(llm: LLM) -> list[Any]:
+    """Tokens of all prompts, and log probabilities where they are asked for."""
+    params = [params_of(index) for index in range(len(PROMPTS))]
+    outputs = llm.generate([{"prompt_token_ids": list(each)} for each in PROMPTS], params, use_tqdm=False)
+    return [
+        [list(each.outputs[0].token_ids), rounded(each.prompt_logprobs), rounded(each.outputs[0].logprobs)]
+        for each in outputs
+    ]
+
+
+def rounded(places: Any) -> Any:
+    return places and [at and {token: round(each.logprob, 3) for token, each in at.items()} for at in places]
+
+
+def abort_one(llm: LLM) -> None:
+    """Aborts a request while it is in flight."""
+    engine = llm.llm_engine
+    engine.add_request("aborted", {"prompt_token_ids": [1, 2, 3]}, params_of(0))
+    for _ in range(4):
+        engine.step()
+    engine.abort_request(["aborted"])
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def count_preemptions(llm: LLM) -> list[str]:
+    """List that gets the id of each request that is preempted from now on."""
+    scheduler, found = core_of(llm).scheduler, list[str]()
+    preempt = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
+        found.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return found
+
+
+def count_repeats(worker: Any) -> None:
+    repeat = worker.model_runner.parts.repeat
+    follow, worker.counts = repeat.follow, [0, 0]
+
+    def counted(schedule: Any) -> Any:
+        followed = follow(schedule)
+        worker.counts[followed is not None] += 1
+        return followed
+
+    repeat.follow = counted
+
+
+def counts(worker: Any) -> list[int]:
+    return worker.counts
+
+
+def break_first(worker: Any) -> None:
+    """Has the next step fail on the first stage."""
+
+    def fail(schedule: Any) -> None:
+        raise ValueError("broken on purpose")
+
+    if worker.rank == 0:
+        worker.model_runner.parts.components.begin_step = fail
+
+
+def main() -> None:
+    llm = start(sys.argv[1])
+    one = ask(llm)
+    del llm
+    llm = start(sys.argv[1], pipeline_parallel_size=2, async_scheduling=sys.argv[2] == "1")
+    preempted = count_preemptions(llm)
+    llm.collective_rpc(count_repeats)
+    two = ask(llm)
+    repeats = llm.collective_rpc(counts)
+    cached = ask(llm)
+    abort_one(llm)
+    later = ask(llm)
+    llm.collective_rpc(break_first)
+    before = time.monotonic()
+    try:
+        ask(llm)
+    except Exception as error:
+        message = str(error)
+    result = {"one": one, "two": two, "cached": cached, "later": later, "repeats": repeats, "message": message}
+    result["preempted"] = preempted
+    print("RESULT", json.dumps(result | {"seconds": time.monotonic() - before}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

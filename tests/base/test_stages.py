@@ -1,0 +1,106 @@
+"""Stages of a pipeline: two processes, each with half of the layers, have the tokens of one."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
+
+from model_runner_base.admission.request_rules import check_session
+from model_runner_base.errors import RequestError
+from model_runner_base.heads.stages import FAILED, StageError, StageLink
+from model_runner_base.testing.models import TinyModel
+
+SCRIPT = Path(__file__).with_name("staged_engine.py")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # With the contract of vLLM's first model runner, releases later than 0.16 have no asynchronous stages.
+    **({} if HAS_OPENXLA else {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model: Callable[[str], TinyModel]) -> Mapping[str, Any]:
+    out = subprocess.run(
+        [sys.executable, SCRIPT, tiny_model("llama").path, "1"],
+        env=os.environ | WITH_PLAIN_PLATFORM | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, out.stdout[-3000:] + out.stderr[-3000:]
+    found: Mapping[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return found
+
+
+def test_tokens_of_stages_are_those_of_one_process(results: Mapping[str, Any]) -> None:
+    """Greedy and drawn tokens, penalties and log probabilities, with chunks, preemptions, cached prefixes, and after a
+    request was aborted in flight."""
+    assert results["preempted"]
+    for run in ("two", "cached", "later"):
+        assert results[run] == results["one"], run
+
+
+def test_batches_in_flight_repeat_in_turn(results: Mapping[str, Any]) -> None:
+    """Stages repeat the same steps, and not few of them."""
+    first, last = results["repeats"]
+    assert first == last
+    built, repeated = first
+    assert repeated > 20 and repeated > built / 3
+
+
+class Told(StageLink):
+    """Link whose stage before sends these messages."""
+
+    def __init__(self, *messages: torch.Tensor) -> None:
+        super().__init__(1, [0, 1], None)
+        self._messages = iter(messages)
+
+    def begin_to_receive(self, stage: int, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
+        message = next(self._messages)
+
+        def wait() -> None:
+            tensor.copy_(message)
+
+        return wait
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([torch.tensor([4, 31]), torch.ones(4, 2)], None),
+        # The same requests, each a token shorter.
+        ([torch.tensor([4, 28])], "stages 0 and 1 of the pipeline are at different steps: 4 and 4 tokens, 28 and 31"),
+        ([torch.tensor([8, 31])], "different steps: 8 and 4 tokens"),
+        ([torch.tensor([FAILED, 3]), torch.tensor([*b"why"])], "^why$"),
+    ],
+    ids=["its own", "a step late", "another size", "a stage that failed"],
+)
+def test_a_stage_takes_the_hidden_states_of_its_own_step(messages: list[torch.Tensor], error: str | None) -> None:
+    batch: Any = SimpleNamespace(seq_lens=np.array([9, 10, 12]))
+    states = torch.zeros(4, 2)
+    with pytest.raises(StageError, match=error) if error else nullcontext():
+        Told(*messages).take(batch, states)
+    assert bool(states.all()) == (error is None)
+
+
+def test_a_session_is_refused() -> None:
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    check_session(False, config)
+    with pytest.raises(RequestError, match=r"sessions .* with pipeline stages yet: send whole prompts"):
+        check_session(True, config)
+
+
+def test_an_error_names_its_stage(results: Mapping[str, Any]) -> None:
+    assert "stage 0 of the pipeline failed: ValueError: broken on purpose" in results["message"]
+    assert results["seconds"] < 5
