@@ -24,6 +24,7 @@ FEATURES = {
     "embeddings, classes, scores": ("tests", NOT_RUN, NO_CUDA, "tests"),
     "tensor parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "pipeline stages": ("refused", "refused", "refused", "tests"),
+    "replicas (data parallelism) of models without experts": ("refused", "refused", "refused", "tests"),
     "contiguous KV cache": ("tests", NOT_RUN, "-", NOT_TESTED),
     "bfloat16": ("tests", NOT_RUN, H200, "tests"),
     "float16": ("refused", "refused", NOT_TESTED, "tests"),

@@ -23,6 +23,7 @@ class PlainPlatform(PagedPlatform):
     device_type = "cpu"
     worker_cls = f"{__name__}.PlainWorker"
     serves_stages = True
+    serves_replicas = True
 
 
 def __getattr__(name: str) -> Any:

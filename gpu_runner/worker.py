@@ -47,7 +47,7 @@ class GPUWorker(ModelRunnerWorker):
         check_model(self.model_config)
         os.environ.pop("NCCL_ASYNC_ERROR_HANDLING", None)  # Ray sets it; graphs that hold collectives fail with it.
         torch.set_float32_matmul_precision(envs.VLLM_FLOAT32_MATMUL_PRECISION)
-        device = torch.device(f"cuda:{self.local_rank}")
+        device = torch.device(f"cuda:{self.device_index}")
         current_platform.set_device(device)
         current_platform.check_if_supports_dtype(self.model_config.dtype)  # type: ignore[arg-type]
         vllm_compat.init_batch_invariance(self.vllm_config)

@@ -16,6 +16,7 @@ from model_runner_base.admission.our_engines import SCHEDULER, check_arriving
 from model_runner_base.vllm_compat.probes.config import (
     calculates_kv_scales,
     forgo_kv_scales,
+    note_local_replicas,
     offloads_weights,
     set_default_block_size,
 )
@@ -54,6 +55,10 @@ class PagedPlatform(Platform):
     serves_stages = False
     """Whether workers can be stages of a pipeline (``heads/stages.py``). A device says so whose graphs take and return
     further tensors, and whose ranks choose equal sizes: not one that compiles sizes while it serves."""
+
+    serves_replicas = False
+    """Whether engines can be replicated (``data_parallel_size``). A device says so whose workers take the device at
+    ``ModelRunnerWorker.device_index``."""
 
     num_local_workers = 1
     """Number of workers on this host, which a worker sets when it starts."""
@@ -230,6 +235,7 @@ class PagedPlatform(Platform):
 
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
+        note_local_replicas(vllm_config.parallel_config)
         set_default_block_size(vllm_config.cache_config, cls.default_block_size)
         if cls.stands_before_requests:
             stand_before(vllm_config, cls.scheduler_cls)

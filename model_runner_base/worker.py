@@ -39,6 +39,7 @@ from model_runner_base.runner.weight_updates import WeightUpdates
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
+from model_runner_base.vllm_compat.probes.config import device_index, num_local_replicas
 from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
 from model_runner_base.vllm_compat.types.recurrent import has_states, recurrent_layers
 
@@ -61,6 +62,8 @@ class ModelRunnerWorker(WorkerBase):
     """Updates by a trainer, which ``load_model`` makes."""
     num_local_workers: int
     """Number of this engine's workers on this host."""
+    num_local_replicas = 1
+    """Number of replicas of this engine on this host."""
     profiler_activities: Sequence[TorchProfilerActivity] = ("CPU",)
     """Activities that torch's profiler can record on this device."""
     _profiler: WorkerProfiler | None = None
@@ -68,8 +71,14 @@ class ModelRunnerWorker(WorkerBase):
     """Bytes that the largest step needs; None until the engine asks for the memory of the KV cache."""
 
     def make_device(self) -> torch.device:
-        """Returns the torch device of this worker's rank."""
+        """Returns the torch device of this worker's rank, which may be the one at ``device_index``."""
         raise NotImplementedError
+
+    @property
+    def device_index(self) -> int:
+        """Index of this worker's device among those that the process sees. Replicas of an engine take one after
+        another."""
+        return device_index(self.parallel_config, self.local_rank)
 
     # ---- Start-up, in the order the engine calls it ----
 
@@ -77,6 +86,7 @@ class ModelRunnerWorker(WorkerBase):
         end_with_parent()
         parallel = self.parallel_config
         PagedPlatform.num_local_workers = self.num_local_workers = self._count_local_workers()
+        self.num_local_replicas = num_local_replicas(parallel)
         self.device = self.make_device()
         make_expert_groups(self.model_config)
         # Gloo prints a line for each group, with the number of ranks that it connects to.
@@ -207,7 +217,7 @@ class ModelRunnerWorker(WorkerBase):
 
     def _num_sharing(self) -> int:
         """Number of workers, this one included, that share one device memory."""
-        return self.num_local_workers if self._shares_host_memory() else 1
+        return self.num_local_workers * self.num_local_replicas if self._shares_host_memory() else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         states = states_memory(self.vllm_config)

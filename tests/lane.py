@@ -63,6 +63,7 @@ NEWEST = [
     "base/test_reload.py",
     "base/test_replaced_experts.py",
     "base/test_reload_images.py",
+    "base/test_replicas.py",
     "base/test_request_errors.py",
     "base/test_scales_by_family.py",
     "base/test_request_ranges.py",

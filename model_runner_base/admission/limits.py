@@ -123,7 +123,6 @@ def check_config(vllm_config: VllmConfig) -> None:
         f"weight transfer by {', '.join(WRITING_BACKENDS)} is not supported: use a backend that calls the model's"
         " load_weights, such as gloo": setting(vllm_config, "weight_transfer_config.backend") in WRITING_BACKENDS,
         "micro-batching is not supported yet: leave out enable_dbo and ubatch_size": parallel.use_ubatching,
-        "data parallelism is not supported yet: use data_parallel_size=1": parallel.data_parallel_size > 1,
         "context parallelism is not supported yet: use prefill_context_parallel_size=1 and"
         " decode_context_parallel_size=1": (
             max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1
@@ -168,6 +167,8 @@ def check_config(vllm_config: VllmConfig) -> None:
     refuse(refusals)
     if parallel.pipeline_parallel_size > 1:
         _check_stages(vllm_config)
+    if parallel.data_parallel_size > 1:
+        _check_replicas(vllm_config)
     if model and model.runner_type == "pooling":
         check_pooling(vllm_config)
     if has_states(vllm_config):
@@ -211,6 +212,31 @@ def _check_stages(vllm_config: VllmConfig) -> None:
     refuse(refusals)
     if model is not None:
         _check_staged_model(model)
+
+
+def _check_replicas(vllm_config: VllmConfig) -> None:
+    """Refuses replicas that are not independent engines of one host. In the process of a replica there is nothing to
+    check, since its config names no others."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    is_balanced_elsewhere = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
+    others = parallel.distributed_executor_backend in ("ray", "external_launcher")
+    refusals = {
+        "replicas (data parallelism) do not run on this device yet: use data_parallel_size=1": (
+            not getattr(current_platform, "serves_replicas", False)
+        ),
+        f"{model and model.architecture} has experts, which replicas would share: use data_parallel_size=1, or a "
+        "server for each replica": model and model.is_moe,
+        "replicas run on one host, and one server balances them: leave out data_parallel_rank, "
+        "data_parallel_size_local and options of external and hybrid load balancing": (
+            is_balanced_elsewhere or parallel.data_parallel_size_local != parallel.data_parallel_size
+        ),
+        "replicas are processes of their own, not started by Ray or external_launcher: leave out "
+        "distributed_executor_backend and data_parallel_backend": others or parallel.data_parallel_backend != "mp",
+        "pipelines are not replicated yet: use data_parallel_size=1 or pipeline_parallel_size=1": (
+            parallel.pipeline_parallel_size > 1
+        ),
+    }
+    refuse(refusals)
 
 
 def _check_staged_model(model: ModelConfig) -> None:

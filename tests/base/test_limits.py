@@ -28,6 +28,7 @@ MODEL = {
     "enable_sleep_mode": False,
     "runner_type": "generate",
     "is_encoder_decoder": False,
+    "is_moe": False,
     "use_mla": False,
     "is_attention_free": False,
     "is_hybrid": False,
@@ -46,6 +47,10 @@ PARALLEL = {
     "distributed_executor_backend": "mp",
     "nnodes": 1,
     "data_parallel_size": 1,
+    "data_parallel_size_local": 2,
+    "data_parallel_external_lb": False,
+    "data_parallel_hybrid_lb": False,
+    "data_parallel_backend": "mp",
     "prefill_context_parallel_size": 1,
     "decode_context_parallel_size": 1,
     "enable_expert_parallel": False,
@@ -129,7 +134,6 @@ def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
         ("cache_config.kv_offloading_size", 0.0, "KV offloading is not supported yet: leave out kv_offloading_size"),
         ("cache_config.kv_sharing_fast_prefill", True, "leave out kv_sharing_fast_prefill"),
         ("parallel_config.use_ubatching", True, "leave out enable_dbo and ubatch_size"),
-        ("parallel_config.data_parallel_size", 2, "data parallelism is not supported yet: use data_parallel_size=1"),
         ("parallel_config.prefill_context_parallel_size", 2, "use prefill_context_parallel_size=1"),
         ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=1"),
         ("parallel_config.enable_expert_parallel", True, "leave out enable_expert_parallel"),
@@ -227,11 +231,35 @@ def test_what_pipeline_stages_are_not_served_with_yet(
     check_refused(config, setting, value, message)
 
 
-def test_a_device_says_whether_it_serves_pipeline_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "current_platform", SimpleNamespace())
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model_config.is_moe", True, "LlavaFor.* has experts, .* or a server for each replica"),
+        ("parallel_config.data_parallel_size_local", 1, "replicas run on one host, .* leave out data_parallel_rank"),
+        ("parallel_config.data_parallel_external_lb", True, "options of external and hybrid load balancing"),
+        ("parallel_config.data_parallel_backend", "ray", "leave out .* data_parallel_backend"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipelines are not replicated yet"),
+    ],
+)
+def test_what_replicas_are_not_served_with_yet(
+    setting: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "current_platform", SimpleNamespace(serves_stages=True, serves_replicas=True))
     config: Any = deepcopy(SERVED)
-    message = "do not run on this device yet: use pipeline_parallel_size=1 and more tensor_parallel_size"
-    check_refused(config, "parallel_config.pipeline_parallel_size", 2, message)
+    config.parallel_config.data_parallel_size = 2
+    check_refused(config, setting, value, message)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("pipeline_parallel_size", "do not run on this device yet: use .* and more tensor_parallel_size"),
+        ("data_parallel_size", "do not run on this device yet: use data_parallel_size=1"),
+    ],
+)
+def test_a_device_says_what_it_serves(setting: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "current_platform", SimpleNamespace())
+    check_refused(deepcopy(SERVED), f"parallel_config.{setting}", 2, message)
 
 
 @pytest.mark.parametrize(

@@ -87,3 +87,30 @@ def asked_memory_share(cache_config: Any) -> float | None:
 def preserved_weights(vllm_config: Any) -> list[str]:
     """Patterns of the names of weights that the user wants kept at sleep level 2."""
     return list(setting(vllm_config.model_config, "sleep_preserve_parameter_names", ()))
+
+
+def device_index(parallel_config: Any, local_rank: int) -> int:
+    """Index of a worker's device on its host, where replicas of an engine take devices one after another. In releases
+    that give each replica devices of its own it is the local rank."""
+    of_replica = getattr(parallel_config, "get_local_gpu_index", None)
+    index: int = local_rank if of_replica is None else of_replica(local_rank)
+    return index
+
+
+LOCAL_REPLICAS = "num_local_replicas"
+"""Attribute of a ``ParallelConfig`` with the number of replicas on this host. The process of a replica gets a config
+that names no others."""
+
+
+def note_local_replicas(parallel_config: Any) -> None:
+    """Notes how many replicas of the engine run on this host, for the processes of the replicas."""
+    setattr(parallel_config, LOCAL_REPLICAS, max(num_local_replicas(parallel_config), _asked_replicas(parallel_config)))
+
+
+def num_local_replicas(parallel_config: Any) -> int:
+    """Number of replicas of the engine on this host, as ``note_local_replicas`` has noted it."""
+    return int(getattr(parallel_config, LOCAL_REPLICAS, 1))
+
+
+def _asked_replicas(parallel_config: Any) -> int:
+    return parallel_config.data_parallel_size_local if parallel_config.data_parallel_size > 1 else 1

@@ -1,0 +1,90 @@
+"""Replicas of an engine (data parallelism): each answers with the tokens of one, on the device that is its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from greedy import expected
+from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
+from vllm.config import ParallelConfig
+
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.models import TinyModel
+from model_runner_base.vllm_compat.probes.config import note_local_replicas, num_local_replicas
+from model_runner_base.worker import ModelRunnerWorker
+
+PROMPTS = random_prompts(24, [5, 40, 17, 70])
+COUNT = 12
+RUN = """
+import asyncio
+import json
+import sys
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+async def ask(engine, name, prompt, count, replica):
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    async for output in engine.generate({"prompt_token_ids": prompt}, params, name, data_parallel_rank=replica):
+        last = output
+    return list(last.outputs[0].token_ids)
+
+
+async def main(model, prompts, count):
+    limits = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 8 << 20}
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "data_parallel_size": 2}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **limits, **options))
+    try:
+        asked = [
+            ask(engine, f"{replica} {index}", prompt, count, replica)
+            for replica in (None, 0, 1)
+            for index, prompt in enumerate(prompts)
+        ]
+        print("RESULT", json.dumps(await asyncio.gather(*asked)), flush=True)
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])))
+"""
+
+
+def test_replicas_have_the_tokens_of_one_engine(
+    tiny_model: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Tokens are right from a replica that is asked by name, and from the one that the balancer takes."""
+    model, script = tiny_model("llama"), tmp_path_factory.mktemp("script") / "replicas.py"
+    script.write_text(RUN)
+    out = subprocess.run(
+        [sys.executable, script, model.path, json.dumps(PROMPTS), str(COUNT)],
+        env=os.environ | WITH_PLAIN_PLATFORM,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, out.stdout[-3000:] + out.stderr[-3000:]
+    assert json.loads(lines[0].removeprefix("RESULT ")) == 3 * expected(model, PROMPTS, COUNT)
+
+
+def test_a_replica_has_a_device_and_a_part_of_the_memory_of_its_own() -> None:
+    parallel = ParallelConfig(data_parallel_size=3, data_parallel_size_local=3)
+    note_local_replicas(parallel)
+    # As vLLM does in the process of a replica.
+    parallel.data_parallel_size = parallel.data_parallel_size_local = 1
+    parallel.data_parallel_rank_local = 2
+    note_local_replicas(parallel)
+    assert num_local_replicas(parallel) == 3
+    worker = SimpleNamespace(parallel_config=parallel, local_rank=0, num_local_workers=1, num_local_replicas=3)
+    index = ModelRunnerWorker.device_index.fget(worker)  # type: ignore[attr-defined]
+    # vLLM 0.16 hides the devices of the other replicas.
+    assert index == (0 if HAS_OPENXLA else 2)
+    worker._shares_host_memory = lambda: True
+    assert ModelRunnerWorker._num_sharing(worker) == 3  # type: ignore[arg-type]
