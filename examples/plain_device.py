@@ -25,6 +25,11 @@ class PlainPlatform(PagedPlatform):
     serves_stages = True
     serves_replicas = True
 
+    @classmethod
+    def serves_connectors(cls, vllm_config: Any) -> bool:
+        """Returns True: caches stay the same tensors, and torch's CPU compiles nothing."""
+        return True
+
 
 def __getattr__(name: str) -> Any:
     """The runner and the worker, made when vLLM first asks this module for one of them.

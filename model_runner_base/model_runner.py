@@ -51,6 +51,7 @@ from model_runner_base.models.reloading import Load, reload_checkpoint, reloadin
 from model_runner_base.models.weight_stream import Weights
 from model_runner_base.platform import shares_host_memory
 from model_runner_base.runner.background import BackgroundCompiler
+from model_runner_base.runner.kv_transfer import check_new_weights
 from model_runner_base.runner.sleep import Sleep
 from model_runner_base.runner.warm_up import profile_largest_step, warm_up_sizes
 from model_runner_base.runner.wiring import StepParts, load_processors, wire
@@ -64,6 +65,7 @@ from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import CacheLayout, KVCacheConfig, KVCacheSpec, read_layout
+from model_runner_base.vllm_compat.types.kv_connector import WorkerConnector
 
 Output = ModelRunnerOutput | AsyncModelRunnerOutput
 
@@ -117,6 +119,8 @@ class ModelRunnerBase:
         self.adapters: Adapters = NO_ADAPTERS
         """LoRA adapters of the model, which ``load_adapters`` makes."""
         self.encoder: Encoder = NO_ENCODER
+        self.connector: WorkerConnector | None = None
+        """KV connector, which the worker sets before ``initialize_kv_cache``."""
         self._cache_device_properties()
         self.logits_processors = load_processors(vllm_config, self.device_ops.eager_device)
 
@@ -218,6 +222,7 @@ class ModelRunnerBase:
     def _new_weights(self) -> Iterator[None]:
         """Context in which the model can get weights, after which encoder and device have followed."""
         self.sleep.check_weights()
+        check_new_weights(self.connector)
         with self.adapters.set_aside():
             self.encoder.check_reload()
             try:

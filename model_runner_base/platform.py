@@ -83,6 +83,12 @@ class PagedPlatform(Platform):
         return True
 
     @classmethod
+    def serves_connectors(cls, vllm_config: "VllmConfig") -> bool:
+        """Whether a KV connector may read and write the caches between two steps, by operations of torch: they are the
+        same tensors in every step, and nothing is compiled for that. Set it once that was tried."""
+        return False
+
+    @classmethod
     def forbids_fork(cls) -> bool:
         """Whether a process that is forked from this one cannot use the device."""
         return False
@@ -224,6 +230,7 @@ class PagedPlatform(Platform):
         from vllm import envs
         from vllm.config import CompilationMode
 
+        from model_runner_base.admission.kv_connectors import offload_by_the_base
         from model_runner_base.attention.plan import kv_tile_for
         from model_runner_base.caches.pair_shapes import asked_memory
         from model_runner_base.errors import UnsupportedConfigError
@@ -237,6 +244,8 @@ class PagedPlatform(Platform):
             vllm_config.parallel_config.worker_cls = cls.worker_cls
         note_local_replicas(vllm_config.parallel_config)
         set_default_block_size(vllm_config.cache_config, cls.default_block_size)
+        offload_by_the_base(vllm_config)
+        check_serves_connectors(cls, vllm_config)
         if cls.stands_before_requests:
             stand_before(vllm_config, cls.scheduler_cls)
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
@@ -334,3 +343,15 @@ def shares_host_memory(vllm_config: "VllmConfig") -> bool:
 
     # No getattr: vLLM's platforms return None for attributes that they do not have.
     return isinstance(current_platform, PagedPlatform) and current_platform.shares_host_memory(vllm_config)
+
+
+def check_serves_connectors(platform: Any, vllm_config: "VllmConfig") -> None:
+    """Raises UnsupportedConfigError for a KV connector on a platform that serves none."""
+    from model_runner_base.errors import UnsupportedConfigError
+
+    serves = getattr(platform, "serves_connectors", None)
+    if vllm_config.kv_transfer_config is not None and not (serves and serves(vllm_config)):
+        raise UnsupportedConfigError(
+            "KV connectors are not supported on this device yet, or not with these settings: leave out "
+            "kv_transfer_config and kv_offloading_size"
+        )

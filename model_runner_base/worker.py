@@ -33,7 +33,7 @@ from model_runner_base.heads.outputs import (
 from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.models.recurrent.memory import recurrence_memory
 from model_runner_base.models.sharded_state import save_sharded_state
-from model_runner_base.platform import PagedPlatform, shares_host_memory
+from model_runner_base.platform import PagedPlatform, check_serves_connectors, shares_host_memory
 from model_runner_base.runner.memory import DeviceMemoryProfiler, host_cache_memory, memory_line, weights_memory
 from model_runner_base.runner.weight_updates import WeightUpdates
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
@@ -41,6 +41,7 @@ from model_runner_base.vllm_compat.patches.engine_processes import end_with_pare
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
 from model_runner_base.vllm_compat.probes.config import device_index, num_local_replicas
 from model_runner_base.vllm_compat.types.kv_cache import KVCacheConfig, KVCacheSpec
+from model_runner_base.vllm_compat.types.kv_connector import WorkerConnector, make_connector
 from model_runner_base.vllm_compat.types.recurrent import has_states, recurrent_layers
 
 logger = init_logger(f"vllm.{__name__}")
@@ -67,6 +68,7 @@ class ModelRunnerWorker(WorkerBase):
     profiler_activities: Sequence[TorchProfilerActivity] = ("CPU",)
     """Activities that torch's profiler can record on this device."""
     _profiler: WorkerProfiler | None = None
+    _connector: WorkerConnector | None = None
     _step_memory: int | None = None
     """Bytes that the largest step needs; None until the engine asks for the memory of the KV cache."""
 
@@ -100,6 +102,7 @@ class ModelRunnerWorker(WorkerBase):
             )
             ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         use_groups(self)
+        check_serves_connectors(current_platform, self.vllm_config)
         self._look_at_scheduler()
         set_random_seed(self.model_config.seed)
         self.model_runner = self.model_runner_cls(self.vllm_config, self.device)
@@ -227,10 +230,15 @@ class ModelRunnerWorker(WorkerBase):
                 f"the states of recurrent layers, {states / GiB_bytes:.2f} GiB, do not fit "
                 f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization}: raise it, or lower max_num_seqs"
             )
+        self.model_runner.connector = self._connector = make_connector(self.vllm_config, kv_cache_config)
         self.model_runner.initialize_kv_cache(kv_cache_config)
         if self.is_driver_worker:
             weights, step = self._weights_memory, self._step_memory
             logger.info(memory_line(self.vllm_config, kv_cache_config, weights, step, states))
+
+    def get_kv_connector_handshake_metadata(self) -> dict[Any, Any] | None:
+        """Data that other engines need to reach this rank's caches, by rank; None if there is no such data."""
+        return None if self._connector is None else self._connector.handshake()
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         self.cache_config.num_gpu_blocks = num_gpu_blocks
@@ -445,9 +453,12 @@ class ModelRunnerWorker(WorkerBase):
         profiler.start(**{name: value for name, value in bounds.items() if value is not None})
 
     def shutdown(self) -> None:
-        """Writes a profile that still runs, ends a weight update, and stops the background compilation of sizes."""
+        """Writes a profile that still runs, ends a weight update, transfers of a KV connector, and the background
+        compilation of sizes."""
         if self.model_runner is not None:
             self.model_runner.background_compiler.stop()
+        if self._connector is not None:
+            self._connector.shutdown()
         if hasattr(self, "weight_updates"):  # Loading may have failed.
             self.weight_updates.shutdown()
         leave_groups(self)

@@ -42,6 +42,13 @@ class NeuronPlatform(PagedPlatform):
         return vllm_config.model_config.enforce_eager or not environment.neuron_device_visible()
 
     @classmethod
+    def serves_connectors(cls, vllm_config: "VllmConfig") -> bool:
+        """Whether steps run eagerly, on the host. Compiled steps get new caches each time, and a copy of blocks would
+        be a graph for each number of them."""
+        model = vllm_config.model_config
+        return model is not None and model.enforce_eager
+
+    @classmethod
     def forbids_fork(cls) -> bool:
         return environment.xla_is_running()
 

@@ -13,6 +13,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.admission.attention_limits import check_attention
+from model_runner_base.admission.kv_connectors import check_connector
 from model_runner_base.admission.multimodal_limits import check_multimodal, check_text_alone
 from model_runner_base.admission.pooling_limits import check_pooling
 from model_runner_base.admission.request_ranges import SAMPLING, NotYet, check_params, check_prompt
@@ -111,11 +112,6 @@ def check_config(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     wrong = wrong_processors(vllm_config)
     refusals = {
-        # This comes before KV transfer, since vLLM turns offloading into it.
-        "KV offloading is not supported yet: leave out kv_offloading_size": (
-            vllm_config.cache_config.kv_offloading_size is not None
-        ),
-        "KV transfer is not supported yet: leave out kv_transfer_config": vllm_config.kv_transfer_config,
         "encoder-cache transfer is not supported yet: leave out ec_transfer_config": vllm_config.ec_transfer_config,
         "KV-sharing fast prefill is not supported yet: leave out kv_sharing_fast_prefill": (
             vllm_config.cache_config.kv_sharing_fast_prefill
@@ -169,6 +165,7 @@ def check_config(vllm_config: VllmConfig) -> None:
         _check_stages(vllm_config)
     if parallel.data_parallel_size > 1:
         _check_replicas(vllm_config)
+    check_connector(vllm_config)
     if model and model.runner_type == "pooling":
         check_pooling(vllm_config)
     if has_states(vllm_config):
@@ -196,9 +193,8 @@ def _check_stages(vllm_config: VllmConfig) -> None:
         f"pipeline stages are not started by {parallel.distributed_executor_backend} yet: set "
         "distributed_executor_backend to mp": parallel.distributed_executor_backend != "mp",
         "pipeline stages run on one host alone: use nnodes=1": setting(parallel, "nnodes", 1) > 1,
-        "KV transfer is not supported with pipeline stages yet: leave out kv_transfer_config": (
-            vllm_config.kv_transfer_config
-        ),
+        "KV connectors are not supported with pipeline stages yet: leave out kv_transfer_config and "
+        "kv_offloading_size": vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size is not None,
         "speculative decoding is not supported with pipeline stages yet: leave out speculative_config": (
             vllm_config.speculative_config
         ),
@@ -232,6 +228,9 @@ def _check_replicas(vllm_config: VllmConfig) -> None:
         ),
         "replicas are processes of their own, not started by Ray or external_launcher: leave out "
         "distributed_executor_backend and data_parallel_backend": others or parallel.data_parallel_backend != "mp",
+        "KV connectors are not supported with replicas yet: leave out kv_transfer_config and kv_offloading_size": (
+            vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size is not None
+        ),
         "pipelines are not replicated yet: use data_parallel_size=1 or pipeline_parallel_size=1": (
             parallel.pipeline_parallel_size > 1
         ),

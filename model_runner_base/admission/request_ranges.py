@@ -284,7 +284,7 @@ REQUEST: dict[str, Rule] = {
     "reasoning_parser_kwargs": Named(),
     "abort_immediately": Flag(),
     "session_id": Text(),
-    "kv_hints": ByVllm("read by KV connectors alone, which are refused"),
+    "kv_hints": ByVllm("read by KV connectors alone"),
 }
 """Rules by field of ``EngineCoreRequest``. A field that is None is not checked."""
 

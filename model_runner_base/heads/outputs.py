@@ -77,8 +77,9 @@ class StepOutput(AsyncModelRunnerOutput):
             self._logits_start = batch.logits_start(np.arange(batch.num_reqs))
         self._device_ops = device_ops
 
-    def get_kv_connector_output(self) -> None:
-        """Returns None, since admission/limits.py refuses KV transfer."""
+    def get_kv_connector_output(self) -> Any:
+        """Report of a KV connector on the step, which some releases of vLLM ask for if ``get_output`` fails."""
+        return self._sampled.fields.get("kv_connector_output")
 
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
@@ -158,8 +159,8 @@ class PooledOutput(AsyncModelRunnerOutput):
         self._req_ids, self._req_id_to_index = batch.req_ids, batch.req_id_to_index
         self._pooled = pooled
 
-    def get_kv_connector_output(self) -> None:
-        """Returns None, since admission/limits.py refuses KV transfer."""
+    def get_kv_connector_output(self) -> Any:
+        return self._pooled.fields.get("kv_connector_output")
 
     def get_output(self) -> ModelRunnerOutput:
         values, late = self._pooled.finish()

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
+import numpy as np
+
 from model_runner_base.heads.head import Head
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.multimodal.encoder import Encoder
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
+from model_runner_base.step.host_loops import int_array
 from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.request_failures import RequestErrors
 from model_runner_base.step.request_states import RequestStates
@@ -74,6 +77,28 @@ class StateUpdates:
             self._forget(req_id)
         self._encoder.put_off(item.identifier for item in left.failed_items)
         return replace(left, failed_items=[])
+
+    def take_back(self, schedule: Schedule) -> None:
+        """Takes continued requests of a step back to where the scheduler has them.
+
+        A request goes back if blocks are missing that a KV connector should have loaded for it: they are computed, and
+        the token after them is sampled again. That happens in its first step since it took its row, so the host has all
+        of its tokens.
+        """
+        if not schedule.continued:
+            return
+        requests = self._requests
+        rows, num_computed = requests.rows_of(schedule.continued), int_array(schedule.num_computed)
+        # Beyond the known tokens, the host's own number may be higher by drafts that were wrong.
+        is_behind = num_computed < np.minimum(requests.num_computed[rows], requests.num_known[rows])
+        for index in is_behind.nonzero()[0].tolist():
+            row = int(rows[index])
+            info, token_ids = requests.by_row[row], requests.token_ids[row, : requests.num_known[row]].tolist()
+            assert info is not None
+            requests.num_computed[row] = num_computed[index]
+            self._head.admit(row, info, token_ids)
+            self._components.admit(row, info, token_ids)
+            self._repeat.stop()
 
     def _forget(self, req_id: str) -> None:
         self._requests.forget(req_id)

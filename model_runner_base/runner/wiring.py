@@ -35,6 +35,7 @@ from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.forward import ModelGraph
+from model_runner_base.runner.kv_transfer import transfer_components
 from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.batch import BatchBuilder
 from model_runner_base.step.block_tables import BlockTable
@@ -51,6 +52,7 @@ from model_runner_base.step.token_layout import TokenLayout
 from model_runner_base.vllm_compat.probes.config import uses_slot_processors
 from model_runner_base.vllm_compat.probes.processors import has_custom_processors
 from model_runner_base.vllm_compat.types.kv_cache import CacheLayout
+from model_runner_base.vllm_compat.types.kv_connector import WorkerConnector
 from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 
@@ -64,6 +66,7 @@ class Runner(Protocol):
     vocabulary: Vocabulary
     adapters: Adapters
     encoder: Encoder
+    connector: WorkerConnector | None
     logits_processors: CustomProcessors
     errors: RequestErrors
     step_guard: StepGuard
@@ -228,6 +231,10 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     updates = StateUpdates(
         requests, block_tables, head, components, runner.adapters, runner.encoder, repeat, runner.errors
     )
+    # After the drafter, whose passes write keys and values, too.
+    caches_of = {name: kv_caches[indices[0]] for name, indices in index_of.items()}
+    for component in transfer_components(runner.connector, layout, groups, caches_of, updates, forward_context):
+        components.add(component)
     order = token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)
     return StepParts(
         requests=requests,

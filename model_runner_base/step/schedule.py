@@ -10,7 +10,7 @@ Example: "a" decodes and enters a new cache block, "b" decodes, "c" arrives with
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,6 +78,8 @@ class Schedule:
     """Identifiers of items whose encoder outputs are freed, before others are encoded."""
     failed_items: Sequence[MultiModalFeatureSpec] = ()
     """Items of requests that failed. They are encoded, since other requests may share them."""
+    connector_metadata: Any = None
+    """Message of the scheduler's half of a KV connector to the worker's half; None without a connector."""
 
 
 class Grammar(NamedTuple):

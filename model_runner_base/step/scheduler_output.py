@@ -29,6 +29,7 @@ def read_schedule(scheduler_output: SchedulerOutput) -> Schedule:
         scheduler_output.scheduled_spec_decode_tokens,
         scheduler_output.scheduled_encoder_inputs,
         scheduler_output.free_encoder_mm_hashes,
+        connector_metadata=scheduler_output.kv_connector_metadata,
     )
     if arrivals and schedule.drafts:
         _leave_out_padding(schedule)

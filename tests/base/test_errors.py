@@ -43,6 +43,11 @@ def start(model: Path, **options: Any) -> None:
         ({"pipeline_parallel_size": 2}, "pipeline stages do not run on this device yet"),
         ({"cpu_offload_gb": 1}, "leave out cpu_offload_gb"),
         ({"kv_offloading_size": 0}, "leave out kv_offloading_size"),
+        ({"kv_offloading_size": 1, "enforce_eager": False}, "KV connectors are not supported on this device yet"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "ExampleConnector is not supported: it reads slots of vLLM's own layout",
+        ),
         (
             {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_producer"}},
             "leave out ec_transfer_config",

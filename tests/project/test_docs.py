@@ -48,7 +48,7 @@ def promise_of(check: ast.FunctionDef) -> str:
 
 def test_refusals_are_read_from_the_source() -> None:
     messages = [message for message, _ in refusals()]
-    assert "KV transfer is not supported yet: leave out kv_transfer_config" in messages
+    assert "encoder-cache transfer is not supported yet: leave out ec_transfer_config" in messages
     assert "speculative method <method> is not supported yet: use one of <speculative_methods>" in messages
 
 
