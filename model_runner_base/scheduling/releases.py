@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 DROPS_STALE_OUTPUTS = "is_stale" in signature(Scheduler._update_request_with_output).parameters
 """Whether vLLM itself drops the outputs of steps that were in flight when a request was preempted or a turn ended."""
@@ -120,6 +120,26 @@ def is_paused(scheduler: Scheduler) -> bool:
 def holds_waiting(scheduler: Scheduler) -> bool:
     """Whether a request waits, with or without cache blocks."""
     return bool(scheduler.waiting or getattr(scheduler, "kv_holding_waiting", ()))
+
+
+def waiting_requests(scheduler: Scheduler) -> list[Request]:
+    """Requests that wait, with or without cache blocks, in the order in which they are scheduled."""
+    return [*getattr(scheduler, "kv_holding_waiting", ()), *scheduler.waiting]
+
+
+def queue_without_blocks(scheduler: Scheduler) -> bool:
+    """Moves requests that have lost their cache blocks out of the queue of those that have some; whether there are any.
+
+    Newer releases keep blocks free for every request in that queue, also for the one that asks for them.
+    """
+    holding: Any = getattr(scheduler, "kv_holding_waiting", ())
+    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    without = [each for each in holding if each.status in ready and not each.num_computed_tokens]
+    if without:
+        holding.remove_requests(without)
+        for request in reversed(without):
+            scheduler.waiting.prepend_request(request)
+    return bool(without)
 
 
 def has_ended_requests(scheduler: Scheduler) -> bool:

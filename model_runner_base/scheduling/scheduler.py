@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from model_runner_base.scheduling.corrections.bidirectional_images import BidirectionalImages
 from model_runner_base.scheduling.corrections.chunk_prefixes import ChunkPrefixes
+from model_runner_base.scheduling.corrections.external_prefixes import ExternalPrefixes
 from model_runner_base.scheduling.corrections.preempted_steps import PreemptedSteps
 from model_runner_base.scheduling.corrections.session_turns import SessionTurns
 from model_runner_base.scheduling.corrections.state_prefixes import StatePrefixes
@@ -25,6 +26,7 @@ Turns: type[TurnParams] = TurnParams if DROPS_STALE_OUTPUTS else SessionTurns
 
 
 class Corrections(
+    ExternalPrefixes,
     StateSessions,
     WindowBlocks,
     ChunkPrefixes,
