@@ -34,6 +34,7 @@ NEWEST = [
     "base/test_image_families.py",
     "base/test_image_ranks.py",
     "base/test_kimi_linear.py",
+    "base/test_kv_connectors.py",
     "base/test_later_architectures.py",
     "base/test_latent_attention.py",
     "base/test_limits.py",

@@ -181,9 +181,15 @@ def test_ranks(tmp_path: Path) -> None:
             assert next(iter(got)) == PARAPHRASES[query]
 
 
+def check_cache_on_host(printed: str) -> None:
+    first, again = re.findall(r"(?:at first|again), (\d+) tokens of the prompt copied: (.*)", printed)
+    assert int(first[0]) == 0 and int(again[0]) >= 32 and first[1] == again[1], printed
+
+
 @pytest.mark.parametrize(
     ("check", "variables"),
     [
+        (check_cache_on_host, {}),
         (check_offline_inference, {}),
         (check_openai_server, {}),
         (check_bucketing, {}),

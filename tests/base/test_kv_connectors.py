@@ -1,0 +1,193 @@
+"""KV connectors of a real engine: tokens are those of an engine without one, also where loads fail."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import reduce
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from conftest import engine
+from greedy import expected, generate
+from kept_blocks import KeptBlocks
+from test_limits import SERVED
+from vllm import LLM
+from vllm.config import KVTransferConfig
+
+from model_runner_base.admission.kv_connectors import HOST_SPEC, OF_VLLM, check_connector, offload_by_the_base
+from model_runner_base.caches.host_offload import HostBlocks
+from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.testing import engine as engines
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.engine import cache_bytes, metric, sampled, tokens_of
+from model_runner_base.testing.models import TinyModel
+
+PROMPTS = random_prompts(30, [90, 5, 33, 64, 120, 49])
+EAGER: dict[str, Any] = {"enforce_eager": True, "max_model_len": 192, "block_size": 16}
+RULES = sampled(8, temperature=0.8, seed=3, frequency_penalty=1.5, repetition_penalty=1.3)
+"""Parameters that need the request's output so far, in which a token that is sampled again must not count twice."""
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(model: TinyModel) -> Iterator[LLM]:
+    """An engine that loads prompts that it has computed before, and preempts long requests."""
+    transfer = {
+        "kv_connector": "KeptBlocks",
+        "kv_connector_module_path": "kept_blocks",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    KeptBlocks.forget()
+    options = {"kv_transfer_config": transfer, "kv_cache_memory_bytes": cache_bytes(model.path, 224)}
+    with engine(model.path, **EAGER, **options, async_scheduling=False) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("between_steps", [False, True], ids=["inside steps", "between steps"])
+@pytest.mark.parametrize("num_failing", [0, 1, 4])
+def test_loaded_prefixes(between_steps: bool, num_failing: int, llm: LLM, model: TinyModel) -> None:
+    """Prompts are loaded, and their rest is computed in chunks; where a block is missing, more is computed."""
+    KeptBlocks.forget()
+    KeptBlocks.between_steps = between_steps
+    assert generate(llm, PROMPTS) == expected(model, PROMPTS)
+    params = [RULES] * len(PROMPTS)
+    drawn = tokens_of(engines.generate(llm, PROMPTS, params))
+    saved = KeptBlocks.calls["saved"]
+    assert saved >= sum((len(prompt) - 1) // 16 for prompt in PROMPTS)
+    for run, wanted in (
+        (lambda: generate(llm, PROMPTS), expected(model, PROMPTS)),
+        (lambda: tokens_of(engines.generate(llm, PROMPTS, params)), drawn),
+    ):
+        assert llm.reset_prefix_cache()
+        KeptBlocks.num_failing, before = num_failing, KeptBlocks.calls.copy()
+        assert run() == wanted
+        now = KeptBlocks.calls - before
+        assert now["failed"] == num_failing and now["loaded"] > 4
+        layers = [count for name, count in now.items() if name.startswith(("before", "after"))]
+        assert len(layers) == 4 and len({*layers}) == 1 and now["steps"] >= layers[0] > 0
+
+
+@pytest.mark.parametrize("between_steps", [False, True], ids=["inside steps", "between steps"])
+def test_preempted_requests(between_steps: bool, llm: LLM, model: TinyModel) -> None:
+    """Requests that are preempted come back with loaded prompts."""
+    KeptBlocks.forget()
+    KeptBlocks.between_steps = between_steps
+    before = metric(llm, "vllm:num_preemptions")
+    for _ in range(2):
+        assert generate(llm, PROMPTS, 60) == expected(model, PROMPTS, 60)
+        llm.reset_prefix_cache()
+    assert metric(llm, "vllm:num_preemptions") > before
+    assert KeptBlocks.calls["loaded"] > 10
+
+
+def test_a_request_that_has_started_is_aborted(llm: LLM, model: TinyModel) -> None:
+    """A request that ends while its blocks are loaded leaves the engine as it was."""
+    KeptBlocks.forget()
+    generate(llm, PROMPTS)
+    llm.reset_prefix_cache()
+    KeptBlocks.between_steps = True
+    llm.llm_engine.add_request("gone", {"prompt_token_ids": list(PROMPTS[0])}, engines.greedy(20))
+    before = KeptBlocks.calls.copy()
+    llm.llm_engine.step()
+    assert (KeptBlocks.calls - before).keys() == {"loaded", "steps"}, "a step without tokens"
+    llm.llm_engine.abort_request(["gone"])
+    assert generate(llm, PROMPTS) == expected(model, PROMPTS)
+
+
+def test_new_weights_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="an engine with a KV connector keeps its weights"):
+        llm.collective_rpc("reload_weights")
+
+
+@pytest.fixture(scope="module")
+def offloading(tiny_model: Callable[[str], TinyModel]) -> Iterator[tuple[LLM, TinyModel]]:
+    """An engine of two kinds of layers that keeps blocks on the host, with asynchronous scheduling."""
+    model = tiny_model("exaone4")
+    with engine(
+        model.path, **EAGER, kv_offloading_size=0.01, kv_cache_memory_bytes=cache_bytes(model.path, 400)
+    ) as llm:
+        yield llm, model
+
+
+def test_blocks_on_the_host(offloading: tuple[LLM, TinyModel]) -> None:
+    """Blocks come back from the host after the device's cache is emptied."""
+    llm, model = offloading
+    loaded: list[int] = []
+    load = HostBlocks.load
+
+    def noted(blocks: HostBlocks, *args: Any) -> int:
+        loaded.append(len(args[1]))
+        return load(blocks, *args)
+
+    with patch.object(HostBlocks, "load", noted):
+        for _ in range(3):
+            assert generate(llm, PROMPTS) == expected(model, PROMPTS)
+            generate(llm, PROMPTS[1:2])  # Stores begin with the next step.
+            assert llm.reset_prefix_cache()
+    assert sum(loaded) > 8
+
+
+def test_log_probabilities_of_a_prompt_on_the_host(offloading: tuple[LLM, TinyModel]) -> None:
+    """No token of such a prompt is loaded, since its log probabilities must be computed."""
+    llm, _ = offloading
+    params = engines.greedy(2, prompt_logprobs=0)
+    first, second = (engines.generate(llm, PROMPTS[:1], params)[0].prompt_logprobs for _ in range(2))
+    assert first is not None and len(first) == len(PROMPTS[0]) and first == second
+
+
+def with_connector(**options: Any) -> Any:
+    """A config that is served, with ``KeptBlocks`` unless another connector is given."""
+    config: Any = deepcopy(SERVED)
+    config.model_config.enable_sleep_mode = False
+    own = {"kv_connector": "KeptBlocks", "kv_connector_module_path": "kept_blocks", "kv_role": "kv_both"}
+    config.kv_transfer_config = KVTransferConfig(**(own | options))
+    check_connector(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model_config.is_encoder_decoder", True, "encoder-decoder"),
+        ("model_config.runner_type", "pooling", "pooling models"),
+        ("model_config.is_mm_prefix_lm", True, "see each other"),
+        ("model_config.attention_chunk_size", 64, "attention in chunks"),
+        ("model_config.enable_sleep_mode", True, "leave out enable_sleep_mode"),
+        ("model_config.is_hybrid", True, "recurrent layers"),
+        ("scheduler_config.async_scheduling", True, 'set kv_load_failure_policy="fail" or async_scheduling=False'),
+        *(
+            ("kv_transfer_config.kv_connector", name, f"the KV connector {name} is not supported: {reason}")
+            for name, reason in OF_VLLM.items()
+        ),
+        ("kv_transfer_config.kv_connector", "Undeclared", "Undeclared does not say that it moves whole blocks"),
+    ],
+)
+def test_refusals(setting: str, value: Any, message: str) -> None:
+    config = with_connector(kv_load_failure_policy="recompute")
+    config.model_config.is_multimodal_model = True
+    *path, name = setting.split(".")
+    setattr(reduce(getattr, path, config), name, value)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        check_connector(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [({"spec_name": "CPUOffloadingSpec"}, "leave spec_name out"), ({"canonical_layout": True}, "cuts blocks by heads")],
+)
+def test_refused_ways_to_offload(extra: dict[str, Any], message: str) -> None:
+    config = with_connector()
+    config.kv_transfer_config = None
+    offload_by_the_base(config)
+    assert config.kv_transfer_config is None
+    transfer = KVTransferConfig("OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    config.kv_transfer_config = transfer
+    offload_by_the_base(config)
+    assert (transfer.kv_connector_extra_config == extra | HOST_SPEC) == ("spec_name" not in extra)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        check_connector(config)
