@@ -39,11 +39,11 @@ class EmbeddingPool:
         self._device_ops = device_ops
         self._write = wrap(_write, self.tensors)
         self.longest_piece = min(longest_piece, LONGEST_PIECE)
-        self._pieces = geometric(SMALLEST_PIECE, self.longest_piece)
+        self._pieces = geometric(SMALLEST_PIECE, self.longest_piece) if longest_piece else []
 
     def write(self, rows: np.ndarray, embeds: torch.Tensor) -> None:
         """Puts ``embeds`` [N, H] into ``rows`` [N] int32, in pieces."""
-        for begin in range(0, len(rows), self.longest_piece):
+        for begin in range(0, len(rows), self.longest_piece or 1):
             piece = slice(begin, begin + self.longest_piece)
             self._write_piece(rows[piece], embeds[piece])
 
