@@ -9,8 +9,9 @@ scored for it.
 
 Scores of a long context are never held at once: rounds follow each other (step/rounds.py), each of which scores C
 positions or somewhat more for some query tiles, and keeps the best C of these and of those before. So memory does not
-depend on the context, shapes are static, and rounds end with the longest request. While no token has more than C keys
-there are none.
+depend on the context, apart from tables of block ids; shapes are static, and rounds end with the longest request. While
+no token has more than C keys there are none. A graph that holds each round has few, of more tiles and positions: there
+memory grows with the context.
 
 Attention then follows plans of the same kind as before. Of decode rows a plan lists chosen keys, each query's as KV
 tiles of its own, in blocks of one token: what is read does not depend on the context. Tokens of a chunk's tile choose
@@ -18,6 +19,7 @@ different keys, and together they often choose most. So its plan stays, and has 
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -27,10 +29,40 @@ from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.pieces import MASK_VALUE
 from model_runner_base.step.one_node import OneNode
-from model_runner_base.step.rounds import State, is_read_at_once, is_traced, run_rounds
+from model_runner_base.step.rounds import MOST_UNROLLED, State, is_read_at_once, is_traced, is_unrolled, run_rounds
 
 QUERIES_AT_ONCE = 64
-"""Largest number of queries that a round scores, except for those of one query tile."""
+"""Largest number of queries that a round scores, except for those of one query tile, and in graphs that hold each
+round."""
+
+
+class RoundSize(NamedTuple):
+    """Size of a round of scores."""
+
+    tiles: int
+    """Number of query tiles."""
+    positions: int
+    """Number of positions: whole KV tiles, at least as many as are chosen."""
+
+    @classmethod
+    def of(
+        cls, count: int, num_tiles: int, num_queries: int, longest: int, kv_tile: int, piece: int, is_unrolled: bool
+    ) -> "RoundSize":
+        """Size for ``num_tiles`` tiles of ``num_queries`` tokens that choose ``count`` of up to ``longest`` positions.
+
+        ``kv_tile`` and ``piece`` are a plan's. ``is_unrolled`` is True in graphs that hold each round: there are at
+        most ``MOST_UNROLLED`` then, whatever they take.
+        """
+        kv_tiles = -(-count // kv_tile)
+        tiles = max(1, min(num_tiles, QUERIES_AT_ONCE // num_queries))
+        if piece:
+            # One query tile takes about the memory of a pair of attention, whose heads are larger.
+            tiles = min(tiles, max(1, piece // kv_tiles))
+        if is_unrolled:
+            tiles = max(tiles, -(-num_tiles // MOST_UNROLLED))
+            rounds_of_group = MOST_UNROLLED // -(-num_tiles // tiles)
+            kv_tiles = max(kv_tiles, -(-longest // (kv_tile * rounds_of_group)))
+        return cls(tiles, kv_tiles * kv_tile)
 
 
 @dataclass
@@ -63,9 +95,12 @@ class KeyTable:
         return cls(plan.pair_blocks[pair_at].flatten(1), last, plan)
 
     def entries(self, positions: torch.Tensor) -> torch.Tensor:
-        """Entries of the cache that hold the keys at ``positions`` [NT, X] of each tile's request."""
+        """Entries of the cache that hold the keys at ``positions`` [NT, X] of each tile's request; arbitrary ones for
+        positions after the table's, which no token sees. A table may have fewer than are chosen, where vLLM has lowered
+        ``max_model_len`` to what fits."""
         size = self.plan.block_size
-        return self.blocks.gather(1, (positions // size).long()) * size + positions % size
+        block = (positions // size).clamp(max=self.blocks.shape[1] - 1)
+        return self.blocks.gather(1, block.long()) * size + positions % size
 
 
 @dataclass
@@ -156,19 +191,16 @@ class Chooser:
     ) -> torch.Tensor:
         """Chooses as ``choose`` does; the other arguments are a table's, and its plan's."""
         count, (num_tiles, num_queries) = self.count, last.shape
-        # Whole KV tiles: somewhat more positions than are chosen.
-        kv_tiles = -(-count // kv_tile)
-        size, tiles_at_once = kv_tiles * kv_tile, max(1, min(num_tiles, QUERIES_AT_ONCE // num_queries))
-        if piece:
-            # One query tile takes about the memory of a pair of attention, whose heads are larger.
-            tiles_at_once = min(tiles_at_once, max(1, piece // kv_tiles))
+        longest = blocks.shape[1] * block_size
+        at_once = RoundSize.of(count, num_tiles, num_queries, longest, kv_tile, piece, is_unrolled())
+        tiles_at_once, size = at_once
         # The number of rounds of each group of tiles follows from its longest request.
         lengths = last.amax(dim=1) + 1
         lengths = F.pad(torch.where(lengths > count, lengths, 0), (0, -num_tiles % tiles_at_once))
         ends = ((lengths.view(-1, tiles_at_once).amax(dim=1) + (size - 1)) // size).cumsum(0, dtype=torch.int32)
         rounds, begins = ends[-1:].sum(dtype=torch.int32), F.pad(ends[:-1], (1, 0))
         num_groups = len(ends)
-        most = num_groups * -(-blocks.shape[1] * block_size // size)
+        most = num_groups * -(-longest // size)
         most = min(most, num_pairs * kv_tile // size + num_tiles)
 
         def body(number: torch.Tensor, state: State, reads: State) -> State:
@@ -177,7 +209,8 @@ class Chooser:
             # A tensor [1], since Dynamo would read a scalar index.
             group = (ends <= number).sum(dtype=torch.int32).clamp(max=num_groups - 1).view(1)
             index = torch.arange(tiles_at_once, dtype=torch.int32, device=number.device)
-            tiles = (group * tiles_at_once + index).clamp(max=num_tiles - 1)
+            where = group * tiles_at_once + index
+            tiles = where.clamp(max=num_tiles - 1)
             position = (number - begins[group]) * size + torch.arange(size, dtype=torch.int32, device=number.device)
             place = (position // block_size).clamp(max=blocks.shape[1] - 1)
             entries = blocks[tiles][:, place] * block_size + position % block_size
@@ -187,16 +220,18 @@ class Chooser:
             new = torch.matmul(weights[tiles].unsqueeze(2), products).squeeze(2)
             # Places that are not seen may be another request's, even a NaN.
             new = torch.where(position <= last[tiles].unsqueeze(2), new, MASK_VALUE)
-            best = torch.cat((scores[tiles], new), dim=2).topk(count, dim=2, sorted=False)
-            both = torch.cat((positions[tiles], position.expand_as(new)), dim=2)
+            best = torch.cat((scores[where], new), dim=2).topk(count, dim=2, sorted=False)
+            both = torch.cat((positions[where], position.expand_as(new)), dim=2)
             write = torch.Tensor.index_copy if is_traced() else torch.Tensor.index_copy_
-            where = tiles.long()
+            where = where.long()
             return write(scores, 0, where, best.values), write(positions, 0, where, both.gather(2, best.indices))
 
-        shape = num_tiles, num_queries, count
+        # Whole groups, so that no two places that a round writes are the same.
+        shape = num_groups * tiles_at_once, num_queries, count
         scores = torch.full(shape, MASK_VALUE, dtype=torch.float32, device=last.device)
         state = scores, torch.zeros(shape, dtype=torch.int32, device=last.device)
         positions = run_rounds(rounds, most, body, state, (queries, weights, cache, blocks, last, begins, ends))[1]
+        positions = positions[:num_tiles]
         first = torch.arange(count, dtype=torch.int32, device=last.device)
         return torch.where(last.unsqueeze(2) < count, first, positions)
 

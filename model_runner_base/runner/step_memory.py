@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
+from model_runner_base.attention.choice import RoundSize
 from model_runner_base.attention.pieces import PairShape
 from model_runner_base.caches.pair_shapes import pair_shapes
 from model_runner_base.inputs.embeddings import embeddings_memory
@@ -29,8 +30,8 @@ def estimate_step_memory(
     Counted in float32: the pairs that attention holds at a time, with what a query tile keeps between two pieces; a few
     hidden states and an MLP's two inner activations, what experts gather and compute; logits, eight more arrays of
     their shape that a sampler with top-p makes, and the token counts that penalties keep; the pool of prompt
-    embeddings, where they are enabled; queries and outputs of latent attention; scores and places of the keys that an
-    indexer chooses. A pooling model has rows of hidden states for logits.
+    embeddings, where they are enabled; queries and outputs of latent attention; what an indexer's choice takes. A
+    pooling model has rows of hidden states for logits.
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
     ``is_unrolled`` is True where graphs hold each round of a loop (step/rounds.py), so that they are fewer and larger.
     """
@@ -40,12 +41,14 @@ def estimate_step_memory(
     if not sizes:
         return 0
     own, cross = _shapes(specs, limits, model_config)
+    block_size = min([layer.spec.block_size for layer in layer_caches(specs).values()], default=1)
     worst = 0
     for size in sizes:
         step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * width
         step += _experts(model_config, size.num_tokens, is_unrolled)
         dims = limits.named(size)
-        step += _choice(model_config, dims, limits)
+        if hides_keys(model_config):
+            step += _choice(model_config, dims, limits, block_size, is_unrolled)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
         of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
         worst = max(worst, 4 * (step + max(of_layer, default=0)))
@@ -86,14 +89,33 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
     return numbers
 
 
-def _choice(model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits) -> int:
-    """Numbers that an indexer's choice takes (attention/choice.py): by query, scores and places of the chosen keys, and
-    entries of the cache; scores of a round before and after its heads are summed."""
-    if not hides_keys(model_config):
-        return 0
-    count, heads = num_indexed_keys(model_config) or 0, _largest(model_config, "index_n_heads")
-    queries = dims["decode_rows"] * limits.longest_row + dims["chunk_tiles"] * limits.chunk.query
-    return 6 * queries * count + 2 * max(limits.longest_row, limits.chunk.query) * (heads + 4) * count
+def _choice(
+    model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits, block_size: int, is_unrolled: bool
+) -> int:
+    """Numbers that an indexer's choice takes (attention/choice.py), with decode rows and chunk tiles.
+
+    By query tile, the table of block ids, and the pairs that it is made of, with their int64 indices; by query, scores
+    and places of the chosen keys, and entries of the cache; what one round takes; which keys of a piece's pairs tokens
+    of chunks have chosen.
+    """
+    count, length = num_indexed_keys(model_config) or 0, limits.max_model_len
+    heads, size = _largest(model_config, "index_n_heads"), _largest(model_config, "index_head_dim")
+    numbers = round_numbers = 0
+    for query, keys, tiles, piece in (
+        (limits.longest_row, limits.decode.keys, dims["decode_rows"], limits.decode_piece),
+        (limits.chunk.query, limits.chunk.keys, dims["chunk_tiles"], limits.chunk_piece),
+    ):
+        if not tiles:
+            continue
+        numbers += tiles * (2 * -(-length // min(block_size, keys)) + 6 * -(-length // keys) + 6 * query * count)
+        at_once = RoundSize.of(count, tiles, query, length, keys, piece, is_unrolled)
+        # Keys are gathered and converted, and so are the entries that they are gathered from.
+        of_tile = at_once.positions * (2 * size + 3)
+        # Queries, products with keys before and after relu, scores before and after the mask, both lists of the best.
+        of_tile += query * (2 * heads * (size + at_once.positions) + 4 * at_once.positions + 6 * count)
+        round_numbers = max(round_numbers, at_once.tiles * of_tile)
+    pairs = min(dims["chunk_pairs"], limits.chunk_piece or dims["chunk_pairs"])
+    return numbers + round_numbers + pairs * limits.chunk.query * (2 * count + 6 * limits.chunk.keys)
 
 
 def _experts(model_config: ModelConfig, num_tokens: int, is_unrolled: bool) -> int:

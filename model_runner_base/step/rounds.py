@@ -18,6 +18,9 @@ Loop = Callable[[torch.Tensor, int, Body, State, State], State]
 """Type of a loop: takes the number of rounds that count, an int32 scalar, the largest number of them, the body, the
 first state, and the tensors that the body reads. Further rounds change nothing."""
 
+MOST_UNROLLED = 16
+"""Largest number of rounds in a graph that holds each of them, where rounds may be larger instead."""
+
 _loop_of_tracer: Loop | None = None
 
 

@@ -322,3 +322,27 @@ def test_step_memory_of_backends_with_kernels_of_their_own() -> None:
     assert estimate_step_memory([size], limits, {"layer": spec(2, 8)}, model_config()) == wanted
     state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
     assert estimate_step_memory([size], limits, {"layer": spec(2, 8), "other": state}, model_config()) == wanted
+
+
+def test_step_memory_counts_an_indexers_choice() -> None:
+    """Longer contexts take tables of block ids alone, unless graphs hold each round; more tokens, heads and larger keys
+    of the indexer take more."""
+    specs, dims = {"layer": spec(2, 8)}, {"index_topk": 256, "index_n_heads": 4, "index_head_dim": 32}
+    in_pieces = replace(LIMITS, decode_piece=10, chunk_piece=4)
+    longer = replace(in_pieces, max_model_len=16 * LIMITS.max_model_len)
+    size = LIMITS.mixed_size(4, 20, 100, 3, 12)
+    tiles = LIMITS.named(size)["decode_rows"] + LIMITS.named(size)["chunk_tiles"]
+
+    def estimate(limits: StepLimits = in_pieces, is_unrolled: bool = False, **others: int) -> int:
+        config = model_config(**(dims | others))
+        config.max_model_len = LIMITS.max_model_len
+        return estimate_step_memory([size], limits, specs, config, is_unrolled=is_unrolled)
+
+    added = estimate(longer) - estimate()
+    ids = 4 * tiles * 15 * LIMITS.max_model_len // 16
+    assert ids < added < 8 * ids
+    assert estimate(longer, True) - estimate(in_pieces, True) > added
+    for name, value in dims.items():
+        assert estimate(**{name: 2 * value}) > estimate(), name
+    dense = estimate_step_memory([size], in_pieces, specs, model_config())
+    assert estimate(index_topk=LIMITS.max_model_len) == dense

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from model_runner_base.models.layers.routing import check_router, select_experts
 from model_runner_base.step.one_node import OneNode
-from model_runner_base.step.rounds import State, is_traced, is_unrolled, run_rounds
+from model_runner_base.step.rounds import MOST_UNROLLED, State, is_traced, is_unrolled, run_rounds
 from model_runner_base.vllm_compat.probes.experts import ExpertsView, activation_name, experts_layers
 
 GATHER_COST = 3
@@ -35,8 +35,6 @@ MAX_DENSE_TOKENS = 64
 GATHERED_AT_ONCE = 32 << 20
 """Bytes of weights that are gathered at a time, if that is more than one expert's. The C library of a host maps and
 clears each larger array anew."""
-MOST_UNROLLED = 16
-"""Largest number of rounds in a graph that holds each of them."""
 
 
 def _gated(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
