@@ -87,7 +87,8 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
             use_plain_experts(model)
             use_plain_recurrences(model)
             use_plain_latents(model)
-            if hides_keys(vllm_config.model_config):
+            # A draft has an indexer of its own, and may never keep vLLM's.
+            if any(map(hides_keys, _models_of(vllm_config))):
                 use_plain_indexers(model)
         if scales:
             scales.apply(model)

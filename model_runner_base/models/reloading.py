@@ -155,7 +155,7 @@ class _Reload:
         has_scales = is_target and has_small_cache(vllm_config) and has_plain_attention(model)
         self._scales = CacheScales() if has_scales else None
         self.filtered = self._scales.take if self._scales else keep_all
-        self._stream = WeightStream(model_config)
+        self._stream = WeightStream(model_config, model)
         record = record_of(model)
         self._shapes: Mapping[str, list[int]] = record.shapes if record else {}
         self._loaded: set[str] | None = set()

@@ -33,9 +33,9 @@ class WeightStream:
     chunks.
     """
 
-    def __init__(self, model_config: ModelConfig, stored: StoredTensors | None = None) -> None:
+    def __init__(self, model_config: ModelConfig, model: nn.Module, stored: StoredTensors | None = None) -> None:
         """``stored`` is the local checkpoint that the chunks are read from, if there is one."""
-        self._model_config = model_config
+        self._model_config, self._model = model_config, model
         form = format_of_model(model_config)
         self._dequantiser = None if form is None else Dequantiser(form, model_config.dtype, stored)  # type: ignore[arg-type]
 
@@ -46,7 +46,7 @@ class WeightStream:
 
     def weights(self, source: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the weights of one chunk, which is what a loader reads or what was passed to a reload."""
-        source = without_weights_of_indexer(self._model_config, source)
+        source = without_weights_of_indexer(self._model_config, self._model, source)
         yield from source if self._dequantiser is None else self._dequantiser.chunk(source)
 
     def own_parts(self) -> None:
@@ -61,10 +61,10 @@ class WeightStream:
 
 
 def weights_of(
-    model_config: ModelConfig, source: Weights, stored: StoredTensors | None = None
+    model_config: ModelConfig, model: nn.Module, source: Weights, stored: StoredTensors | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the weights of a whole checkpoint."""
-    stream = WeightStream(model_config, stored)
+    stream = WeightStream(model_config, model, stored)
     yield from stream.weights(source)
     stream.end()
 
@@ -83,8 +83,8 @@ def make_loader(load_config: LoadConfig, filtered: Filter = keep_all, record: Ch
         def get_all_weights(model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             file = gguf_weights(model_config)
             source = read(model_config, model) if file is None else file.weights(model_config.dtype)  # type: ignore[arg-type]
-            weights = weights_of(model_config, filtered(model, record.read(source)), stored_tensors(model_config))
-            return record.offer(weights)
+            source, stored = filtered(model, record.read(source)), stored_tensors(model_config)
+            return record.offer(weights_of(model_config, model, source, stored))
 
         loader.get_all_weights = get_all_weights
     return loader

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from vllm.config import ModelConfig
 
 _FIELD = "index_topk"
@@ -83,9 +84,13 @@ def without_indexer(model_config: ModelConfig) -> Iterator[None]:
 
 
 def without_weights_of_indexer(
-    model_config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
+    model_config: ModelConfig, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Weights of a checkpoint but for those of an indexer that need not run."""
-    if not is_dense(model_config):
+    """Weights of a checkpoint but for those of indexers that a model was made without.
+
+    The model says whether it was: vLLM may lower ``max_model_len`` to what fits once it is made.
+    """
+    has_indexer = any(name.endswith(".indexer") for name, _ in model.named_modules())
+    if num_indexed_keys(model_config) is None or has_indexer:
         return weights
     return ((name, tensor) for name, tensor in weights if ".indexer." not in name)
