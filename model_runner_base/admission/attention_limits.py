@@ -1,12 +1,12 @@
 """Limits of attention by other rows than keys and values of equal heads: what is refused before the engine is up."""
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 
 from model_runner_base.errors import refuse
 from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
 from model_runner_base.vllm_compat.probes.config import setting
 from model_runner_base.vllm_compat.probes.experts import ZeroExpertRouter
-from model_runner_base.vllm_compat.probes.indexers import misread_rotation, misread_sharing
+from model_runner_base.vllm_compat.probes.indexers import draft_with_indexer, misread_rotation, misread_sharing
 from model_runner_base.vllm_compat.probes.models import LAYER_TYPES, has_unequal_heads, other_layer_type
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
@@ -61,15 +61,43 @@ def _check_sparse(vllm_config: VllmConfig) -> None:
         "models with an indexer (DSA) keep latents alone: leave out VLLM_MLA_DISABLE": not model.use_mla,
     }
     refuse(refusals)
-    if hides_keys(model):
+    # vLLM 0.16 turns any format of 8 bits to this one, also where the model is dense.
+    refusals = {
+        "caches of 8 bits are not supported with sparse attention (DSA) yet, of any length on this vLLM: leave out "
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype == "fp8_ds_mla",
+    }
+    refuse(refusals)
+    draft = draft_with_indexer(vllm_config)
+    if hides_keys(model) or (draft and hides_keys(draft)):
+        _check_draft(model, draft)
         _check_hidden_keys(vllm_config)
+
+
+def _check_draft(model: ModelConfig, draft: ModelConfig | None) -> None:
+    """Refuses a model's own layers that draft if their indexer would run otherwise than the model's."""
+    if draft is None:
+        return
+    counts = [num_indexed_keys(config) for config in (model, draft)]
+    rotation = misread_rotation(draft.hf_text_config, model.architecture)
+    not_passed_on = "a draft by mtp reads config.json without hf_overrides"
+    refusals = {
+        f"index_topk of the model is {counts[0]}, and that of its draft is {counts[1]}, since {not_passed_on}: correct "
+        "config.json, or leave out speculative_config": counts[0] != counts[1],
+        f"the indexer of the draft rotates as indexer_rope_interleave says, which published code of "
+        f"{model.architecture} has as {rotation}, and {not_passed_on}: correct config.json, or leave out "
+        "speculative_config": rotation is not None,
+        f"requests of up to {model.max_model_len} tokens need the indexer, and drafts of {draft.max_model_len} do "
+        "not: leave out max_model_len of speculative_config": hides_keys(model) != hides_keys(draft),
+    }
+    refuse(refusals)
 
 
 def _check_hidden_keys(vllm_config: VllmConfig) -> None:
     """Refuses what an indexer that hides keys is not served with; up to ``index_topk`` tokens it does not run."""
     model = vllm_config.model_config
     dense = f"set max_model_len={num_indexed_keys(model)} or less (index_topk), where {model.architecture} is dense"
-    rotation, sharing = misread_rotation(model), misread_sharing(model.hf_text_config)
+    config = model.hf_text_config
+    rotation, sharing = misread_rotation(config, model.architecture), misread_sharing(config)
     refusals = {
         f"sparse attention (DSA) is not cut over ranks or stages yet: leave out tensor_parallel_size and "
         f"pipeline_parallel_size, or {dense}": vllm_config.parallel_config.world_size > 1,

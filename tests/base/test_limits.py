@@ -335,7 +335,7 @@ def with_indexer(**options: Any) -> Any:
         ("model_config.use_mla", False, "leave out VLLM_MLA_DISABLE"),
         ("parallel_config.world_size", 2, "not cut over ranks .* or set max_model_len=2048 or less"),
         ("lora_config", SimpleNamespace(fully_sharded_loras=False), "leave out enable_lora, or set max_model_len=2048"),
-        ("cache_config.cache_dtype", "fp8_ds_mla", "leave out kv_cache_dtype, or set max_model_len=2048"),
+        ("cache_config.cache_dtype", "fp8_e4m3", "leave out kv_cache_dtype, or set max_model_len=2048"),
         ("attention_config", SimpleNamespace(indexer_kv_dtype="fp8"), "leave out indexer_kv_dtype"),
         ("kv_transfer_config", SimpleNamespace(kv_connector=None), "kv_transfer_config"),
         ("speculative_config", draft(), "drafts by eagle are not .* ngram, suffix, mtp, or leave out"),
@@ -350,11 +350,38 @@ def test_what_an_indexer_is_not_served_with_yet(setting: str, value: Any, messag
 
 
 def test_an_indexer_that_hides_no_key_needs_nothing() -> None:
-    """Settings of rotary numbers, and of shared choices, are those of an indexer that does not run."""
+    """Settings of rotary numbers, and of shared choices, are those of an indexer that does not run. The format of 8
+    bits that one vLLM puts in place of any other is refused."""
     config = with_indexer(max_model_len=2048)
     config.model_config.hf_text_config.index_topk_freq = 2
     config.model_config.hf_text_config.indexer_rope_interleave = True
+    check_refused(
+        config, "cache_config.cache_dtype", "fp8_ds_mla", "of any length on this vLLM: leave out kv_cache_dtype$"
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_draft", "message"),
+    [
+        ({}, {"index_topk": 1024}, "index_topk of the model is 2048, .* its draft is 1024, .* correct config.json"),
+        ({"index_topk": 4096}, {}, "index_topk of the model is 4096, .* its draft is 2048, .* correct config.json"),
+        ({}, {"indexer_rope_interleave": True}, "the draft rotates .* has as False, .* correct config.json"),
+        ({}, {"max_model_len": 2048}, "leave out max_model_len of speculative_config"),
+    ],
+)
+def test_drafts_whose_indexer_is_not_the_models(
+    of_model: dict[str, Any], of_draft: dict[str, Any], message: str
+) -> None:
+    """A draft by mtp has the fields of config.json, where the model has those of ``hf_overrides``."""
+    config = with_indexer(max_model_len=2049)
+    drafting = SimpleNamespace(max_model_len=2049, hf_text_config=SimpleNamespace(index_topk=2048))
+    config.speculative_config = draft(**HEAD | {"draft_model_config": drafting}, method="mtp")
     check_config(config)
+    vars(config.model_config.hf_text_config).update(of_model)
+    for name, value in of_draft.items():
+        setattr(drafting if name == "max_model_len" else drafting.hf_text_config, name, value)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        check_config(config)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from inspect import signature
 from typing import Any
 
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 SHARES_CHOICES = "skip_topk" in signature(MultiHeadLatentAttentionWrapper.__init__).parameters
@@ -12,10 +12,20 @@ INTERLEAVED = {"DeepseekV32ForCausalLM": False, "GlmMoeDsaForCausalLM": True}
 """Whether an architecture's indexers rotate neighbouring numbers, rather than halves, in published code."""
 
 
-def misread_rotation(model_config: ModelConfig) -> bool | None:
-    """Value of ``indexer_rope_interleave`` with which vLLM runs a model as published; None if the config has it."""
-    config, right = model_config.hf_text_config, INTERLEAVED.get(model_config.architecture)
+def misread_rotation(config: Any, architecture: str) -> bool | None:
+    """Value of ``indexer_rope_interleave`` with which vLLM runs a model of ``architecture``, or its own draft, as
+    published; None if the config has it."""
+    right = INTERLEAVED.get(architecture)
     return None if getattr(config, "indexer_rope_interleave", False) in (right, None) else right
+
+
+def draft_with_indexer(vllm_config: VllmConfig) -> ModelConfig | None:
+    """Config of the model's own layers that draft (``mtp``), each with an indexer of its own; None without them.
+
+    vLLM reads it from the checkpoint once more, and passes over fields of ``hf_overrides``.
+    """
+    drafts = vllm_config.speculative_config
+    return drafts.draft_model_config if drafts is not None and drafts.method == "mtp" else None
 
 
 def misread_sharing(config: Any) -> str | None:
