@@ -139,7 +139,7 @@ def with_indexer(model: TinyModel, path: Path, indexer: dict[str, int] = INDEXER
         "k_norm.bias": (width,),
         "weights_proj.weight": (heads, config["hidden_size"]),
     }
-    for index in range(config["num_hidden_layers"]):
+    for index in range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)):
         own = {f"model.layers.{index}.self_attn.indexer.{name}": torch.randn(shape) for name, shape in shapes.items()}
         weights |= own
     path.mkdir()
@@ -213,17 +213,21 @@ def accepted() -> list[float]:
     return []
 
 
-@pytest.mark.parametrize("kind", ["keys and values", "latents", pytest.param("compiled", marks=pytest.mark.openxla)])
+@pytest.mark.parametrize(
+    "kind", ["keys and values", "latents", "an indexer", pytest.param("compiled", marks=pytest.mark.openxla)]
+)
 def test_multi_token_prediction(
     kind: str, tiny_model: Tiny, tmp_path: Path, accepted: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint's own layer drafts, with latents of its own, as many right tokens as with keys and values."""
+    """The checkpoint's own layer drafts, with latents of its own, as many right tokens as with keys and values. So does
+    that of a checkpoint whose indexer leaves all keys."""
     model = multi_token_prediction(tiny_model("deepseek-v3"), tmp_path / "drafting")
+    served = with_indexer(model, tmp_path / "indexed") if kind == "an indexer" else model
     if kind == "keys and values":
         monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     options = OPTIONS | {"enforce_eager": kind != "compiled", "kv_cache_memory_bytes": 4 << 20}
     options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 2}
-    with engine(model.path, **options, additional_config=LARGEST) as llm:
+    with engine(served.path, **options, additional_config=LARGEST) as llm:
         before = compilations()
         check(llm, model, PROMPTS, 30)
         accepted.append(metric(llm, "vllm:spec_decode_num_accepted_tokens"))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,24 @@ import numpy as np
 import pytest
 import torch
 from conftest import compilations, engine
+from safetensors.torch import load_file
 from test_latent_attention import LARGEST, check, largest_error, multi_token_prediction, with_indexer
 from transformers import AutoModelForCausalLM
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 
-from model_runner_base.attention.choice import Chooser, KeyTable, plan_of_chosen
+from model_runner_base.attention.choice import Chooser, KeyTable, RoundSize, plan_of_chosen
 from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PairPlan
+from model_runner_base.step.rounds import MOST_UNROLLED, loops_run_by, unrolled
 from model_runner_base.testing.architectures import LATENT_LATER, hf
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
-from model_runner_base.testing.engine import generate, greedy, metric, tokens_of
+from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import OF_TRANSFORMERS, TinyModel, make_checkpoint, reference_model, vary
 from model_runner_base.testing.reference import logits_after
+from model_runner_base.vllm_compat.patches.without_indexer import without_weights_of_indexer
 
 KEYS = 16
 """Number of keys that a token sees."""
@@ -100,6 +104,28 @@ def test_arrivals_and_resets(served: LLM, deepseek: TinyModel) -> None:
 
 
 @pytest.mark.newest
+def test_prompt_lookup(deepseek: TinyModel) -> None:
+    """Decode rows of several tokens each, which verify drafts; each token has keys of its own."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    with engine(deepseek.path, **OPTIONS, speculative_config=drafts) as llm:
+        check(llm, deepseek, PROMPTS, 30)
+        assert metric(llm, "vllm:spec_decode_num_drafts") > 0
+
+
+@pytest.mark.newest
+def test_a_length_that_is_fitted(directory: Path) -> None:
+    """vLLM lowers ``max_model_len=-1`` to what fits, after the model is made with its indexer, which stays."""
+    model = indexed(directory, 200)
+    with engine(model.path, **OPTIONS, block_size=16, kv_cache_memory_bytes=9 * BLOCK, max_model_len=-1) as llm:
+        assert llm.llm_engine.model_config.max_model_len < 200
+        check(llm, model, PROMPTS[:-2], NEW_TOKENS)
+        # What a reload would take.
+        stored, runner = load_file(model.path / "model.safetensors"), runner_of(llm)
+        taken = without_weights_of_indexer(runner.model_config, runner.model, stored.items())
+        assert dict(taken).keys() == stored.keys()
+
+
+@pytest.mark.newest
 def test_shared_choices_and_drafts(tmp_path: Path) -> None:
     """GLM-5, whose second layer takes the first one's choice; its own further layer drafts, with an indexer of its
     own. Attention works in pieces of one pair."""
@@ -158,9 +184,10 @@ def plan_of(lengths: list[int], block: int = 4, tile: int = 8) -> tuple[PairPlan
     return plan, [(row[:, None] * block + np.arange(block)).flatten() for row in blocks]
 
 
-@pytest.mark.parametrize("piece", [0, 1])
-def test_chosen_keys_are_the_best(piece: int) -> None:
-    """The best positions of each row, whatever lies in places that no row sees; equal scores are counted, too."""
+@pytest.mark.parametrize(("piece", "is_traced"), [(0, False), (1, False), (8, False), (1, True)])
+def test_chosen_keys_are_the_best(piece: int, is_traced: bool) -> None:
+    """The best positions of each row, whatever lies in places that no row sees; equal scores are counted, too. Rounds
+    are of all rows, of one, of four where six are no multiple, and those of graphs that hold each."""
     lengths = [3, 40, 0, 17, 16, 100]
     plan, entries = plan_of(lengths)
     plan.piece = piece
@@ -172,7 +199,8 @@ def test_chosen_keys_are_the_best(piece: int) -> None:
     queries, weights = (torch.randn(shape, generator=generator) for shape in ((6, 1, 2, 6), (6, 1, 2)))
     table = KeyTable.of(plan, 6, 128)
     assert table.last.flatten().tolist() == [length - 1 if length else NEVER for length in lengths]
-    positions = Chooser(KEYS).choose(table, queries, weights, cache)
+    with loops_run_by(unrolled) if is_traced else nullcontext():
+        positions = Chooser(KEYS).choose(table, queries, weights, cache)
     chosen = plan_of_chosen(table, positions)
     for row, (length, own) in enumerate(zip(lengths, entries, strict=True)):
         keys = cache.flatten(0, 2)[own[:length]]
@@ -187,3 +215,31 @@ def test_chosen_keys_are_the_best(piece: int) -> None:
         assert sorted(entry for part in seen for entry in part[: chosen.kv_tile]) == sorted(want)
     is_pair = chosen.pair_start != FAR
     assert is_pair.tolist() == sorted(is_pair.tolist(), reverse=True), "padding comes last"
+
+
+def test_fewer_positions_than_are_chosen() -> None:
+    """A table that is shorter than the number of chosen keys, as where vLLM has lowered ``max_model_len`` to what fits.
+    A graph scores there, too: no token sees places after the table."""
+    plan, entries = plan_of([3, 8])
+    table = KeyTable.of(plan, 2, 8)
+    assert table.blocks.shape[1] * plan.block_size < KEYS
+    cache, queries, weights = torch.randn(400, 4, 1, 6), torch.randn(2, 1, 2, 6), torch.randn(2, 1, 2)
+    with loops_run_by(unrolled):
+        positions = Chooser(KEYS).choose(table, queries, weights, cache)
+    assert positions.tolist() == [[[*range(KEYS)]]] * 2
+    chosen = plan_of_chosen(table, positions)
+    for row, length in enumerate([3, 8]):
+        (pair,) = ((chosen.pair_tile == row) & (chosen.last[:, 0] >= 0)).nonzero().flatten()
+        assert chosen.last[pair].tolist() == [length - 1]
+        assert chosen.pair_blocks[pair, :length].tolist() == entries[row][:length].tolist()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("num_tiles", [1, 7, 16, 17, 40, 1000])
+@pytest.mark.parametrize("longest", [100, 2049, 163840])
+def test_graphs_that_hold_each_round_have_few(num_tiles: int, longest: int) -> None:
+    """Rounds are larger there, so that no graph has more than ``MOST_UNROLLED``; elsewhere they are as they were."""
+    for num_queries, piece in [(1, 0), (1, 4), (64, 100)]:
+        small, large = (RoundSize.of(2048, num_tiles, num_queries, longest, 64, piece, each) for each in (False, True))
+        groups, parts = -(-num_tiles // large.tiles), -(-longest // large.positions)
+        assert groups * parts <= MOST_UNROLLED
+        assert large.positions % 64 == 0 and large.tiles >= small.tiles and large.positions >= small.positions == 2048
