@@ -91,11 +91,11 @@ class ModelGraph:
         return ModelResults(logits, slots, hidden_states, tuple(kept))
 
     def dummy_run(self, size: StepSize) -> ModelResults:
-        """Runs the graph of a size, or of one that ranks agree on, on nothing but padding; returns as ``run``."""
+        """Runs the graph of a size on nothing but padding; returns as ``run``. Other ranks are not asked."""
         self._bind_kv_caches()
         self._repeat.stop()
         with override_forward_context(self._forward_context):
-            return self.run(None, self.pad(self._agree(size)))
+            return self.run(None, self.pad(size))
 
     def warm_up_drafter(self, size: StepSize, results: ModelResults) -> None:
         """Runs the drafting that follows a step of a size; ``results`` are what the step's run returned."""

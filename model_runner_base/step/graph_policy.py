@@ -73,7 +73,9 @@ class GraphPolicy:
         """Size that a step runs at, given the one that this rank has chosen: the same one by default.
 
         A policy whose ranks must run at equal sizes overrides it; it returns one that holds what each rank has chosen.
-        It is asked once in each step with tokens, and for each run on padding, so it may be a collective operation.
+        It may be a collective operation: it is asked once in each step with tokens, and by warm-up for the few made-up
+        steps that all ranks make in the same order. Runs on padding do not ask, since a rank may make a size at a time
+        of its own (``BackgroundCompiler``).
         """
         return size
 
@@ -166,7 +168,7 @@ class SizeDoor:
         """Size that was agreed on for a step that could not be repeated, and that is not packed yet."""
 
     def __call__(self, size: StepSize) -> StepSize:
-        """Size at which a step is packed, or runs on padding."""
+        """Size at which a step is packed."""
         agreed, self._agreed = self._agreed, None
         return self._agree(size) if agreed is None else agreed
 

@@ -22,6 +22,7 @@ from model_runner_base.step.host_loops import compiled, put_ints
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_states import RequestStates
 from model_runner_base.step.schedule import Schedule
+from model_runner_base.step.sizes import StepSize
 
 
 class Repeat:
@@ -89,17 +90,20 @@ class Repeat:
         else:
             put_ints(schedule.num_computed, batch.num_computed)
             batch.seq_lens[:] = batch.num_computed + batch.row_len
-        for part in self._parts:
-            if not part.follow(batch.num_computed):
-                if batch.row_len == 1:
-                    self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.
-                self._batch = None
-                return None
+        if not (all(part.follow(batch.num_computed) for part in self._parts) and self._runs_at(step.size)):
+            if batch.row_len == 1:
+                self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.
+            self._batch = None
+            return None
         if is_first:
             step.send()
         else:
             step.send_entries()
         return batch, step
+
+    def _runs_at(self, size: StepSize) -> bool:
+        """Whether a step that can be repeated runs at the size that it was packed at. Called before it is sent."""
+        return True
 
     def _begin(self, batch: InputBatch) -> None:
         """Begins a series of repeated steps. All requests were sampled, so the device knows all tokens and
@@ -129,15 +133,8 @@ class AgreedRepeat(Repeat):
         super().__init__(requests)
         self._agree = agree
 
-    def follow(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
-        followed = super().follow(schedule)
-        if followed is None or self._agree.is_repeated_at(followed[1].size):
-            return followed
-        batch, _ = followed
-        if batch.row_len == 1:
-            self._requests.num_computed[batch.rows] -= 1
-        self._batch = None
-        return None
+    def _runs_at(self, size: StepSize) -> bool:
+        return self._agree.is_repeated_at(size)
 
 
 class RepeatRing(Repeat):

@@ -376,8 +376,9 @@ def test_steps_that_are_in_flight_in_turn_each_repeat() -> None:
     assert bare.repeat.rows_of(first) is None
 
 
-def test_a_step_repeats_only_at_the_size_that_ranks_agree_on() -> None:
-    """A step is packed at the larger size that another rank needs, and ranks are asked once a step."""
+def test_a_step_repeats_only_at_the_size_that_ranks_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is packed at the larger size that another rank needs, and ranks are asked once a step, before it is
+    sent."""
     decoding = Decoding([CAUSAL], 4, 2, [2, 9], 40)
     bare, asked, wanted = decoding.bare, list[StepSize](), list[StepSize]()
 
@@ -394,7 +395,10 @@ def test_a_step_repeats_only_at_the_size_that_ranks_agree_on() -> None:
     larger = padded(decoding.limits, [size], padding=1)
     wanted.append(larger)
     before = bare.requests.num_computed.copy()
-    assert bare.repeat.follow(scheduled(dict.fromkeys(decoding.names, 1))) is None
+    with monkeypatch.context() as patched:
+        for send in ("send", "send_entries"):
+            patched.setattr(PackedStep, send, lambda step: pytest.fail("the step is sent before it is asked for"))
+        assert bare.repeat.follow(scheduled(dict.fromkeys(decoding.names, 1))) is None
     assert (bare.requests.num_computed == before).all(), "the step would be counted twice"
     assert door(size) == larger and len(asked) == 4
     assert door(size) == size and len(asked) == 5
