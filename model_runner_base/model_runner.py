@@ -60,7 +60,7 @@ from model_runner_base.step.call import Forward, ModelResults, StepResults
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
-from model_runner_base.step.request_failures import RequestErrors
+from model_runner_base.step.request_failures import make_request_errors
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
@@ -103,7 +103,7 @@ class ModelRunnerBase:
         self.max_model_len = self.model_config.max_model_len
         self._wired_model_len: int | None = None
         """Model length that block tables and graphs were made for; None before ``initialize_kv_cache``."""
-        self.errors = RequestErrors(vllm_config.parallel_config.world_size)
+        self.errors = make_request_errors(vllm_config)
         self.sleep = Sleep(self)
         """Memory of weights and caches, which the worker frees and takes back between two steps."""
         self.pending: Callable[[GrammarOutput | None], Output] | None = None

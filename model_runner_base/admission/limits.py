@@ -19,7 +19,12 @@ from model_runner_base.admission.pooling_limits import check_pooling
 from model_runner_base.admission.request_ranges import SAMPLING, NotYet, check_params, check_prompt
 from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.vllm_compat.probes import multimodal
-from model_runner_base.vllm_compat.probes.config import returns_routed_experts, setting, uses_slot_processors
+from model_runner_base.vllm_compat.probes.config import (
+    asks_for_connector,
+    returns_routed_experts,
+    setting,
+    uses_slot_processors,
+)
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
 from model_runner_base.vllm_compat.probes.models import left_out_of_ling
 from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
@@ -194,7 +199,7 @@ def _check_stages(vllm_config: VllmConfig) -> None:
         "distributed_executor_backend to mp": parallel.distributed_executor_backend != "mp",
         "pipeline stages run on one host alone: use nnodes=1": setting(parallel, "nnodes", 1) > 1,
         "KV connectors are not supported with pipeline stages yet: leave out kv_transfer_config and "
-        "kv_offloading_size": vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size is not None,
+        "kv_offloading_size": asks_for_connector(vllm_config),
         "speculative decoding is not supported with pipeline stages yet: leave out speculative_config": (
             vllm_config.speculative_config
         ),
@@ -229,7 +234,7 @@ def _check_replicas(vllm_config: VllmConfig) -> None:
         "replicas are processes of their own, not started by Ray or external_launcher: leave out "
         "distributed_executor_backend and data_parallel_backend": others or parallel.data_parallel_backend != "mp",
         "KV connectors are not supported with replicas yet: leave out kv_transfer_config and kv_offloading_size": (
-            vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size is not None
+            asks_for_connector(vllm_config)
         ),
         "pipelines are not replicated yet: use data_parallel_size=1 or pipeline_parallel_size=1": (
             parallel.pipeline_parallel_size > 1

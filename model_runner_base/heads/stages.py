@@ -52,6 +52,8 @@ class StageLink:
 
     def __init__(self, index: int, ranks: Sequence[int], group: Any) -> None:
         self.index, self.count = index, len(ranks)
+        self.step = 0
+        """Number of the engine's steps so far, those without tokens included."""
         self._ranks, self._group = ranks, group
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         """Last messages, each kept until it is sent. There are fewer steps in flight than messages kept."""
@@ -82,23 +84,24 @@ class StageLink:
 
     def hand_on(self, batch: InputBatch, states: np.ndarray) -> None:
         """Sends the hidden states of a batch to the next stage."""
-        self.send(self.index + 1, HEADER, torch.tensor([len(states), _checksum(batch)]))
+        self.send(self.index + 1, HEADER, torch.tensor([self.step, len(states), _checksum(batch)]))
         self.send(self.index + 1, STATES, torch.from_numpy(states))
 
     def take(self, batch: InputBatch, states: torch.Tensor) -> None:
         """Receives the hidden states of a batch from the stage before; raises StageError if that has failed, or has
         another batch."""
-        before, header = self.index - 1, torch.empty(2, dtype=torch.int64)
+        before, header = self.index - 1, torch.empty(3, dtype=torch.int64)
         self.begin_to_receive(before, HEADER, header)()
-        num_tokens, number = header.tolist()
+        step, num_tokens, number = header.tolist()
         if num_tokens == FAILED:
             text = torch.empty(number, dtype=torch.uint8)
             self.begin_to_receive(before, STATES, text)()
             raise StageError(bytes(text.tolist()).decode())
-        if (num_tokens, number) != (len(states), _checksum(batch)):
+        if (step, num_tokens, number) != (self.step, len(states), _checksum(batch)):
             raise StageError(
-                f"stages {before} and {self.index} of the pipeline are at different steps: {num_tokens} and "
-                f"{len(states)} tokens, {number} and {_checksum(batch)} in their caches; please report this"
+                f"stages {before} and {self.index} of the pipeline are at different steps: steps {step} and "
+                f"{self.step}, {num_tokens} and {len(states)} tokens, {number} and {_checksum(batch)} in their caches; "
+                "please report this"
             )
         self.begin_to_receive(before, STATES, states)()
 
@@ -110,7 +113,7 @@ class StageLink:
         if not self.is_last:
             text = str(error).encode()
             try:
-                self.send(self.index + 1, HEADER, torch.tensor([FAILED, len(text)]))
+                self.send(self.index + 1, HEADER, torch.tensor([self.step, FAILED, len(text)]))
                 self.send(self.index + 1, STATES, torch.tensor(list(text), dtype=torch.uint8))
                 time.sleep(SECONDS_TO_TELL)
             except RuntimeError:
@@ -172,6 +175,19 @@ class StageHead(Head):
 
     def sample(self, plan: Any, forward: Forward, grammar: Grammar | None) -> HandedOn:
         return HandedOn()
+
+
+class StepCounter(StepComponent):
+    """Counts the engine's steps for the header of handed-on states.
+
+    Messages say nothing of it: a stage that left a step out would take that step's states in the next one.
+    """
+
+    def __init__(self, link: StageLink) -> None:
+        self._link = link
+
+    def begin_step(self, schedule: Schedule) -> None:
+        self._link.step += 1
 
 
 class ReceivedStates(StepComponent):
@@ -290,7 +306,9 @@ def make_stage(
     link = StageLink(group.rank_in_group, group.ranks, group.cpu_group)
     handed = Handed.of(model, config.architecture, config.dtype)
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    components: list[StepComponent] = [ReceivedStates(link, handed, device_ops)] if link.index else []
+    components: list[StepComponent] = [StepCounter(link)]
+    if link.index:
+        components.append(ReceivedStates(link, handed, device_ops))
     if link.is_last:
         head, tokens = None, SentTokens(link, max_num_reqs, device_ops)
         return PipelineStage(link.count, head, [*components, tokens], link.explain)

@@ -3,7 +3,7 @@
 An error before any of the request's data is on the device ends only that request: its row is given back, and the
 device's state is intact. An error in a graph, in the sampler or in a custom logits processor is raised instead, since
 the rows of the whole batch have moved on. An error that other ranks may not have is raised, too: lack of memory, or a
-missing file.
+missing file. So is any error where others count on the request (``make_request_errors``).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,12 +13,14 @@ from itertools import compress
 from typing import Any, TypeVar
 
 import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from model_runner_base.step.call import NO_FIELDS, Forward
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.schedule import Schedule
+from model_runner_base.vllm_compat.probes.config import asks_for_connector
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -28,9 +30,9 @@ T = TypeVar("T")
 class RequestErrors(StepComponent):
     """Failed requests that steps may still name. The output of the next step tells the scheduler of their errors."""
 
-    def __init__(self, num_ranks: int = 1) -> None:
-        # Files may be missing on one rank's host alone; the others would run the request.
-        self._raised = (torch.OutOfMemoryError, OSError) if num_ranks > 1 else (torch.OutOfMemoryError,)
+    def __init__(self, raised: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)) -> None:
+        self._raised = raised
+        """Errors that end the engine instead of the request."""
         self._failed: dict[str, Sequence[MultiModalFeatureSpec]] = {}
         """Images and other items in each failed request's prompt, by request."""
         self._unreported: dict[str, str | None] = {}
@@ -45,6 +47,7 @@ class RequestErrors(StepComponent):
         try:
             yield
         except self._raised:
+            logger.error("Request %s cannot be run, and the engine ends with it.", req_id)
             raise
         except Exception as error:
             logger.exception("Request %s cannot be run.", req_id)
@@ -91,3 +94,16 @@ class RequestErrors(StepComponent):
             return NO_FIELDS
         unreported, self._unreported = self._unreported, {}
         return {"errors": unreported}
+
+
+def make_request_errors(vllm_config: VllmConfig) -> RequestErrors:
+    """Makes the failed requests of an engine.
+
+    With pipeline stages every error is raised, since one stage would leave out a request that the others run. So it is
+    with a KV connector, whose half in the scheduler counts the blocks of a scheduled request as written.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or asks_for_connector(vllm_config):
+        return RequestErrors((Exception,))
+    # Files may be missing on one rank's host alone; the others would run the request.
+    return RequestErrors((torch.OutOfMemoryError, OSError)) if parallel.world_size > 1 else RequestErrors()

@@ -17,7 +17,9 @@ from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
 
 from model_runner_base.admission.request_rules import check_session
 from model_runner_base.errors import RequestError
-from model_runner_base.heads.stages import FAILED, StageError, StageLink
+from model_runner_base.heads.stages import FAILED, StageError, StageLink, StepCounter
+from model_runner_base.step.request_failures import make_request_errors
+from model_runner_base.step.schedule import Schedule
 from model_runner_base.testing.models import TinyModel
 
 SCRIPT = Path(__file__).with_name("staged_engine.py")
@@ -64,6 +66,7 @@ class Told(StageLink):
 
     def __init__(self, *messages: torch.Tensor) -> None:
         super().__init__(1, [0, 1], None)
+        self.step = 7
         self._messages = iter(messages)
 
     def begin_to_receive(self, stage: int, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
@@ -78,13 +81,14 @@ class Told(StageLink):
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        ([torch.tensor([4, 31]), torch.ones(4, 2)], None),
+        ([torch.tensor([7, 4, 31]), torch.ones(4, 2)], None),
         # The same requests, each a token shorter.
-        ([torch.tensor([4, 28])], "stages 0 and 1 of the pipeline are at different steps: 4 and 4 tokens, 28 and 31"),
-        ([torch.tensor([8, 31])], "different steps: 8 and 4 tokens"),
-        ([torch.tensor([FAILED, 3]), torch.tensor([*b"why"])], "^why$"),
+        ([torch.tensor([7, 4, 28])], "stages 0 and 1 of the pipeline are at different steps: .* 28 and 31 in their"),
+        ([torch.tensor([7, 8, 31])], "different steps: steps 7 and 7, 8 and 4 tokens"),
+        ([torch.tensor([6, 4, 31])], "different steps: steps 6 and 7, 4 and 4 tokens"),
+        ([torch.tensor([7, FAILED, 3]), torch.tensor([*b"why"])], "^why$"),
     ],
-    ids=["its own", "a step late", "another size", "a stage that failed"],
+    ids=["its own", "a step late", "another size", "a step of the same size before", "a stage that failed"],
 )
 def test_a_stage_takes_the_hidden_states_of_its_own_step(messages: list[torch.Tensor], error: str | None) -> None:
     batch: Any = SimpleNamespace(seq_lens=np.array([9, 10, 12]))
@@ -92,6 +96,51 @@ def test_a_stage_takes_the_hidden_states_of_its_own_step(messages: list[torch.Te
     with pytest.raises(StageError, match=error) if error else nullcontext():
         Told(*messages).take(batch, states)
     assert bool(states.all()) == (error is None)
+
+
+class Sends(StageLink):
+    """Link of the first stage, which keeps its messages."""
+
+    def __init__(self) -> None:
+        super().__init__(0, [0, 1], None)
+        self.messages: list[torch.Tensor] = []
+
+    def send(self, stage: int, tag: int, tensor: torch.Tensor) -> None:
+        self.messages.append(tensor)
+
+
+def test_a_step_that_one_stage_leaves_out_is_found() -> None:
+    """States of that step stay in line, and would be taken for those of the next one."""
+    batch: Any = SimpleNamespace(seq_lens=np.array([9, 10, 12]))
+    first, schedule = Sends(), Schedule((), (), [], [], [], {}, 0)
+    StepCounter(first).begin_step(schedule)
+    first.hand_on(batch, np.ones((4, 2), np.float32))
+    last = Told(*first.messages)
+    last.step = 0
+    for _ in range(2):
+        StepCounter(last).begin_step(schedule)
+    with pytest.raises(StageError, match="different steps: steps 1 and 2"):
+        last.take(batch, torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("stages", "transfer", "offloading", "is_raised"),
+    [(1, None, None, False), (2, None, None, True), (1, object(), None, True), (1, None, 0.01, True)],
+    ids=["one process", "stages", "a connector", "blocks on the host"],
+)
+def test_a_request_that_others_count_on_does_not_fail_alone(
+    stages: int, transfer: Any, offloading: float | None, is_raised: bool
+) -> None:
+    """An error ends the engine where other stages run the request, or a connector's scheduler counts its blocks."""
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, world_size=stages),
+        kv_transfer_config=transfer,
+        cache_config=SimpleNamespace(kv_offloading_size=offloading),
+    )
+    errors = make_request_errors(config)
+    with pytest.raises(IndexError) if is_raised else nullcontext(), errors.recording("bad", ()):
+        raise IndexError("nothing at 13")
+    assert ("bad" in errors) == (not is_raised)
 
 
 def test_a_session_is_refused() -> None:

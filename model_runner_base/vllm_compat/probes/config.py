@@ -61,6 +61,11 @@ def offloads_weights(vllm_config: Any) -> bool:
     return vllm_config.cache_config.cpu_offload_gb > 0
 
 
+def asks_for_connector(vllm_config: Any) -> bool:
+    """Whether a KV connector is asked for, by its own config or by ``kv_offloading_size``."""
+    return bool(vllm_config.kv_transfer_config) or vllm_config.cache_config.kv_offloading_size is not None
+
+
 def calculates_kv_scales(cache_config: Any) -> bool:
     """Whether the scales of an 8-bit KV cache are to be calculated from the first tokens."""
     return bool(setting(cache_config, "calculate_kv_scales", False))
