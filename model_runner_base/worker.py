@@ -23,7 +23,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from model_runner_base.caches.states import check_states_fit, states_memory
 from model_runner_base.device_ops import MemoryInfo
-from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.errors import CheckpointError, UnsupportedConfigError
 from model_runner_base.heads.outputs import (
     AsyncModelRunnerOutput,
     DraftTokenIds,
@@ -321,7 +321,14 @@ class ModelRunnerWorker(WorkerBase):
             self.weight_updates.abort()
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """Writes this rank's part of the weights to files, which ``load_format=sharded_state`` reads."""
+        """Writes this rank's part of the weights to files, which ``load_format=sharded_state`` reads.
+
+        vLLM names them by the rank of tensor parallelism alone, so pipeline stages would overwrite each other's.
+        """
+        if self.parallel_config.pipeline_parallel_size > 1:
+            raise CheckpointError(
+                "pipeline stages cannot be saved as sharded state: save it from an engine with pipeline_parallel_size=1"
+            )
         self.weight_updates.check_idle()
         self.model_runner.sleep.check_weights()
         with self.model_runner.step_guard.lock, self.model_runner.adapters.set_aside():

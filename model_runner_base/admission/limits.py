@@ -207,6 +207,9 @@ def _check_stages(vllm_config: VllmConfig) -> None:
         "weights of a trainer are not received by pipeline stages yet: leave out weight_transfer_config": (
             setting(vllm_config, "weight_transfer_config")
         ),
+        "sharded state has no names for the parts of pipeline stages: leave out load_format=sharded_state": (
+            setting(vllm_config, "load_config.load_format") == "sharded_state"
+        ),
         f"{model and model.architecture} has recurrent layers, which pipeline stages do not run yet: use "
         "pipeline_parallel_size=1": has_states(vllm_config),
     }

@@ -213,6 +213,7 @@ def test_towers_that_were_not_tried_over_ranks() -> None:
         ("speculative_config", draft(), "leave out speculative_config"),
         ("lora_config", object(), "leave out enable_lora"),
         ("weight_transfer_config", SimpleNamespace(backend="gloo"), "leave out weight_transfer_config"),
+        ("load_config", SimpleNamespace(load_format="sharded_state"), "leave out load_format=sharded_state"),
         ("model_config.runner_type", "pooling", "pooling is not supported with pipeline stages"),
         ("model_config.is_multimodal_model", True, "images and other items are not supported with pipeline stages"),
         ("model_config.is_encoder_decoder", True, "encoder-decoder models are not .* use pipeline_parallel_size=1"),

@@ -16,11 +16,12 @@ import torch
 from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
 
 from model_runner_base.admission.request_rules import check_session
-from model_runner_base.errors import RequestError
+from model_runner_base.errors import CheckpointError, RequestError
 from model_runner_base.heads.stages import FAILED, StageError, StageLink, StepCounter
 from model_runner_base.step.request_failures import make_request_errors
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.worker import ModelRunnerWorker
 
 SCRIPT = Path(__file__).with_name("staged_engine.py")
 ENVIRONMENT = {
@@ -141,6 +142,13 @@ def test_a_request_that_others_count_on_does_not_fail_alone(
     with pytest.raises(IndexError) if is_raised else nullcontext(), errors.recording("bad", ()):
         raise IndexError("nothing at 13")
     assert ("bad" in errors) == (not is_raised)
+
+
+def test_sharded_state_is_not_saved() -> None:
+    """Files have no names for stages, so each would overwrite those of the others."""
+    worker: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    with pytest.raises(CheckpointError, match="an engine with pipeline_parallel_size=1"):
+        ModelRunnerWorker.save_sharded_state(worker, "/nowhere")
 
 
 def test_a_session_is_refused() -> None:
