@@ -195,7 +195,8 @@ class ModelRunnerWorker(WorkerBase):
         if asked := self.cache_config.kv_cache_memory_bytes:
             check_states_fit(self.vllm_config)
             asked = int(min(asked - states, useful))
-            # All ranks have loaded their weights by now, so they share the free memory.
+            # All ranks have loaded their weights by now, so they share the free memory. Other replicas are not counted:
+            # they may have taken their part of it already.
             free = memory.free // self._num_sharing()
             if memory.total and asked + states + step_memory > free:
                 raise ValueError(
@@ -206,7 +207,8 @@ class ModelRunnerWorker(WorkerBase):
                 )
             return asked
         if self._shares_host_memory():
-            parts, share = self._num_sharing(), current_platform.default_memory_share
+            parts = self._num_sharing() * self.num_local_replicas
+            share = current_platform.default_memory_share
             memory = MemoryInfo(free=memory.free // parts, total=memory.total // parts)
             specs, needed = self.model_runner.get_kv_cache_spec(), step_memory + states
             weights = self._weights_memory
@@ -219,8 +221,8 @@ class ModelRunnerWorker(WorkerBase):
         return shares_host_memory(self.vllm_config)
 
     def _num_sharing(self) -> int:
-        """Number of workers, this one included, that share one device memory."""
-        return self.num_local_workers * self.num_local_replicas if self._shares_host_memory() else 1
+        """Number of this engine's workers, this one included, that share one device memory."""
+        return self.num_local_workers if self._shares_host_memory() else 1
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         states = states_memory(self.vllm_config)

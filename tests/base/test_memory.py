@@ -108,7 +108,7 @@ def test_workers_share_the_hosts_memory_and_no_devices(
     platform: Platform, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
-    worker = SimpleNamespace(num_local_workers=2, num_local_replicas=1, vllm_config=None)
+    worker = SimpleNamespace(num_local_workers=2, vllm_config=None)
     worker._shares_host_memory = lambda: ModelRunnerWorker._shares_host_memory(worker)  # type: ignore[arg-type]
     assert ModelRunnerWorker._num_sharing(worker) == sharing  # type: ignore[arg-type]
 

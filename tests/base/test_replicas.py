@@ -6,12 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from greedy import expected
 from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
 from vllm.config import ParallelConfig
 
+from model_runner_base.device_ops import MemoryInfo
+from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS
+from model_runner_base.inputs.multimodal.encoder import NO_ENCODER
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.vllm_compat.probes.config import note_local_replicas, num_local_replicas
@@ -74,7 +78,7 @@ def test_replicas_have_the_tokens_of_one_engine(
     assert json.loads(lines[0].removeprefix("RESULT ")) == 3 * expected(model, PROMPTS, COUNT)
 
 
-def test_a_replica_has_a_device_and_a_part_of_the_memory_of_its_own() -> None:
+def test_a_replica_has_a_device_of_its_own() -> None:
     parallel = ParallelConfig(data_parallel_size=3, data_parallel_size_local=3)
     note_local_replicas(parallel)
     # As vLLM does in the process of a replica.
@@ -82,9 +86,38 @@ def test_a_replica_has_a_device_and_a_part_of_the_memory_of_its_own() -> None:
     parallel.data_parallel_rank_local = 2
     note_local_replicas(parallel)
     assert num_local_replicas(parallel) == 3
-    worker = SimpleNamespace(parallel_config=parallel, local_rank=0, num_local_workers=1, num_local_replicas=3)
+    worker = SimpleNamespace(parallel_config=parallel, local_rank=0)
     index = ModelRunnerWorker.device_index.fget(worker)  # type: ignore[attr-defined]
     # vLLM 0.16 hides the devices of the other replicas.
     assert index == (0 if HAS_OPENXLA else 2)
-    worker._shares_host_memory = lambda: True
-    assert ModelRunnerWorker._num_sharing(worker) == 3  # type: ignore[arg-type]
+
+
+def test_a_size_that_is_given_is_held_to_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other replicas may have taken their part of the host's memory; a share of it is divided among all."""
+    shares = list[MemoryInfo]()
+    monkeypatch.setattr("model_runner_base.worker.host_cache_memory", lambda *args: shares.append(args[2]) or 5)
+    runner = SimpleNamespace(
+        device_ops=SimpleNamespace(memory_info=lambda: MemoryInfo(free=1000, total=4000)),
+        profile_run=lambda: 100,
+        useful_cache_memory=lambda: float("inf"),
+        get_kv_cache_spec=dict,
+        adapters=NO_ADAPTERS,
+        encoder=NO_ENCODER,
+    )
+    worker: Any = SimpleNamespace(
+        model_runner=runner,
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=400),
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={})),
+        num_local_workers=2,
+        num_local_replicas=5,
+        _weights_memory=0,
+        _shares_host_memory=lambda: True,
+        _num_sharing=lambda: ModelRunnerWorker._num_sharing(worker),
+    )
+    assert ModelRunnerWorker.determine_available_memory(worker) == 400
+    worker.cache_config.kv_cache_memory_bytes = 401
+    with pytest.raises(ValueError, match="lower kv_cache_memory_bytes"):
+        ModelRunnerWorker.determine_available_memory(worker)
+    worker.cache_config.kv_cache_memory_bytes = None
+    assert ModelRunnerWorker.determine_available_memory(worker) == 5
+    assert shares == [MemoryInfo(free=100, total=400)]
