@@ -12,6 +12,9 @@ DROPS_STALE_OUTPUTS = "is_stale" in signature(Scheduler._update_request_with_out
 """Whether vLLM itself drops the outputs of steps that were in flight when a request was preempted or a turn ended."""
 FREES_BY_TOKENS_READ = "processed_computed_tokens" in signature(KVCacheManager.remove_skipped_blocks).parameters
 """Whether vLLM frees blocks before a window by the tokens that have been read, rather than by those in flight."""
+LOOKS_AT_RESUMED_LOADS = "num_scheduled_tokens" in signature(Scheduler._handle_invalid_blocks).parameters
+"""Whether vLLM looks for blocks that failed to load among all that a request had before the step, rather than among
+those that it had when it first ran."""
 
 _COMMON = {
     "scheduled_new_reqs",
@@ -115,6 +118,12 @@ def ends_failed_grammars(scheduler: Scheduler) -> bool:
 def is_paused(scheduler: Scheduler) -> bool:
     """Whether requests are held back until the engine goes on."""
     return bool(getattr(scheduler, "pause_state", 0))
+
+
+def is_stopped(scheduler: Scheduler) -> bool:
+    """Whether no request is scheduled until the engine goes on, not even one that has cache blocks."""
+    state = getattr(scheduler, "pause_state", None)
+    return state is not None and state == type(state).PAUSED_ALL
 
 
 def holds_waiting(scheduler: Scheduler) -> bool:

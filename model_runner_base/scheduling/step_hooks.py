@@ -85,6 +85,9 @@ class StepHooks(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         if self.late_outputs or errors_of(model_runner_output):
             scheduler_output = self._before_update(scheduler_output, model_runner_output)
+        transfers = model_runner_output.kv_connector_output
+        if transfers is not None and transfers.invalid_block_ids:
+            self._before_failed_loads(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.after_update:
             # Functions that these add are for the next output.
@@ -124,6 +127,9 @@ class StepHooks(Scheduler):
     def _before_update(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> SchedulerOutput:
         """Returns the step whose output vLLM reads; called if a request failed, or while there are ``late_outputs``."""
         return scheduler_output
+
+    def _before_failed_loads(self, scheduler_output: SchedulerOutput) -> None:
+        """Called before vLLM reads the output of a step in which cache blocks were not loaded."""
 
     def _around_check(self, request: Request, new_token_ids: list[int]) -> AbstractContextManager[None]:
         """Surrounds vLLM's check of tokens; called for sessions and for requests with ``min_tokens``."""

@@ -22,6 +22,8 @@ class Work(KVConnectorMetadata):
 
     loads: dict[str, list[tuple[Key, int]]] = field(default_factory=dict)
     saves: dict[str, list[tuple[Key, int]]] = field(default_factory=dict)
+    failing: set[str] = field(default_factory=set)
+    """Requests whose first block is not there when it is loaded."""
 
 
 @dataclass
@@ -40,22 +42,27 @@ class KeptBlocks(KVConnectorBase_V1):
     between_steps: ClassVar[bool] = False
     num_failing: ClassVar[int] = 0
     """Number of further loads that fail, and leave something else in their block."""
+    fails_again: ClassVar[bool] = False
+    """Whether the first load fails of each request that comes back after a preemption."""
     calls: ClassVar[Counter[str]] = Counter()
 
     @classmethod
     def forget(cls) -> None:
         cls.kept.clear()
         cls.calls.clear()
-        cls.between_steps, cls.num_failing = False, 0
+        cls.between_steps, cls.num_failing, cls.fails_again = False, 0, False
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._size = vllm_config.cache_config.block_size
         self._seen: dict[str, Seen] = {}
         self._work = Work()
+        self._has_failed: set[str] = set()
         self._first: dict[str, int] = {}
         self._caches: dict[str, torch.Tensor] = {}
         self._invalid: set[int] = set()
+        self._spoilt: set[str] = set()
+        """Requests of this step with a block that was not loaded: what follows it is wrong, too."""
         self._loaded: set[str] = set()
 
     # ---- The scheduler's half ----
@@ -81,6 +88,9 @@ class KeptBlocks(KVConnectorBase_V1):
             last = first + num_external_tokens // self._size
             keys = list(self._keys(request.prompt_token_ids))[first:last]
             self._work.loads[request.request_id] = list(zip(keys, blocks.get_block_ids()[0][first:last], strict=True))
+            if self.fails_again and request.num_preemptions and request.request_id not in self._has_failed:
+                self._has_failed.add(request.request_id)
+                self._work.failing.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> Work:
         work, self._work = self._work, Work()
@@ -113,13 +123,16 @@ class KeptBlocks(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Work)
+        self._spoilt.clear()
         for req_id, blocks in metadata.loads.items():
-            for key, block in blocks:
-                fails = type(self).num_failing > 0
-                type(self).num_failing -= fails
+            for place, (key, block) in enumerate(blocks):
+                is_counted = type(self).num_failing > 0
+                type(self).num_failing -= is_counted
+                fails = is_counted or (place == 0 and req_id in metadata.failing)
                 self.calls["failed" if fails else "loaded"] += 1
                 if fails:
                     self._invalid.add(block)
+                    self._spoilt.add(req_id)
                 for name, cache in self._caches.items():
                     cache[block] = torch.nan if fails else self.kept[key][name]
             if self.between_steps:
@@ -135,8 +148,8 @@ class KeptBlocks(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Work)
         for req_id, blocks in metadata.saves.items():
-            if req_id in metadata.loads and self._invalid:
-                continue  # What follows a block that failed is wrong, too.
+            if req_id in self._spoilt:
+                continue
             for key, block in blocks:
                 self.calls["saved"] += 1
                 self.kept[key] = {name: cache[block].clone() for name, cache in self._caches.items()}

@@ -70,19 +70,22 @@ def test_loaded_prefixes(between_steps: bool, num_failing: int, llm: LLM, model:
         assert now["failed"] == num_failing and now["loaded"] > 4
         layers = [count for name, count in now.items() if name.startswith(("before", "after"))]
         assert len(layers) == 4 and len({*layers}) == 1 and now["steps"] >= layers[0] > 0
+    assert llm.reset_prefix_cache()
+    assert generate(llm, PROMPTS) == expected(model, PROMPTS), "what was kept is right after a load that failed"
 
 
+@pytest.mark.parametrize("fails_again", [False, True], ids=["", "fails"])
 @pytest.mark.parametrize("between_steps", [False, True], ids=["inside steps", "between steps"])
-def test_preempted_requests(between_steps: bool, llm: LLM, model: TinyModel) -> None:
-    """Requests that are preempted come back with loaded prompts."""
+def test_preempted_requests(between_steps: bool, fails_again: bool, llm: LLM, model: TinyModel) -> None:
+    """Requests that are preempted come back with loaded prompts, or compute them if the load fails."""
     KeptBlocks.forget()
-    KeptBlocks.between_steps = between_steps
+    KeptBlocks.between_steps, KeptBlocks.fails_again = between_steps, fails_again
     before = metric(llm, "vllm:num_preemptions")
     for _ in range(2):
         assert generate(llm, PROMPTS, 60) == expected(model, PROMPTS, 60)
         llm.reset_prefix_cache()
     assert metric(llm, "vllm:num_preemptions") > before
-    assert KeptBlocks.calls["loaded"] > 10
+    assert KeptBlocks.calls["loaded"] > 10 and bool(KeptBlocks.calls["failed"]) == fails_again
 
 
 def test_a_request_that_has_started_is_aborted(llm: LLM, model: TinyModel) -> None:
