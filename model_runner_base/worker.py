@@ -34,7 +34,13 @@ from model_runner_base.model_runner import ModelRunnerBase
 from model_runner_base.models.recurrent.memory import recurrence_memory
 from model_runner_base.models.sharded_state import save_sharded_state
 from model_runner_base.platform import PagedPlatform, check_serves_connectors, shares_host_memory
-from model_runner_base.runner.memory import DeviceMemoryProfiler, host_cache_memory, memory_line, weights_memory
+from model_runner_base.runner.memory import (
+    DeviceMemoryProfiler,
+    host_cache_memory,
+    memory_line,
+    offloaded_memory,
+    weights_memory,
+)
 from model_runner_base.runner.weight_updates import WeightUpdates
 from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
@@ -192,18 +198,21 @@ class ModelRunnerWorker(WorkerBase):
         self._step_memory = step_memory
         memory = self.model_runner.device_ops.memory_info()
         useful, states = self.model_runner.useful_cache_memory(), states_memory(self.vllm_config)
+        offloaded = offloaded_memory(self.vllm_config) if self._shares_host_memory() else 0
         if asked := self.cache_config.kv_cache_memory_bytes:
             check_states_fit(self.vllm_config)
             asked = int(min(asked - states, useful))
             # All ranks have loaded their weights by now, so they share the free memory. Other replicas are not counted:
             # they may have taken their part of it already.
             free = memory.free // self._num_sharing()
-            if memory.total and asked + states + step_memory > free:
+            if memory.total and asked + states + step_memory + offloaded > free:
+                kept = f", {offloaded / GiB_bytes:.2f} GiB for blocks on the host" if offloaded else ""
+                remedy = "kv_offloading_size, " if offloaded else ""
                 raise ValueError(
-                    f"a KV cache of {(asked + states) / GiB_bytes:.2f} GiB and {step_memory / GiB_bytes:.2f} GiB for "
-                    f"the largest step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: lower "
-                    "kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len (-1 fits it to the "
-                    "KV cache alone: give a number)"
+                    f"a KV cache of {(asked + states) / GiB_bytes:.2f} GiB{kept} and {step_memory / GiB_bytes:.2f} GiB "
+                    f"for the largest step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: lower "
+                    f"{remedy}kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len (-1 fits it "
+                    "to the KV cache alone: give a number)"
                 )
             return asked
         if self._shares_host_memory():
@@ -212,7 +221,8 @@ class ModelRunnerWorker(WorkerBase):
             memory = MemoryInfo(free=memory.free // parts, total=memory.total // parts)
             specs, needed = self.model_runner.get_kv_cache_spec(), step_memory + states
             weights = self._weights_memory
-            return int(min(useful, host_cache_memory(self.vllm_config, specs, memory, weights, needed, share)))
+            available = host_cache_memory(self.vllm_config, specs, memory, weights, needed, share, offloaded)
+            return int(min(useful, available))
         taken = self._memory_at_start.free - memory.free
         return int(min(useful, max(0, self._allowed_memory - taken - step_memory - states)))
 

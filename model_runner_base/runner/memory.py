@@ -7,6 +7,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.utils.mem_constants import GiB_bytes
 
+from model_runner_base.admission.kv_connectors import OFFLOADING
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
 from model_runner_base.vllm_compat.probes.config import asked_memory_share
 from model_runner_base.vllm_compat.types.kv_cache import (
@@ -49,6 +50,15 @@ class DeviceMemoryProfiler:
         self.consumed_memory = max(0, self.current_memory_usage() - self.initial_memory)
 
 
+def offloaded_memory(vllm_config: VllmConfig) -> int:
+    """Bytes of the host's memory that vLLM's offloading connector takes for this rank's blocks."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != OFFLOADING:
+        return 0
+    size = transfer.kv_connector_extra_config.get("cpu_bytes_to_use", 0)  # That of all ranks.
+    return int(size) // vllm_config.parallel_config.world_size
+
+
 KEPT = 2
 """How many times the running requests fit a cache in the host's memory: what they leave keeps prefixes of ended ones.
 """
@@ -69,6 +79,7 @@ def host_cache_memory(
     weights: int,
     needed: int,
     default_share: float,
+    offloaded: int = 0,
 ) -> int:
     """Bytes of a worker's KV cache in the host's memory; raises ValueError if they do not hold one request.
 
@@ -76,7 +87,9 @@ def host_cache_memory(
         memory: this worker's part of the host's memory. The weights are no part of what is free.
         needed: bytes of the step, and of what else is allocated in addition to weights and KV cache.
         default_share: share of what the step leaves free, if the user set no ``gpu_memory_utilization``.
+        offloaded: bytes for blocks that are kept on the host in addition to the KV cache.
     """
+    needed += offloaded
     left, share = memory.free - needed, asked_memory_share(vllm_config.cache_config)
     if share is None:
         # One request of the longest length, if it fits, is served without a setting.
@@ -85,12 +98,17 @@ def host_cache_memory(
         found = min(left, memory.total * share - weights - needed)
     most = KEPT * bytes_for_requests(vllm_config, specs, vllm_config.scheduler_config.max_num_seqs)
     available = int(min(found, most) if specs else found)
-    _check_one_fits(vllm_config, specs, memory, needed, available)
+    _check_one_fits(vllm_config, specs, memory, needed - offloaded, offloaded, available)
     return available
 
 
 def _check_one_fits(
-    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], memory: MemoryInfo, needed: int, available: int
+    vllm_config: VllmConfig,
+    specs: dict[str, KVCacheSpec],
+    memory: MemoryInfo,
+    needed: int,
+    offloaded: int,
+    available: int,
 ) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     is_fitted = model.original_max_model_len == -1  # vLLM lowers the length to what fits.
@@ -98,9 +116,13 @@ def _check_one_fits(
     if available < max(1, request):
         what = f"; a request of max_model_len={model.max_model_len} takes {request / GiB_bytes:.2f} GiB"
         remedy = "set kv_cache_memory_bytes" if asked_memory_share(cache) is None else "raise gpu_memory_utilization"
+        kept = ""
+        if offloaded:
+            kept = f", {offloaded / GiB_bytes:.2f} GiB for blocks on the host"
+            remedy = f"lower kv_offloading_size, {remedy}"
         raise ValueError(
             f"{max(0, available) / GiB_bytes:.2f} GiB are left for the KV cache: {memory.free / GiB_bytes:.2f} GiB are "
-            f"free for a worker, and {needed / GiB_bytes:.2f} GiB are for the largest step and recurrent states"
+            f"free for a worker, and {needed / GiB_bytes:.2f} GiB are for the largest step and recurrent states{kept}"
             f"{what * (request > 1)}: {remedy}, lower max_model_len, max_num_batched_tokens or max_num_seqs, or free "
             "memory of other processes"
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from vllm.config import KVTransferConfig
 from vllm.platforms.interface import Platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
@@ -53,7 +54,7 @@ def test_plain_host_reports_its_memory() -> None:
     assert 0 < info.free <= info.total
 
 
-WITHOUT_LAYERS = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+WITHOUT_LAYERS = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}), kv_transfer_config=None)
 """Config of a model whose layers keep no states."""
 
 
@@ -170,10 +171,33 @@ def test_asking_for_more_than_is_free_names_the_limits(step: int, sharing: int) 
         model_runner=runner_that_needs(step, ops),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=400, gpu_memory_utilization=0.9),
         _num_sharing=lambda: sharing,
+        _shares_host_memory=lambda: sharing > 1,
         vllm_config=WITHOUT_LAYERS,
     )
     with pytest.raises(ValueError, match="lower kv_cache_memory_bytes, max_num_batched_tokens"):
         ModelRunnerWorker.determine_available_memory(worker)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("offloaded", "is_refused"), [(600, False), (602, True)])
+def test_blocks_on_the_host_count_where_the_device_has_the_hosts_memory(offloaded: int, is_refused: bool) -> None:
+    """Each of two ranks takes half of what is kept: 300 of its 500 bytes, in addition to a cache of 100."""
+    extra = {"cpu_bytes_to_use": offloaded}
+    config: Any = SimpleNamespace(
+        **vars(WITHOUT_LAYERS) | {"kv_transfer_config": KVTransferConfig("OffloadingConnector", kv_role="kv_both")},
+        parallel_config=SimpleNamespace(world_size=2),
+    )
+    config.kv_transfer_config.kv_connector_extra_config = extra
+    worker: Any = SimpleNamespace(
+        model_runner=runner_that_needs(100, ScriptedOps(torch.device("cpu"))),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=100, gpu_memory_utilization=0.9),
+        _num_sharing=lambda: 2,
+        _shares_host_memory=lambda: True,
+        vllm_config=config,
+    )
+    with pytest.raises(ValueError, match="lower kv_offloading_size, kv_cache") if is_refused else nullcontext():
+        assert ModelRunnerWorker.determine_available_memory(worker) == 100
+    worker._shares_host_memory = lambda: False
+    assert ModelRunnerWorker.determine_available_memory(worker) == 100
 
 
 DECODE, CHUNK = Tiling(1, 32), Tiling(16, 64)
