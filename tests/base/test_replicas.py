@@ -71,7 +71,7 @@ def test_replicas_have_the_tokens_of_one_engine(
         env=os.environ | WITH_PLAIN_PLATFORM,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, out.stdout[-3000:] + out.stderr[-3000:]

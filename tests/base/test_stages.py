@@ -38,7 +38,7 @@ def results(tiny_model: Callable[[str], TinyModel]) -> Mapping[str, Any]:
         env=os.environ | WITH_PLAIN_PLATFORM | ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     lines = [line for line in out.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, out.stdout[-3000:] + out.stderr[-3000:]
