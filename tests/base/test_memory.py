@@ -180,7 +180,7 @@ def test_asking_for_more_than_is_free_names_the_limits(step: int, sharing: int) 
 
 @pytest.mark.parametrize(("offloaded", "is_refused"), [(600, False), (602, True)])
 def test_blocks_on_the_host_count_where_the_device_has_the_hosts_memory(offloaded: int, is_refused: bool) -> None:
-    """Each of two ranks takes half of what is kept: 300 of its 500 bytes, in addition to a cache of 100."""
+    """Ranks share what is kept: each of two takes half, 300 of its 500 bytes, in addition to a cache of 100."""
     extra = {"cpu_bytes_to_use": offloaded}
     config: Any = SimpleNamespace(
         **vars(WITHOUT_LAYERS) | {"kv_transfer_config": KVTransferConfig("OffloadingConnector", kv_role="kv_both")},
