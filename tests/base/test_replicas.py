@@ -107,7 +107,9 @@ def test_a_size_that_is_given_is_held_to_what_is_free_now(monkeypatch: pytest.Mo
     worker: Any = SimpleNamespace(
         model_runner=runner,
         cache_config=SimpleNamespace(kv_cache_memory_bytes=400),
-        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={})),
+        vllm_config=SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={}), kv_transfer_config=None
+        ),
         num_local_workers=2,
         num_local_replicas=5,
         _weights_memory=0,
