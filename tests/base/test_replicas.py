@@ -60,6 +60,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.newest
 def test_replicas_have_the_tokens_of_one_engine(
     tiny_model: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

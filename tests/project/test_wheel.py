@@ -97,6 +97,7 @@ def test_what_the_wheel_has(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.newest
 def test_a_vendors_environment_is_left_as_it_is(wheel: Path, vendors: Environment, tmp_path: Path) -> None:
     """One distribution is added. The vendor's package then finds it, gets its platform, and passes the kit's start."""
     before = vendors.run("-c", INSTALLED).split()
