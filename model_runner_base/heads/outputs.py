@@ -178,7 +178,7 @@ class HandedOnOutput(AsyncModelRunnerOutput):
         self._results = results
 
     def get_kv_connector_output(self) -> None:
-        """Returns None, since admission/limits.py refuses KV transfer."""
+        """Returns None, since admission/limits.py refuses KV connectors with stages."""
 
     def get_output(self) -> ModelRunnerOutput:
         return with_fields(EMPTY_MODEL_RUNNER_OUTPUT, self._results.fields)

@@ -89,16 +89,16 @@ def host_cache_memory(
         default_share: share of what the step leaves free, if the user set no ``gpu_memory_utilization``.
         offloaded: bytes for blocks that are kept on the host in addition to the KV cache.
     """
-    needed += offloaded
-    left, share = memory.free - needed, asked_memory_share(vllm_config.cache_config)
+    taken = needed + offloaded
+    left, share = memory.free - taken, asked_memory_share(vllm_config.cache_config)
     if share is None:
         # One request of the longest length, if it fits, is served without a setting.
         found = max(left * default_share, min(left * MOST, bytes_for_requests(vllm_config, specs, 1)))
     else:
-        found = min(left, memory.total * share - weights - needed)
+        found = min(left, memory.total * share - weights - taken)
     most = KEPT * bytes_for_requests(vllm_config, specs, vllm_config.scheduler_config.max_num_seqs)
     available = int(min(found, most) if specs else found)
-    _check_one_fits(vllm_config, specs, memory, needed - offloaded, offloaded, available)
+    _check_one_fits(vllm_config, specs, memory, needed, offloaded, available)
     return available
 
 
