@@ -27,6 +27,7 @@ NEWEST = [
     "base/test_config_fields.py",
     "base/test_engine_contracts.py",
     "base/test_engine_ends.py",
+    "base/test_expert_ranks.py",
     "base/test_slot_processors.py",
     "base/test_hostile_engine.py",
     "base/test_gemma4.py",

@@ -128,8 +128,9 @@ def check_config(vllm_config: VllmConfig) -> None:
         " decode_context_parallel_size=1": (
             max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1
         ),
-        "expert parallelism is not supported yet: leave out enable_expert_parallel, experts are then cut like other"
-        " layers": parallel.enable_expert_parallel,
+        "experts are not moved between ranks yet: leave out enable_eplb and eplb_config": parallel.enable_eplb,
+        "expert parallelism is not supported with pipeline stages yet: leave out enable_expert_parallel, experts are"
+        " then cut like other layers": parallel.enable_expert_parallel and parallel.pipeline_parallel_size > 1,
         "sequence parallelism is not supported yet: leave enable_sp and fuse_gemm_comms out of pass_config": (
             setting(vllm_config, "compilation_config.pass_config.enable_sp", False)
         ),

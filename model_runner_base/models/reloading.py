@@ -24,7 +24,7 @@ from model_runner_base.models.quantized.configuration import reading
 from model_runner_base.models.recurrent.layers import is_plain
 from model_runner_base.models.tower_placement import towers_left_out, towers_of
 from model_runner_base.models.weight_stream import Weights, WeightStream, keep_all, make_loader
-from model_runner_base.vllm_compat.probes.experts import experts_layers
+from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE, experts_layers
 from model_runner_base.vllm_compat.types.recurrent import layer_kind
 from model_runner_base.vllm_compat.types.weight_transfer import chunk_of_weights
 
@@ -269,7 +269,13 @@ def check_reloadable(model: nn.Module) -> None:
         for name, layer in experts_layers(model)
         if layer.e_score_correction_bias is not None or layer.moe_config.has_bias
     }
+    of_ranks = {name for name, layer in experts_layers(model) if IS_ONE_MODULE and layer.expert_map is not None}
     for name, layer in model.named_modules():
+        if name in of_ranks:
+            raise CheckpointError(
+                f"{name} has the experts of one rank (enable_expert_parallel), whose reload needs vLLM 0.33: start "
+                "another engine; nothing was changed"
+            )
         if layer_kind(layer) and not is_plain(layer):
             raise CheckpointError(
                 f"{name} is a recurrent layer with vLLM's kernels, whose reload is not supported yet: start "

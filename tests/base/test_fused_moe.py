@@ -89,10 +89,26 @@ def choices(draw: st.DrawFn) -> tuple[int, np.ndarray]:
     return num_experts, np.array(ids)
 
 
-@given(choices(), st.sampled_from(list(ACTIVATIONS)), st.booleans(), st.sampled_from([1, 1000, 1 << 25]), st.booleans())
+SHARES = st.sampled_from([0.0, 0.5, 1.0])
+"""Share of the choices that other ranks run (expert parallelism), whose weight is 0 here."""
+
+
+@given(
+    choices(),
+    st.sampled_from(list(ACTIVATIONS)),
+    st.booleans(),
+    st.sampled_from([1, 1000, 1 << 25]),
+    st.booleans(),
+    SHARES,
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_experts_equal_one_by_one(
-    case: tuple[int, np.ndarray], activation: str, has_bias: bool, memory: int, is_traced: bool
+    case: tuple[int, np.ndarray],
+    activation: str,
+    has_bias: bool,
+    memory: int,
+    is_traced: bool,
+    share_of_others: float,
 ) -> None:
     """Whether the weights of one expert at a time fit the memory, or of several, or of all."""
     num_experts, ids = case
@@ -105,6 +121,7 @@ def test_experts_equal_one_by_one(
     biases = (random(num_experts, width), random(num_experts, HIDDEN)) if has_bias else ()
     experts = Experts(random(num_experts, HIDDEN, width), random(num_experts, INNER, HIDDEN), activation, *biases)
     hidden, weights = random(len(ids), HIDDEN), random(*ids.shape)
+    weights[torch.from_numpy(rng.random(ids.shape) < share_of_others)] = 0.0
     want = one_by_one(experts, hidden.numpy(), ids, weights.numpy())
     ways = [run_experts, fused_moe._each_choice, fused_moe._every_expert, fused_moe._in_tiles]
     for way in ways:
@@ -116,15 +133,23 @@ def test_experts_equal_one_by_one(
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4, err_msg=way.__name__)
 
 
-@given(choices(), st.integers(1, 9))
+@given(choices(), st.integers(1, 9), SHARES)
 @settings(max_examples=examples(100), deadline=None)
-def test_every_choice_gets_a_row_of_its_own_expert(case: tuple[int, np.ndarray], tile: int) -> None:
+def test_every_choice_gets_a_row_of_its_own_expert(
+    case: tuple[int, np.ndarray], tile: int, share_of_others: float
+) -> None:
     num_experts, ids = case
-    flat = ids.ravel()
+    is_of_others = np.random.default_rng(1).random(ids.size) < share_of_others
+    flat = np.where(is_of_others, num_experts, ids.ravel())
     num_tiles = (len(flat) + num_experts * (tile - 1)) // tile
-    place, tile_expert = (x.numpy() for x in tile_places(torch.from_numpy(flat), num_experts, tile, num_tiles))
-    assert len(set(place)) == len(flat) and place.max() < num_tiles * tile
-    assert (tile_expert[place // tile] == flat).all()
+    place, tile_expert, num_used = (
+        x.numpy() for x in tile_places(torch.from_numpy(flat), num_experts, tile, num_tiles)
+    )
+    has_row = flat < num_experts
+    assert len(set(place[has_row])) == has_row.sum() and (place[~has_row] == num_tiles * tile).all()
+    place = place[has_row]
+    assert (place < num_used * tile).all() and num_used <= num_tiles
+    assert (tile_expert[place // tile] == flat[has_row]).all()
 
 
 def test_no_weights_of_unchosen_experts_reach_the_result() -> None:

@@ -12,6 +12,9 @@ Gathered weights would take the memory of all experts twice, so tiles are run so
 rounds end with the last tile that has a row.
 
 A choice's place among those of its expert is a cumulative sum over a one-hot matrix: no sort, and no branch on data.
+
+A choice of weight 0 adds nothing: it has no place in a tile, and what its expert would make of it is not read. With
+expert parallelism these are the choices that other ranks run. The layer sums the results of all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,7 +109,10 @@ class Experts(NamedTuple):
 
 
 def run_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each token's experts. ``hidden`` [T, hidden], ``ids`` and ``weights`` [T, top-k]."""
+    """The weighted sum of each token's experts. ``hidden`` [T, hidden], ``ids`` and ``weights`` [T, top-k].
+
+    A choice of weight 0 adds nothing, whatever its id, which must be one of the experts'.
+    """
     num_tokens, top_k = ids.shape
     num_experts = experts.down.shape[0]
     if GATHER_COST * num_tokens * top_k <= num_experts:
@@ -136,14 +142,15 @@ def _in_tiles(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights
     num_experts = experts.down.shape[0]
     tile = 1 + num_choices // num_experts
     num_tiles = (num_choices + num_experts * (tile - 1)) // tile
-    place, tile_expert = tile_places(ids.reshape(-1), num_experts, tile, num_tiles)
+    run_by = torch.where(weights == 0, num_experts, ids).reshape(-1)
+    place, tile_expert, num_used = tile_places(run_by, num_experts, tile, num_tiles)
     choices = torch.arange(num_choices, device=ids.device)
-    # Empty places hold the first token; their results are not read.
-    token_at = torch.zeros(num_tiles * tile, dtype=choices.dtype, device=ids.device)
-    token_at = token_at.index_put((place,), choices // top_k)
+    # Empty places hold the first token; their results are not read. A place after the last is for choices without one.
+    token_at = torch.zeros(num_tiles * tile + 1, dtype=choices.dtype, device=ids.device)
+    token_at = token_at.index_put((place,), choices // top_k)[:-1]
     rows = hidden[token_at].view(num_tiles, tile, -1)
-    out = _run_tiles(experts, rows, tile_expert, place.max() // tile + 1)
-    return _weighted_sum(out.view(num_tiles * tile, -1)[place], weights)
+    out = _run_tiles(experts, rows, tile_expert, num_used)
+    return _weighted_sum(out.view(num_tiles * tile, -1)[place.clamp(max=num_tiles * tile - 1)], weights)
 
 
 def tiles_at_once(num_tiles: int, expert_bytes: int, is_unrolled: bool) -> int:
@@ -185,31 +192,33 @@ def _run_tiles(
 
 def tile_places(
     experts: torch.Tensor, num_experts: int, tile: int, num_tiles: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sorts choices by expert into tiles of ``tile`` rows.
 
     Args:
-        experts: [N] the expert of each choice.
+        experts: [N] the expert of each choice; ``num_experts`` for a choice that gets no row.
         num_tiles: at least ``(N + num_experts * (tile - 1)) // tile``, which is enough for any choice of experts.
 
     Returns:
-        [N] the row of each choice, no two alike; [num_tiles] the expert of each tile.
+        [N] the row of each choice, no two alike, and the one after the last for choices that get none; [num_tiles] the
+        expert of each tile; a scalar, the number of tiles with rows, which are the first ones.
     """
     every = torch.arange(num_experts, device=experts.device)
     is_chosen = (experts.unsqueeze(-1) == every).to(torch.int32)
     rank = (is_chosen.cumsum(0) * is_chosen).sum(dim=1) - 1
     tiles = (is_chosen.sum(dim=0) + tile - 1) // tile
     end = tiles.cumsum(0)
-    place = (end - tiles)[experts] * tile + rank
+    begin = F.pad(end - tiles, (0, 1))[experts]
+    place = torch.where(experts < num_experts, begin * tile + rank, num_tiles * tile)
     index = torch.arange(num_tiles, device=experts.device)
     tile_expert = (index.unsqueeze(-1) >= end).sum(dim=1).clamp(max=num_experts - 1)
-    return place, tile_expert
+    return place, tile_expert, end[-1]
 
 
 def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """[T * top-k, hidden] to [T, hidden]."""
-    rows = rows.view(*weights.shape, -1)
-    return (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(dim=1)
+    rows, weights = rows.view(*weights.shape, -1), weights.unsqueeze(-1).to(rows.dtype)
+    return torch.where(weights != 0, rows * weights, 0.0).sum(dim=1)
 
 
 # ---- vLLM's layer ----
@@ -267,7 +276,6 @@ def _check(layer: ExpertsView) -> None:
             not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
         ),
         f"the {layer.activation} activation": layer.activation not in ACTIVATIONS,
-        "expert parallelism": layer.use_ep,
         "sequence parallelism": layer.is_sequence_parallel,
         f"a forward of its own ({type(layer.module).__name__})": layer.has_own_forward,
         f"{layer.asks_for_more}": layer.asks_for_more is not None,
@@ -278,8 +286,15 @@ def _check(layer: ExpertsView) -> None:
     check_router(layer)
 
 
-def _transposed(weight: Any) -> nn.Parameter:
-    return nn.Parameter(weight.data.transpose(1, 2).contiguous(), requires_grad=False)
+def _transposed(weight: Any) -> Any:
+    """The weight with its last two dimensions exchanged.
+
+    It keeps its loader: while weights are loaded again, a model offers it experts of other ranks after its own.
+    """
+    transposed: Any = nn.Parameter(weight.data.transpose(1, 2).contiguous(), requires_grad=False)
+    if hasattr(weight, "weight_loader"):
+        transposed.weight_loader = weight.weight_loader
+    return transposed
 
 
 def choose_and_run(layer: ExpertsView, hidden: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
@@ -295,4 +310,7 @@ def choose_and_run(layer: ExpertsView, hidden: torch.Tensor, router_logits: torc
     if layer.apply_router_weight_on_input:
         hidden = hidden * weights.to(hidden.dtype)
         weights = torch.ones_like(weights)
+    if layer.expert_map is not None:
+        own = layer.expert_map[ids.long()]
+        weights, ids = torch.where(own < 0, 0.0, weights), own.clamp(min=0).to(ids.dtype)
     return layer.quant_method.run(layer.weights, hidden, ids, weights)

@@ -52,8 +52,11 @@ class ExpertsView:
         self.weights.activation = type(self.weights.activation)(name)
 
     @property
-    def use_ep(self) -> bool:
-        return self.moe_config.moe_parallel_config.use_ep
+    def expert_map(self) -> torch.Tensor | None:
+        """[experts] int32 index of each expert among those of this rank, -1 for another rank's; None if the rank has
+        all (no expert parallelism)."""
+        found: torch.Tensor | None = self.weights.expert_map
+        return found
 
     @property
     def is_sequence_parallel(self) -> bool:
@@ -113,7 +116,8 @@ class ExpertsView:
 
     def _reduced(self, states: torch.Tensor) -> torch.Tensor:
         layer = self.module
-        return tensor_model_parallel_all_reduce(states) if layer.reduce_results and layer.tp_size > 1 else states
+        is_cut = layer.tp_size > 1 or layer.ep_size > 1
+        return tensor_model_parallel_all_reduce(states) if layer.reduce_results and is_cut else states
 
     def _inner(
         self,
