@@ -265,6 +265,21 @@ LATENT_LATER: Configs = {
 }
 """More of them, in later releases of transformers."""
 
+SPARSE: Configs = {
+    "glm-5-sparse": lambda: hf.GlmMoeDsaConfig(
+        **_LATENT_V3 | {"n_group": 1, "num_hidden_layers": 3},
+        **INDEXER | {"index_topk": 16, "index_n_heads": 16},
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        layer_types=["indexed_attention"] * 3,
+        indexer_types=["full", "shared", "full"],
+        indexer_rope_interleave=True,
+        index_topk_freq=2,
+        index_skip_topk_offset=1,
+    ),
+}
+"""Sparse attention (DSA) to a few keys: layers with an indexer of their own, and one that takes another's choice. Of so
+many heads, since relu makes zeros of many products, and equal scores of few heads would not be rare."""
+
 GEMMA4 = {
     **UNTIED,
     "num_hidden_layers": 4,

@@ -18,6 +18,7 @@ from model_runner_base.testing.table import FAILED
 from model_runner_base.testing.tokenizer import add_tokenizer
 from model_runner_base.vllm_compat.probes.config import HAS_SLOT_PROCESSORS
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
+from model_runner_base.vllm_compat.probes.indexers import SHARES_CHOICES
 from model_runner_base.vllm_compat.probes.models import CHOOSES_BACKENDS
 from model_runner_base.vllm_compat.types.mixed_prompts import HAS_MIXED_PROMPTS
 
@@ -27,6 +28,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     is_there = {
         "test_later_experts.py": not IS_ONE_MODULE,
         "test_later_parameters.py": HAS_SLOT_PROCESSORS,
+        "test_sparse_attention.py": SHARES_CHOICES,
         "test_unequal_heads.py": CHOOSES_BACKENDS,
         "test_mixed_prompts.py": HAS_MIXED_PROMPTS,
     }

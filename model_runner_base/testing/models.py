@@ -20,6 +20,7 @@ from model_runner_base.testing.architectures import (
     LATER,
     REFUSED,
     SCALED,
+    SPARSE,
     UNEQUAL_HEADS,
     VLLM_NAMES,
     hf,
@@ -37,6 +38,7 @@ WRITTEN_OTHERWISE = {
 tensor without a name is left out."""
 OF_TRANSFORMERS = "of_transformers"
 """Directory, in one of a checkpoint that is written otherwise, of the one that transformers reads."""
+_TEXTS = CONFIGS | HEADS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | SPARSE | SWEPT | RECURRENT | REFUSED
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     path = directory / name
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = AutoModelForCausalLM.from_config(
-            (CONFIGS | HEADS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | SWEPT | RECURRENT | REFUSED)[name]()
-        )
+        model = AutoModelForCausalLM.from_config(_TEXTS[name]())
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name == IGNORED_BY_VLLM.get(name):
                 torch.nn.init.zeros_(tensor)

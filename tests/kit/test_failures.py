@@ -98,7 +98,7 @@ def test_smoke_has_a_check_of_each_group() -> None:
     run = run_kit([*PLAIN, "--profile", "smoke", "--collect-only"])
     checks = re.findall(r"^test_(\w+)\.py::(\w+)", run.printed, re.M)
     assert len(checks) == len(set(checks)) > 80, run.printed[-3000:]
-    later = {"later_experts", "later_parameters", "unequal_heads", "mixed_prompts"}
+    later = {"later_experts", "later_parameters", "unequal_heads", "mixed_prompts", "sparse_attention"}
     groups = {path.stem.removeprefix("test_") for path in CHECKS.glob("test_*.py")} - {*LAST, *later}
     assert {group for group, _ in checks} - later == groups
     ranks = [rank(group) for group, _ in checks]
