@@ -54,13 +54,14 @@ class SparseLatentImpl(LatentAttentionImpl):
 
     def _score(
         self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         scores, visible, values = super()._score(tiles, kv_cache, plan)
         if plan.chosen is None:
             return scores, visible, values
         is_chosen = _is_chosen(plan.chosen, plan, scores.shape[3])
         is_chosen = is_chosen.unsqueeze(2).expand(-1, -1, self.num_heads, -1).reshape(scores.shape)
-        return torch.where(is_chosen, scores, MASK_VALUE), visible * is_chosen, values
+        visible = is_chosen.float() if visible is None else visible * is_chosen
+        return torch.where(is_chosen, scores, MASK_VALUE), visible, values
 
 
 def _is_chosen(positions: torch.Tensor, plan: PairPlan, num_keys: int) -> torch.Tensor:

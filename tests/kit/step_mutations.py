@@ -215,8 +215,8 @@ MUTATIONS = [
     Mutation(
         "partial results of a chunk are added up without a common maximum",
         "attention/paged.py",
-        "exp(scores - reference)",
-        "exp(scores - scores.amax(dim=3, keepdim=True))",
+        "_weights(scores - reference",
+        "_weights(scores - scores.amax(dim=3, keepdim=True)",
         STEPS,
     ),
     Mutation(
