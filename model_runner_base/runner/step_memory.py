@@ -14,6 +14,9 @@ from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
 from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
+SAMPLING_ARRAYS = 10
+"""Number of arrays of the logits' shape that sampling holds at a time, the logits included."""
+
 
 def estimate_step_memory(
     sizes: Sequence[StepSize],
@@ -23,15 +26,18 @@ def estimate_step_memory(
     gathers_cache: bool = True,
     is_unrolled: bool = False,
 ) -> int:
-    """An upper estimate in bytes of one layer's temporaries and the logits, over all sizes; 0 if there are none.
+    """An upper estimate in bytes of what one layer takes, or sampling after the last one, over all sizes; 0 if there
+    are none.
 
     ``specs`` are what ``get_kv_cache_spec`` returns; ``limits`` are those that the sizes were made with.
 
-    Counted in float32: the pairs that attention holds at a time, with what a query tile keeps between two pieces; a few
-    hidden states and an MLP's two inner activations, what experts gather and compute; logits, eight more arrays of
-    their shape that a sampler with top-p makes, and the token counts that penalties keep; the pool of prompt
-    embeddings, where they are enabled; queries and outputs of latent attention; what an indexer's choice takes. A
-    pooling model has rows of hidden states for logits.
+    Counted in float32. Of a layer: the pairs that attention holds at a time, with what a query tile keeps between two
+    pieces; a few hidden states and an MLP's two inner activations, what experts gather and compute; queries and outputs
+    of latent attention; what an indexer's choice takes; the logits, since those of the last step may still be there. Of
+    sampling: hidden states, logits, eight more arrays of their shape that a sampler with top-p makes, and the token
+    counts that penalties keep. A pooling model has rows of hidden states for logits. In addition the pool of prompt
+    embeddings, where they are enabled.
+
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
     ``is_unrolled`` is True where graphs hold each round of a loop (step/rounds.py), so that they are fewer and larger.
     """
@@ -44,14 +50,15 @@ def estimate_step_memory(
     block_size = min([layer.spec.block_size for layer in layer_caches(specs).values()], default=1)
     worst = 0
     for size in sizes:
-        step = size.num_tokens * (6 * hidden + 2 * inner) + 10 * size.num_logits * width
-        step += _experts(model_config, size.num_tokens, is_unrolled)
+        layer = size.num_tokens * (6 * hidden + 2 * inner) + size.num_logits * width
+        layer += _experts(model_config, size.num_tokens, is_unrolled)
         dims = limits.named(size)
         if hides_keys(model_config):
-            step += _choice(model_config, dims, limits, block_size, is_unrolled)
+            layer += _choice(model_config, dims, limits, block_size, is_unrolled)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
         of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
-        worst = max(worst, 4 * (step + max(of_layer, default=0)))
+        sampling = size.num_tokens * hidden + SAMPLING_ARRAYS * size.num_logits * width
+        worst = max(worst, 4 * (layer + max(of_layer, default=0)), 4 * sampling)
     return worst + embeddings_memory(model_config, limits.max_num_tokens)
 
 
