@@ -352,12 +352,14 @@ class ModelRunnerBase:
 
     def _prepare_inputs(self, schedule: Schedule) -> tuple[InputBatch, PackedStep]:
         """Returns the batch, and its packed buffer on the device: a repeat of the last step, or packed from scratch."""
-        return self.parts.repeat.follow(schedule) or self._pack(self.parts.batches.build(schedule))
+        return self.parts.repeat.advance(schedule) or self._pack(self.parts.batches.build(schedule))
 
     def _pack(self, batch: InputBatch) -> tuple[InputBatch, PackedStep]:
-        """Packs the batch at the cheapest size that holds it."""
-        size = self.graph_policy.choose(self.parts.layout.needs(batch))
-        return batch, self.parts.graph.pack(size, batch)
+        """Packs the batch at the cheapest size that holds it; the next step may repeat this one."""
+        parts, size = self.parts, self.graph_policy.choose(self.parts.layout.needs(batch))
+        step = parts.graph.pack(size, batch, parts.repeat.place_for(batch))
+        parts.repeat.watch(batch, step, parts.components)
+        return batch, step
 
     def _prepare_sampling(self, batch: InputBatch) -> SamplingPlan:
         """Plans the rules, sampler and log probabilities that the batch's requests ask for."""

@@ -5,10 +5,10 @@ from itertools import product
 
 from model_runner_base.caches.contiguous import contiguous_sizes
 from model_runner_base.step.graph_policy import BucketPolicy
-from model_runner_base.step.size_placement import place_sizes, prompts_alone
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from neuron_runner.config import NeuronConfig
 from neuron_runner.sampling import sort_limits
+from neuron_runner.size_placement import place_sizes, prompts_alone
 
 
 class NeuronBuckets(BucketPolicy):

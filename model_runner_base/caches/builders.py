@@ -144,7 +144,7 @@ class BuilderCaches(CacheKind):
         self._bind_slots(call)
         metadata = self._metadata
         if not self._plans_each_step:
-            metadata = self._build(self._requests_of_step(call.size, call.arrays, call.computed))
+            metadata = self._build(self._requests_of_step(call.size, call.arrays, call.row_computed))
         call.metadata.update(metadata)
 
     def bind_rows(self, call: ModelCall) -> None:
@@ -208,7 +208,7 @@ class BuilderCaches(CacheKind):
         if has_chunks:
             step_loc = call.arrays[QUERY_START]
             loc = torch.cat((loc, step_loc[num_rows + 1 :] + num_rows * (query - self._query)))
-            starts = known_or(call.arrays[STARTS], call.computed)
+            starts = known_or(call.arrays[STARTS], call.row_computed)
             seq_lens = torch.cat((seq_lens, (starts + step_loc.diff())[num_rows:]))
         longest, host_seq_lens = self.limits.max_model_len, query_len.copy()
         if batch is None:

@@ -195,7 +195,7 @@ class _StandingLines:
     def begin(self, positions: np.ndarray) -> None:
         self._longest = int(positions.max()) + 1
 
-    def follow(self, positions: np.ndarray) -> bool:
+    def advance(self, positions: np.ndarray) -> bool:
         """Returns whether one more token of the longest request fits the packed size."""
         self._longest += 1
         return self._longest <= self._context

@@ -145,7 +145,7 @@ class PlanUpdates:
         reached.last_block[:] = (stops - 1) // reach.block_size
         self._steps_to_entry = 1
 
-    def follow(self, positions: np.ndarray) -> bool:
+    def advance(self, positions: np.ndarray) -> bool:
         """Updates the plan for ``positions``, which have moved on by one token, or by as many as drafts may have been
         right.
 

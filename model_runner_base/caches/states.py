@@ -236,7 +236,7 @@ class RingUpdates:
     def begin(self, positions: np.ndarray) -> None:
         self._steps_to_entry = 1
 
-    def follow(self, positions: np.ndarray) -> bool:
+    def advance(self, positions: np.ndarray) -> bool:
         self._steps_to_entry -= 1
         if self._steps_to_entry:
             return True

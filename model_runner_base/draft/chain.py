@@ -66,7 +66,7 @@ class ChainDrafter(DeviceDrafter):
 
     def keep(self, output: Any, call: ModelCall) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         # Sampling overwrites the rows' positions, but the first pass needs those at which the step began.
-        return output, (call.computed.clone(),)
+        return output, (call.row_computed.clone(),)
 
     def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
         parts, sent = self.parts, (step.on_device, step.size)

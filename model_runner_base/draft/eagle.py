@@ -56,7 +56,7 @@ class EagleDrafter(ChainDrafter):
     def begin(
         self, call: ModelCall, rows: DraftRows, yielded: torch.Tensor, features: torch.Tensor, shared: Shared
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        num_places = call.tokens.shape[1]
+        num_places = call.row_tokens.shape[1]
         token_ids = yielded[: rows.row.shape[0] * num_places]
         if call.size.kind == StepKind.MIXED:
             token_ids = torch.cat((token_ids, known_or(call.arrays[SECTION], yielded)))
@@ -89,7 +89,7 @@ class Eagle3Drafter(EagleDrafter):
         if isinstance(output, torch.Tensor):  # The head was trained on the last hidden states alone.
             return super().keep(output, call)
         hidden_states, of_layers = output
-        return hidden_states, (call.computed.clone(), torch.cat(of_layers, dim=-1))
+        return hidden_states, (call.row_computed.clone(), torch.cat(of_layers, dim=-1))
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         return self.parts.model.combine_hidden_states(features)

@@ -45,7 +45,9 @@ class ParallelDrafter(ChainDrafter):
     def draft_rows(
         self, mode: SamplingMode, call: ModelCall, rows: DraftRows, shared: Shared, *step: Any
     ) -> torch.Tensor:
-        num_yielded = (shared.recent[rows.row, : call.tokens.shape[1]] >= 0).sum(dim=1, dtype=torch.int32).clamp(min=1)
+        num_yielded = (
+            (shared.recent[rows.row, : call.row_tokens.shape[1]] >= 0).sum(dim=1, dtype=torch.int32).clamp(min=1)
+        )
         hidden, token = self.run_rows(call, rows, Verified(num_yielded, *step), shared), rows.row
         if rows.row.shape[0]:
             for place in range(self.parts.num_drafts):

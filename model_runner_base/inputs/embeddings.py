@@ -111,7 +111,7 @@ class _LookedUp:
     def begin(self, positions: np.ndarray) -> None:
         self._source[:] = LOOKED_UP
 
-    def follow(self, positions: np.ndarray) -> bool:
+    def advance(self, positions: np.ndarray) -> bool:
         return True
 
 

@@ -69,7 +69,7 @@ class _DeviceTokens:
         tokens = self._rows[:, None] * self._row_len + np.arange(self._row_len)
         self._token_ids[: tokens.size] = -tokens.reshape(-1) - 1
 
-    def follow(self, positions: np.ndarray) -> bool:
+    def advance(self, positions: np.ndarray) -> bool:
         return True
 
 

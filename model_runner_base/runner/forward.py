@@ -55,16 +55,17 @@ class ModelGraph:
         self.forward = wrap(self._run)
         """``_run`` as the graph policy has wrapped it."""
 
-    def pack(self, size: StepSize, batch: InputBatch) -> PackedStep:
-        """Fills the buffer of the size that ranks agree on, given one that holds the batch, and sends it; the next step
-        may repeat this one."""
+    def pack(self, size: StepSize, batch: InputBatch, place: int) -> PackedStep:
+        """Fills the buffer of the size that ranks agree on, given one that holds the batch, and sends it.
+
+        ``place`` is that of the buffer among those of the steps that may repeat in turn (``Repeat.place_for``).
+        """
         size, num_tokens = self._agree(size), batch.num_decode_tokens
-        step = self._packer.at(size, self._repeat.place_for(batch))
+        step = self._packer.at(size, place)
         # Padding of decode rows lies between them and the chunks.
         batch.query_start[batch.num_decodes :] += self._layout.chunk_start(size, num_tokens) - num_tokens
         self._components.fill(batch, size, step.views)
         step.send()
-        self._repeat.watch(batch, step, self._components)
         return step
 
     def pad(self, size: StepSize) -> PackedStep:

@@ -139,12 +139,14 @@ def compile_host_loops(runner: Runner) -> None:
             table.append([row], [[]])
         step = Schedule(set(), (), [], [req_id], [None], {req_id: num_tokens}, num_tokens, computed)
         batch = parts.batches.build(step)
-        parts.graph.pack(runner.graph_policy.dispatch(parts.layout.needs(batch)[0]), batch)
+        size = runner.graph_policy.dispatch(parts.layout.needs(batch)[0])
+        packed = parts.graph.pack(size, batch, parts.repeat.place_for(batch))
+        parts.repeat.watch(batch, packed, parts.components)
         parts.head.plan(batch)
         block_size = max((table.block_size for table in parts.block_tables), default=0)
         for _ in range(min(block_size, (runner.max_model_len - num_computed) // query - 1)):
             computed[0] += query
-            if parts.repeat.follow(step) is None:
+            if parts.repeat.advance(step) is None:
                 break
     parts.requests.forget(req_id)
     parts.repeat.stop()

@@ -32,7 +32,7 @@ class DecodeRows(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Mapping[str, torch.Tensor], computed: torch.Tensor, query: int) -> "DecodeRows":
-        """Rows of a step, from its sections; ``computed`` as ``ModelCall`` has it."""
+        """Rows of a step, from its sections; ``computed`` is the ``row_computed`` of ``ModelCall``."""
         starts = known_or(arrays[STARTS], computed).unsqueeze(1)
         if query == 1:
             return cls(starts)
@@ -104,9 +104,9 @@ class ModelCall:
     size: StepSize
     arrays: dict[str, torch.Tensor]
     """The sections of the packed buffer, int32."""
-    tokens: torch.Tensor
+    row_tokens: torch.Tensor
     """[rows + 1, K] int32, the tokens of ``DeviceRows``."""
-    computed: torch.Tensor
+    row_computed: torch.Tensor
     """[rows + 1] int32, ``computed`` of ``DeviceRows`` as it was before the step, whatever has been sampled since."""
     token_ids: torch.Tensor
     """[T] int32 ids of the input tokens."""
@@ -136,19 +136,19 @@ class ModelCall:
         size: StepSize,
         packed: torch.Tensor,
         sections: Sequence[Section],
-        tokens: torch.Tensor,
-        computed: torch.Tensor,
+        row_tokens: torch.Tensor,
+        row_computed: torch.Tensor,
     ) -> "ModelCall":
         arrays = unpack(packed, sections)
-        token_ids = known_or(arrays["token_ids"], tokens.view(-1))
-        return cls(size, arrays, tokens, computed, token_ids if tokens.shape[1] == 1 else token_ids.clamp(min=0))
+        token_ids = known_or(arrays["token_ids"], row_tokens.view(-1))
+        token_ids = token_ids if row_tokens.shape[1] == 1 else token_ids.clamp(min=0)
+        return cls(size, arrays, row_tokens, row_computed, token_ids)
 
-    def again(self, computed: torch.Tensor | None = None) -> "ModelCall":
-        """A copy of the call with nothing bound; ``computed`` [rows + 1], if given, takes the place of the call's
+    def again(self, row_computed: torch.Tensor | None = None) -> "ModelCall":
+        """A copy of the call with nothing bound; ``row_computed`` [rows + 1], if given, takes the place of the call's
         own."""
-        return ModelCall(
-            self.size, self.arrays, self.tokens, self.computed if computed is None else computed, self.token_ids
-        )
+        computed = self.row_computed if row_computed is None else row_computed
+        return ModelCall(self.size, self.arrays, self.row_tokens, computed, self.token_ids)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -163,10 +163,10 @@ class ModelCall:
         """
         rows, indices = self.arrays["sample_rows"], self.arrays["logits_indices"]
         slots = [rows, self.positions[indices] + 1]
-        if self.tokens.shape[1] > 1:
+        if self.row_tokens.shape[1] > 1:
             # A row's draft is the input token of the next row of logits, if both rows are of one request.
-            has_draft = (rows[1:] == rows[:-1]) & (rows[1:] != self.tokens.shape[0] - 1)
-            token_ids = known_or(self.arrays["token_ids"], self.tokens.view(-1))
+            has_draft = (rows[1:] == rows[:-1]) & (rows[1:] != self.row_tokens.shape[0] - 1)
+            token_ids = known_or(self.arrays["token_ids"], self.row_tokens.view(-1))
             drafts = torch.where(has_draft, token_ids[indices[1:]], -1)
             slots.append(torch.cat((drafts, torch.full_like(rows[:1], -1))))
         return torch.stack(slots)

@@ -28,7 +28,7 @@ class RepeatPart(Protocol):
     def begin(self, positions: np.ndarray) -> None:
         """Called once, before the first repeat; ``positions`` [R] int64 are those of the R requests when packed."""
 
-    def follow(self, positions: np.ndarray) -> bool:
+    def advance(self, positions: np.ndarray) -> bool:
         """Updates the sections for the new ``positions``: one token further each, or several where drafts are verified.
 
         Returns False if the buffer has no space for the update, so that the step must be built from scratch.

@@ -70,7 +70,7 @@ class Repeat:
             self._rows = self._batch.rows.tolist()
         return self._rows
 
-    def follow(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
+    def advance(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
         """Moves the last step on to the scheduled one, sends what changes, and returns it.
 
         Returns None if the schedule is another one, or if the buffer has no space for the changes. Then the step must
@@ -90,7 +90,7 @@ class Repeat:
         else:
             put_ints(schedule.num_computed, batch.num_computed)
             batch.seq_lens[:] = batch.num_computed + batch.row_len
-        if not (all(part.follow(batch.num_computed) for part in self._parts) and self._runs_at(step.size)):
+        if not (all(part.advance(batch.num_computed) for part in self._parts) and self._runs_at(step.size)):
             if batch.row_len == 1:
                 self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.
             self._batch = None
@@ -166,13 +166,13 @@ class RepeatRing(Repeat):
         found = (each.rows_of(req_ids) for each in self._remembered)
         return next((rows for rows in found if rows is not None), None)
 
-    def follow(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
-        found = (each.follow(schedule) for each in self._remembered)
-        followed = next((followed for followed in found if followed is not None), None)
-        if followed is not None:
+    def advance(self, schedule: Schedule) -> tuple[InputBatch, PackedStep] | None:
+        found = (each.advance(schedule) for each in self._remembered)
+        advanced = next((step for step in found if step is not None), None)
+        if advanced is not None:
             # Rows of the other batches are idle in this step, and must not be taken for those of paused requests.
-            self._requests.note_step(followed[0].rows)
-        return followed
+            self._requests.note_step(advanced[0].rows)
+        return advanced
 
 
 def make_repeat(requests: RequestStates, agree: SizeDoor, agrees: bool, num_in_flight: int = 1) -> Repeat:

@@ -103,7 +103,7 @@ class RequestLayout(TokenLayout):
         """[T] int32 the row of each token's request, and [T] int32 each token's position; for padding the padding row,
         and 0."""
         rows, loc = call.arrays["rows"], call.arrays[QUERY_START]
-        starts = known_or(call.arrays[STARTS], call.computed)
+        starts = known_or(call.arrays[STARTS], call.row_computed)
         if call.size.kind == StepKind.DECODE and self._query == 1:
             return rows, starts  # Each request has one token.
         token = torch.arange(call.size.num_tokens, dtype=torch.int32, device=loc.device)

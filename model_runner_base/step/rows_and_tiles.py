@@ -143,7 +143,7 @@ class RowsAndTiles(TokenLayout):
     # ---- On the device ----
 
     def bind(self, call: ModelCall) -> None:
-        rows = DecodeRows.of(call.arrays, call.computed, self.limits.decode.query)
+        rows = DecodeRows.of(call.arrays, call.row_computed, self.limits.decode.query)
         self.bind_rows(call, rows, call.size.kind == StepKind.MIXED)
 
     def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:

@@ -52,5 +52,5 @@ class DeviceStarts:
     def begin(self, positions: np.ndarray) -> None:
         self._starts[: len(self._rows)] = -self._rows - 1
 
-    def follow(self, positions: np.ndarray) -> bool:
+    def advance(self, positions: np.ndarray) -> bool:
         return True

@@ -84,14 +84,14 @@ def count_preemptions(llm: LLM) -> list[str]:
 
 def count_repeats(worker: Any) -> None:
     repeat = worker.model_runner.parts.repeat
-    follow, worker.counts = repeat.follow, [0, 0]
+    advance, worker.counts = repeat.advance, [0, 0]
 
     def counted(schedule: Any) -> Any:
-        followed = follow(schedule)
-        worker.counts[followed is not None] += 1
-        return followed
+        advanced = advance(schedule)
+        worker.counts[advanced is not None] += 1
+        return advanced
 
-    repeat.follow = counted
+    repeat.advance = counted
 
 
 def counts(worker: Any) -> list[int]:

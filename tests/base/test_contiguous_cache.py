@@ -206,7 +206,7 @@ def test_lines_equal_dense_attention_while_they_are_repeated(
     for step in range(steps + 1):
         if step:
             before = bare.requests.num_computed.copy()
-            repeated = bare.repeat.follow(everyone)
+            repeated = bare.repeat.advance(everyone)
             if repeated is None:
                 assert max(contexts) + step > parts * tile, "the line was not full"
                 assert (bare.requests.num_computed == before).all(), "the step would be counted twice"

@@ -151,7 +151,7 @@ def test_repeated_steps(query: int, unread: int) -> None:
         positions = positions + rng.integers(1, query + 1, 3)
         step.entries.clear()
         before = step.buffer.copy()
-        assert updates.follow(positions)
+        assert updates.advance(positions)
         for row, ring, position in zip(rows, step.views[BLOCKS], positions.tolist(), strict=False):
             for touched in range(max(position - unread - 1, 0), position + query):
                 assert ring[touched // SIZE % width] == table.table[row, touched // SIZE]

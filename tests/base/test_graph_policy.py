@@ -20,7 +20,6 @@ from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.caches.tiles import whole_blocks
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.graph_policy import BucketPolicy, GraphPolicy, NoGraphSizeError
-from model_runner_base.step.size_placement import expect_steps, place_sizes
 from model_runner_base.step.sizes import (
     COMMON_DIMS,
     Dim,
@@ -34,6 +33,7 @@ from model_runner_base.step.sizes import (
 )
 from neuron_runner.config import NeuronConfig
 from neuron_runner.graph_policy import OpenXlaPolicy
+from neuron_runner.size_placement import expect_steps, place_sizes
 
 
 def limits_of(tokens: int, requests: int, length: int, chunk_query: int, keys: int, lines: int = 0) -> StepLimits:

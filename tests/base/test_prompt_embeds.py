@@ -171,7 +171,7 @@ def test_pool_on_the_device_gives_each_token_its_embedding(
         schedule = scheduled(wanted)
         num_floats = ops.num_floats
         num_written.clear()
-        followed = bare.repeat.follow(schedule)
+        followed = bare.repeat.advance(schedule)
         if followed is None:
             batch = BatchBuilder(bare.requests, bare.layout.order).build(schedule)
             followed = batch, bare.send(batch, padded(limits, bare.layout.needs(batch), padding))

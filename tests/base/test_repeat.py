@@ -131,7 +131,7 @@ class Decoding:
                 group.block_table.append([self.row_of[name] for name in new], ids)
         bare = self.bare
         before = bare.requests.num_computed.copy()
-        prepared = bare.repeat.follow(schedule)
+        prepared = bare.repeat.advance(schedule)
         if prepared is None:
             assert (bare.requests.num_computed == before).all(), "the step would be counted twice"
             prepared = self._build(bare, schedule)
@@ -334,13 +334,13 @@ def test_only_the_same_step_is_followed() -> None:
     for what, schedule in others.items():
         decoding = moved_on()
         before = decoding.bare.requests.num_computed.copy()
-        assert decoding.bare.repeat.follow(schedule) is None, what
+        assert decoding.bare.repeat.advance(schedule) is None, what
         assert (decoding.bare.requests.num_computed == before).all(), what
         assert decoding.bare.repeat.rows_of(["request 1", "request 0"]) is None
     decoding = moved_on()
-    assert decoding.bare.repeat.follow(scheduled(one_each)) is not None
+    assert decoding.bare.repeat.advance(scheduled(one_each)) is not None
     decoding.bare.repeat.stop()
-    assert decoding.bare.repeat.follow(scheduled(one_each)) is None
+    assert decoding.bare.repeat.advance(scheduled(one_each)) is None
 
 
 @pytest.mark.parametrize("counts", [{"request 0": 1, "request 1": 2}, {"request 0": 1, "request 1": 1}])
@@ -350,7 +350,7 @@ def test_a_step_that_leaves_a_prompt_unfinished_is_not_repeated(counts: dict[str
     bare.requests.num_known[bare.requests.rows["request 1"]] = 13
     batch = BatchBuilder(bare.requests, bare.layout.order).build(scheduled(counts))
     bare.send(batch, padded(decoding.limits, bare.layout.needs(batch), 1))
-    assert bare.repeat.follow(scheduled({"request 0": 1, "request 1": 1})) is None
+    assert bare.repeat.advance(scheduled({"request 0": 1, "request 1": 1})) is None
 
 
 def test_steps_that_are_in_flight_in_turn_each_repeat() -> None:
@@ -398,7 +398,7 @@ def test_a_step_repeats_only_at_the_size_that_ranks_agree_on(monkeypatch: pytest
     with monkeypatch.context() as patched:
         for send in ("send", "send_entries"):
             patched.setattr(PackedStep, send, lambda step: pytest.fail("the step is sent before it is asked for"))
-        assert bare.repeat.follow(scheduled(dict.fromkeys(decoding.names, 1))) is None
+        assert bare.repeat.advance(scheduled(dict.fromkeys(decoding.names, 1))) is None
     assert (bare.requests.num_computed == before).all(), "the step would be counted twice"
     assert door(size) == larger and len(asked) == 4
     assert door(size) == size and len(asked) == 5

@@ -120,7 +120,7 @@ def test_a_repeated_step_goes_by_what_the_device_knows(backend: type[ViewsBacken
                     table.append([request.row], [[100 + number]])
         batch.num_computed += 1
         batch.seq_lens += 1
-        assert all(part.follow(batch.num_computed) for part in parts)
+        assert all(part.advance(batch.num_computed) for part in parts)
         if number == 1:
             step.send()
         else:

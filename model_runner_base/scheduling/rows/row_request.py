@@ -52,6 +52,9 @@ class RowRequest(Request):
 
     The attributes below are all that changes while a request decodes. Code that reads one of them never gets an old
     value. Code that writes one of them, or the request's status, takes the request out of its row.
+
+    A class, since vLLM reads requests at many places: progress that is kept beside them would have to be written into
+    each one in every step. For 256 requests that takes 40 us of a step's 350.
     """
 
     decode_rows: Rows
