@@ -36,6 +36,8 @@ FEATURES = {
     "attention kernel in NKI": ("tests on a stand-in for NKI", NOT_RUN, "-", "-"),
     "weights from trainers, in chunks": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "sleep and wake": ("tests", NOT_RUN, NO_CUDA, "tests"),
-    "KV connectors, cache blocks on the host, with `enforce_eager`": ("tests", NOT_RUN, "refused", "tests"),
+    "KV connectors, cache blocks on the host": ("tests", NOT_RUN, "refused", "tests"),
+    "prefill and decode in two engines": (NOT_TESTED, NOT_RUN, "refused", "tests"),
+    "events of cache blocks": (NOT_TESTED, NOT_RUN, NOT_TESTED, "tests"),
 }
 """A row for each feature, a cell for each of ``DEVICES``."""

@@ -84,8 +84,11 @@ class PagedPlatform(Platform):
 
     @classmethod
     def serves_connectors(cls, vllm_config: "VllmConfig") -> bool:
-        """Whether a KV connector may read and write the caches between two steps, by operations of torch: they are the
-        same tensors in every step, and nothing is compiled for that. Set it once that was tried."""
+        """Whether a KV connector may read and write the caches between two steps. Set it once that was tried.
+
+        Either ``GraphPolicy.replaces_state`` is set, or the caches are the same tensors in every step, and torch's own
+        indexing of them compiles nothing.
+        """
         return False
 
     @classmethod

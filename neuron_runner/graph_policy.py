@@ -24,6 +24,7 @@ GRAPHS_A_SIZE = 64
 class OpenXlaPolicy(NeuronBuckets):
     """Makes each size a graph of openxla, compiled before the steps are served or while they are."""
 
+    replaces_state = True
     num_at_a_time = max(1, Compiler.WIDTH // 2)
     """Half of the usual number, since XLA's own threads take part: steps keep more than half of their speed."""
 

@@ -43,10 +43,15 @@ class NeuronPlatform(PagedPlatform):
 
     @classmethod
     def serves_connectors(cls, vllm_config: "VllmConfig") -> bool:
-        """Whether steps run eagerly, on the host. Compiled steps get new caches each time, and a copy of blocks would
-        be a graph for each number of them."""
+        """Whether steps run eagerly, as openxla's graphs, whose caches have captured reads and writes of blocks, or
+        compiled on the host, where indexing a cache compiles nothing."""
+        from neuron_runner.config import read_neuron_config
+
         model = vllm_config.model_config
-        return model is not None and model.enforce_eager
+        if model is None or model.enforce_eager:
+            return model is not None
+        config = read_neuron_config(vllm_config.additional_config)
+        return config.backend == "openxla" if config.runs_on_xla else cls.device_type == "cpu"
 
     @classmethod
     def forbids_fork(cls) -> bool:

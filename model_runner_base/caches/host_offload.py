@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from model_runner_base.caches.cache_rows import CacheRows
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_compat.types.kv_offload import (
     CPUOffloadingSpec,
@@ -21,23 +22,27 @@ from model_runner_base.vllm_compat.types.kv_offload import (
     transfer_result,
 )
 
+Rows = torch.Tensor | CacheRows
+"""Blocks of a cache on the device."""
+
 
 class HostBlocks:
     """Memory on the host for blocks of some cache tensors, in chunks of several blocks."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], num_chunks: int, blocks_per_chunk: int) -> None:
+    def __init__(self, tensors: Sequence[Rows], num_chunks: int, blocks_per_chunk: int) -> None:
         """
         Args:
-            tensors: each [blocks, numbers], views of the caches.
+            tensors: each [blocks, numbers], views of the caches, or their rows.
             num_chunks: number of chunks on the host.
             blocks_per_chunk: number of blocks in a chunk.
         """
         if not num_chunks:
             raise UnsupportedConfigError("kv_offloading_size holds no cache block: raise it, or leave it out")
-        self._tensors = [tensor.view(torch.uint8) for tensor in tensors]
+        self._tensors = tensors
         self._per_chunk = blocks_per_chunk
         num_blocks = num_chunks * blocks_per_chunk
-        self._host = [torch.zeros((num_blocks, tensor.shape[1]), dtype=torch.uint8) for tensor in self._tensors]
+        sizes = [tensor.shape[1] * tensor.dtype.itemsize for tensor in tensors]
+        self._host = [torch.zeros((num_blocks, size), dtype=torch.uint8) for size in sizes]
 
     def store(self, tensor: int, blocks: np.ndarray, chunks: np.ndarray, first: int) -> int:
         """Copies consecutive blocks of a request to the host; returns the number of bytes.
@@ -49,16 +54,16 @@ class HostBlocks:
             first: place of the first block in the first chunk.
         """
         places, ids = self._places(chunks, first, len(blocks)), torch.from_numpy(blocks.astype(np.int64))
-        cache = self._tensors[tensor]
-        self._host[tensor][places] = cache.index_select(0, ids.to(cache.device)).cpu()
-        return len(blocks) * cache.shape[1]
+        cache, host = self._tensors[tensor], self._host[tensor]
+        host[places] = cache[ids.to(cache.device)].cpu().view(torch.uint8)
+        return len(blocks) * host.shape[1]
 
     def load(self, tensor: int, blocks: np.ndarray, chunks: np.ndarray, first: int) -> int:
         """Copies blocks from the host; takes and returns what ``store`` does."""
         places, ids = self._places(chunks, first, len(blocks)), torch.from_numpy(blocks.astype(np.int64))
-        cache = self._tensors[tensor]
-        cache.index_copy_(0, ids.to(cache.device), self._host[tensor][places].to(cache.device))
-        return len(blocks) * cache.shape[1]
+        cache, host = self._tensors[tensor], self._host[tensor]
+        cache[ids.to(cache.device)] = host[places].view(cache.dtype).to(cache.device)
+        return len(blocks) * host.shape[1]
 
     def _places(self, chunks: np.ndarray, first: int, count: int) -> torch.Tensor:
         """[count] int64 rows of the host's memory."""
@@ -132,13 +137,18 @@ class HostOffloadingSpec(CPUOffloadingSpec):
         tensors = [each.tensor for each in kv_caches.tensors]
         return self._make(tensors, [sorted({ref.tensor_idx for ref in group}) for group in kv_caches.group_data_refs])
 
-    def get_handlers(self, kv_caches: Mapping[str, torch.Tensor], attn_backends: Any) -> Iterator[tuple[Any, Any, Any]]:
+    def get_handlers(self, kv_caches: Mapping[str, Rows], attn_backends: Any) -> Iterator[tuple[Any, Any, Any]]:
         """Yields the same where vLLM asks for a handler of each direction; such releases have one KV-cache group."""
-        tensors = {cache.data_ptr(): cache for cache in kv_caches.values()}
+        tensors = {_memory_of(cache): cache for cache in kv_caches.values()}
         transfers, (on_device, on_host) = self._make([*tensors.values()], [range(len(tensors))]), block_specs()
         yield on_device, on_host, transfers
         yield on_host, on_device, transfers
 
-    def _make(self, tensors: Sequence[torch.Tensor], tensors_of: Sequence[Sequence[int]]) -> HostTransfers:
+    def _make(self, tensors: Sequence[Rows], tensors_of: Sequence[Sequence[int]]) -> HostTransfers:
         num_chunks, blocks_per_chunk = host_chunks(self)
         return HostTransfers(HostBlocks(tensors, num_chunks, blocks_per_chunk), tensors_of, blocks_per_chunk)
+
+
+def _memory_of(cache: Rows) -> int:
+    """A number that is the same for layers that share a cache."""
+    return cache.data_ptr() if isinstance(cache, torch.Tensor) else id(cache)

@@ -35,7 +35,7 @@ from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.runner.background import BackgroundCompiler
 from model_runner_base.runner.forward import ModelGraph
-from model_runner_base.runner.kv_transfer import transfer_components
+from model_runner_base.runner.kv_transfer import ConnectedCaches, transfer_components
 from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.batch import BatchBuilder
 from model_runner_base.step.block_tables import BlockTable
@@ -232,8 +232,8 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
         requests, block_tables, head, components, runner.adapters, runner.encoder, repeat, runner.errors
     )
     # After the drafter, whose passes write keys and values, too.
-    caches_of = {name: kv_caches[indices[0]] for name, indices in index_of.items()}
-    for component in transfer_components(runner.connector, layout, groups, caches_of, updates, forward_context):
+    connected = ConnectedCaches(layout, groups, kv_caches, index_of, policy, device_ops)
+    for component in transfer_components(runner.connector, connected, updates, forward_context):
         components.add(component)
     order = token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)
     return StepParts(

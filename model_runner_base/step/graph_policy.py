@@ -54,6 +54,8 @@ class GraphPolicy:
     sort_limits = SortLimits()
     dims: Sequence[Dim] = COMMON_DIMS
     """Names and costs of a size's numbers."""
+    replaces_state = False
+    """Whether a call of a wrapped function replaces the tensors of its state by new ones."""
 
     def configure(self, limits: StepLimits) -> None:
         """Called when model length, block size and scheduler limits are known, and again if the engine changes them."""

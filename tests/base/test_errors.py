@@ -43,7 +43,14 @@ def start(model: Path, **options: Any) -> None:
         ({"pipeline_parallel_size": 2}, "pipeline stages do not run on this device yet"),
         ({"cpu_offload_gb": 1}, "leave out cpu_offload_gb"),
         ({"kv_offloading_size": 0}, "leave out kv_offloading_size"),
-        ({"kv_offloading_size": 1, "enforce_eager": False}, "KV connectors are not supported on this device yet"),
+        (
+            {
+                "kv_offloading_size": 1,
+                "enforce_eager": False,
+                "additional_config": {"neuron_config": {"compile_backend": "torch.compile"}},
+            },
+            "KV connectors are not supported on this device yet",
+        ),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "ExampleConnector is not supported: it reads slots of vLLM's own layout",

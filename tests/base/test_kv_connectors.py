@@ -1,18 +1,21 @@
 """KV connectors of a real engine: tokens are those of an engine without one, also where loads fail."""
 
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
+import zmq
 from conftest import engine
 from greedy import expected, generate
-from kept_blocks import KeptBlocks
 from test_limits import SERVED
 from vllm import LLM
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from model_runner_base.admission.kv_connectors import HOST_SPEC, OF_VLLM, check_connector, offload_by_the_base
 from model_runner_base.caches.host_offload import HostBlocks
@@ -20,6 +23,7 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.testing import engine as engines
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import cache_bytes, metric, sampled, tokens_of
+from model_runner_base.testing.kept_blocks import KeptBlocks, transfer_config
 from model_runner_base.testing.models import TinyModel
 
 PROMPTS = random_prompts(30, [90, 5, 33, 64, 120, 49])
@@ -36,14 +40,8 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 @pytest.fixture(scope="module")
 def llm(model: TinyModel) -> Iterator[LLM]:
     """An engine that loads prompts that it has computed before, and preempts long requests."""
-    transfer = {
-        "kv_connector": "KeptBlocks",
-        "kv_connector_module_path": "kept_blocks",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
     KeptBlocks.forget()
-    options = {"kv_transfer_config": transfer, "kv_cache_memory_bytes": cache_bytes(model.path, 224)}
+    options = {"kv_transfer_config": transfer_config(), "kv_cache_memory_bytes": cache_bytes(model.path, 224)}
     with engine(model.path, **EAGER, **options, async_scheduling=False) as llm:
         yield llm
 
@@ -108,12 +106,18 @@ def test_new_weights_are_refused(llm: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def offloading(tiny_model: Callable[[str], TinyModel]) -> Iterator[tuple[LLM, TinyModel]]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Address at which an engine publishes events of its blocks."""
+    return f"ipc://{tmp_path_factory.mktemp('events')}/socket"
+
+
+@pytest.fixture(scope="module")
+def offloading(tiny_model: Callable[[str], TinyModel], endpoint: str) -> Iterator[tuple[LLM, TinyModel]]:
     """An engine of two kinds of layers that keeps blocks on the host, with asynchronous scheduling."""
     model = tiny_model("exaone4")
-    with engine(
-        model.path, **EAGER, kv_offloading_size=0.01, kv_cache_memory_bytes=cache_bytes(model.path, 400)
-    ) as llm:
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    options = {"kv_offloading_size": 0.01, "kv_cache_memory_bytes": cache_bytes(model.path, 400)}
+    with engine(model.path, **EAGER, **options, kv_events_config=events) as llm:
         yield llm, model
 
 
@@ -143,12 +147,31 @@ def test_log_probabilities_of_a_prompt_on_the_host(offloading: tuple[LLM, TinyMo
     assert first is not None and len(first) == len(PROMPTS[0]) and first == second
 
 
+def test_events_of_blocks(offloading: tuple[LLM, TinyModel], endpoint: str) -> None:
+    """Blocks that the device and the host begin to keep are published, as vLLM does it."""
+    llm, model = offloading
+    (prompt,) = random_prompts(32, [90])
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.connect(endpoint)
+        socket.subscribe(b"")
+        time.sleep(0.2)  # A publisher drops what comes before the connection is made.
+        for _ in range(2):
+            assert generate(llm, [prompt]) == expected(model, [prompt])
+        generate(llm, PROMPTS[1:2])
+        stored: list[BlockStored] = []
+        while socket.poll(1000):
+            batch = msgspec.msgpack.decode(socket.recv_multipart()[-1], type=KVEventBatch)
+            stored += [event for event in batch.events if isinstance(event, BlockStored)]
+    on_device = {tuple(event.token_ids[i : i + 16]) for event in stored for i in range(0, len(event.token_ids), 16)}
+    assert {prompt[i : i + 16] for i in range(0, 80, 16)} <= on_device
+    assert {event.medium for event in stored} == {"GPU", "CPU"}
+
+
 def with_connector(**options: Any) -> Any:
     """A config that is served, with ``KeptBlocks`` unless another connector is given."""
     config: Any = deepcopy(SERVED)
     config.model_config.enable_sleep_mode = False
-    own = {"kv_connector": "KeptBlocks", "kv_connector_module_path": "kept_blocks", "kv_role": "kv_both"}
-    config.kv_transfer_config = KVTransferConfig(**(own | options))
+    config.kv_transfer_config = KVTransferConfig(**(transfer_config("fail") | options))
     check_connector(config)
     return config
 

@@ -1,5 +1,6 @@
 """Deliberate faults, each of which the conformance kit must catch: one replacement in one file."""
 
+import connector_mutations
 import feature_mutations
 import format_mutations
 import later_mutations
@@ -17,6 +18,7 @@ MUTATIONS = [
     *pooling_mutations.MUTATIONS,
     *format_mutations.MUTATIONS,
     *prompt_mutations.MUTATIONS,
+    *connector_mutations.MUTATIONS,
     *later_mutations.MUTATIONS,
 ]
 """Deliberate faults in the order of the table in docs/conformance.md."""

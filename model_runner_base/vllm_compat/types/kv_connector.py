@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -31,12 +30,17 @@ class WorkerConnector:
 
     def __init__(self, connector: Any) -> None:
         self._connector = connector
-        self._caches: Mapping[str, torch.Tensor] = {}
+        self._caches: Mapping[str, Any] = {}
         self._failed: set[int] = set()
         """Blocks that were not loaded, and of which the scheduler has not heard yet."""
+        self.reads_storages = HAS_TRANSFER_RESULTS and type(connector).__name__ == "OffloadingConnector"
+        """Whether the connector reads the memory of the caches, so that it takes tensors alone."""
 
-    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Gives the connector the cache of each layer, [blocks, numbers]: a row for each of the scheduler's blocks."""
+    def register(self, caches: Mapping[str, Any]) -> None:
+        """Gives the connector the cache of each layer, [blocks, numbers]: a row for each of the scheduler's blocks.
+
+        Caches are tensors, or objects that are indexed as these are.
+        """
         self._caches = caches
         self._connector.register_kv_caches(dict(caches))
 

@@ -1,4 +1,4 @@
-"""KV connector for tests: full blocks of prompts, in a dictionary of the process that both of its halves read."""
+"""KV connector for checks: full blocks of prompts, in a dictionary of the process that both of its halves read."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +14,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 Key = tuple[int, ...]
 """Tokens of a prompt up to the end of a block."""
+
+
+def transfer_config(failure_policy: str = "recompute") -> dict[str, str]:
+    """Options of ``kv_transfer_config`` that name the connector."""
+    return {
+        "kv_connector": KeptBlocks.__name__,
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": failure_policy,
+    }
 
 
 @dataclass
