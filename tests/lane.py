@@ -72,6 +72,7 @@ NEWEST = [
     "base/test_profile.py",
     "base/test_right_drafts_beside_windows.py",
     "base/test_preempted_steps.py",
+    "base/test_prefill_and_decode.py",
     "base/test_scheduling.py",
     "base/test_session_turns.py",
     "base/test_sleeping.py",
