@@ -11,6 +11,7 @@ from vllm import LLM, SamplingParams
 
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import generate
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.testing.reference import logits_after
 from model_runner_base.testing.table import refusal
 
@@ -39,7 +40,11 @@ def prompt_followed_by(model: Any, token: int) -> tuple[int, ...]:
     """A prompt whose greedy continuation begins with the token."""
     for seed in range(1000):
         (prompt,) = random_prompts(seed, [200])
-        followed = np.flatnonzero(logits_after(model, prompt).argmax(axis=-1)[4:] == token)
+        rows = logits_after(model, prompt)[4:]
+        is_next = rows.argmax(axis=-1) == token
+        if not PRECISION.is_exact:
+            is_next &= model.are_certain(prompt)[4:]
+        followed = np.flatnonzero(is_next)
         if len(followed):
             return prompt[: followed[0] + 5]
     raise LookupError(f"no short prompt is followed by token {token}")

@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.testing.step_log import StepLog
 
 # vLLM inspects a model's class in a process of its own, which takes ten seconds for each architecture. That process
@@ -31,7 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
     "disable_log_stats": False,
 }
-"""Options of every engine. Limits are small, since a device with graphs captures every size within them at start."""
+"""Options of every engine; ``Engines`` has the kit's dtype. Limits are small, since a device with graphs captures every
+size within them at start."""
 
 _core: Any = vllm.v1.engine.core
 _end = _core.EngineCore.shutdown
@@ -52,11 +54,12 @@ _starts = count(1)
 
 
 def cache_bytes(model: str | Path, num_tokens: int) -> int:
-    """``kv_cache_memory_bytes`` for ``num_tokens`` tokens in float32. If requests need more, some are preempted."""
+    """``kv_cache_memory_bytes`` for ``num_tokens`` tokens in the kit's dtype. If requests need more, some are
+    preempted."""
     config = AutoConfig.from_pretrained(model)
     num_heads = _num_kv_heads(config)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return num_tokens * config.num_hidden_layers * 2 * num_heads * head_size * 4
+    return num_tokens * config.num_hidden_layers * 2 * num_heads * head_size * PRECISION.dtype.itemsize
 
 
 def _num_kv_heads(config: PretrainedConfig) -> int:
@@ -70,7 +73,8 @@ class Engines:
     """Starts engines of one worker; ``options`` apply to each engine that is not asked for others."""
 
     def __init__(self, worker: str, enforce_eager: bool, **options: Any) -> None:
-        self._defaults = DEFAULTS | {"worker_cls": worker, "enforce_eager": enforce_eager} | options
+        own = {"dtype": PRECISION.name, "worker_cls": worker, "enforce_eager": enforce_eager}
+        self._defaults = DEFAULTS | own | options
         self._key: tuple[str, str] | None = None
         self._llm: LLM | None = None
         self._stays_new = False

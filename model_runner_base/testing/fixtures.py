@@ -12,6 +12,7 @@ from vllm import LLM
 from model_runner_base.testing.engine import DEFAULTS, Engines, cache_bytes
 from model_runner_base.testing.models import TinyModel, make_checkpoint, reference_model
 from model_runner_base.testing.order import sort_checks
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.testing.profiles import leave_out, profile_of
 from model_runner_base.testing.server import flags, served
 from model_runner_base.testing.table import FAILED
@@ -95,8 +96,9 @@ def serve(
 
     def start(**own: Any) -> AbstractContextManager[str]:
         engines.close()  # The device may serve one process at a time.
-        options = DEFAULTS | {"worker_cls": option("worker"), "enforce_eager": option("eager")}
-        options |= option("engine_options") | {"skip_tokenizer_init": False, "served_model_name": "kit"} | own
+        device = {"worker_cls": option("worker"), "enforce_eager": option("eager")}
+        options = DEFAULTS | {"dtype": PRECISION.name} | device | option("engine_options")
+        options |= {"skip_tokenizer_init": False, "served_model_name": "kit"} | own
         log = tmp_path_factory.mktemp("server") / "log"
         return served(text_model.path, option("platform"), log, *flags(options))
 

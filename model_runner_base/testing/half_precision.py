@@ -116,6 +116,7 @@ class Half:
         """Raises AssertionError for an ``error`` that is NaN or more than ``bar``."""
         assert error <= bar, (
             f"{self.dtype}: log probabilities of {part} are {error:.4f} from {whom}, and transformers' {bar:.4f} {how}"
+            f": does a kernel add up in {self.dtype}?"
         )
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 from model_runner_base.testing.architectures import EXPERTS
 from model_runner_base.testing.further_images import FURTHER_FAMILIES, VIDEO_FAMILIES
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.testing.processed import (
     TEXT,
     TOWER,
@@ -25,8 +26,8 @@ from model_runner_base.testing.processed import (
 from model_runner_base.testing.recurrent_architectures import DELTA_NET
 from model_runner_base.vllm_compat.probes.multimodal import NEEDS_TIMES, WITHOUT_VIDEO
 
-TOKEN_BYTES = 4 * 2 * TEXT["num_hidden_layers"] * TEXT["num_key_value_heads"] * 16
-"""Bytes of KV cache for one token, in float32; head size 16."""
+TOKEN_BYTES = PRECISION.dtype.itemsize * 2 * TEXT["num_hidden_layers"] * TEXT["num_key_value_heads"] * 16
+"""Bytes of KV cache for one token, in the kit's dtype; head size 16."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""Tiny models with random weights, one for each architecture, and their greedy decoding by HF transformers."""
+"""Tiny models with random weights, one for each architecture, and their greedy decoding by HF transformers.
+
+In a dtype that rounds, transformers also computes in that dtype, to measure what rounding moves.
+"""
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -23,10 +28,12 @@ from model_runner_base.testing.architectures import (
     SPARSE,
     UNEQUAL_HEADS,
     VLLM_NAMES,
+    VOCAB_SIZE,
     hf,
 )
 from model_runner_base.testing.indexer_reference import add_indexers, lacks_indexers
 from model_runner_base.testing.no_reference import watch
+from model_runner_base.testing.precision import FACTOR, PRECISION, NotLooked
 from model_runner_base.testing.recurrent_architectures import RECURRENT
 from model_runner_base.testing.swept_architectures import SWEPT
 
@@ -39,6 +46,8 @@ tensor without a name is left out."""
 OF_TRANSFORMERS = "of_transformers"
 """Directory, in one of a checkpoint that is written otherwise, of the one that transformers reads."""
 _TEXTS = CONFIGS | HEADS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | SPARSE | SWEPT | RECURRENT | REFUSED
+MEASURED = 200
+"""Length of the random texts by which it is measured how much rounding moves."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +56,54 @@ class TinyModel:
 
     path: Path
 
-    def greedy(self, prompt: tuple[int, ...], count: int) -> list[int]:
-        """The reference's next ``count`` tokens, end-of-sequence ignored."""
-        return _greedy(self.path, prompt, count)
+    def greedy(self, prompt: tuple[int, ...], count: int, is_certain: bool = True) -> list[int]:
+        """The reference's next ``count`` tokens, end-of-sequence ignored.
+
+        In a dtype that rounds, it raises NotLooked if rounding may change one of them, unless they need not be
+        ``is_certain``.
+        """
+        tokens = _greedy(self.path, prompt, count)
+        if is_certain and not PRECISION.is_exact:
+            narrow = np.flatnonzero(~self.are_certain([*prompt, *tokens])[len(prompt) - 1 : -1])
+            if len(narrow):
+                raise NotLooked(
+                    f"a text of {count} tokens is compared as a whole, and in {PRECISION.name} rounding may change its "
+                    f"token {narrow[0]}"
+                )
+        return tokens
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """The reference's logits [len(tokens), V] float32: row i predicts token i + 1."""
+        return _logits(self.path, tuple(tokens))
+
+    def tolerances(self, tokens: Sequence[int], exact: float) -> np.ndarray:
+        """Largest right difference [len(tokens)] of two logits of a row, or of a log probability: ``exact`` in float32,
+        else what rounding explains."""
+        if PRECISION.is_exact:
+            return np.full(len(tokens), exact)
+        # A place may move little by chance.
+        return FACTOR * np.maximum(_moved(self.path, tuple(tokens)), _usually_moved(self.path))
+
+    def are_certain(self, tokens: Sequence[int]) -> np.ndarray:
+        """Whether the logits after each of the tokens prefer one token by more than rounding moves, [len(tokens)]."""
+        ordered = np.partition(self.logits(tokens), -2, axis=-1)
+        certain: np.ndarray = ordered[:, -1] - ordered[:, -2] > self.tolerances(tokens, 0.0)
+        return certain
+
+    def right_tokens(self, prompt: tuple[int, ...], count: int, got: Sequence[int]) -> list[int]:
+        """Tokens of which those in ``got`` are right: the reference's, and in a dtype that rounds all that are as
+        likely but for rounding. After a wrong one nothing is compared, so there only the right one follows."""
+        if PRECISION.is_exact:
+            return self.greedy(prompt, count)
+        got = list(got)[:count]
+        fed, start = [*prompt, *got], len(prompt) - 1
+        rows, slacks = self.logits(fed)[start:], self.tolerances(fed, 0.0)[start:]
+        certain = self.are_certain(fed)[start:]
+        for index, token in enumerate(got):
+            PRECISION.note(bool(certain[index]), 1)
+            if not rows[index][token] >= rows[index].max() - slacks[index]:
+                return [*got[:index], int(rows[index].argmax())]
+        return [*got, int(rows[-1].argmax())][:count]
 
 
 @cache
@@ -82,6 +136,37 @@ def load_reference(path: Path, dtype: torch.dtype, attention: str | None = None)
         # vLLM's Transformers backend has a class of transformers ask for this, in objects that exist already, too.
         module.do_not_compile = True
     return model
+
+
+@lru_cache(maxsize=256)  # Each may be a megabyte.
+@torch.no_grad()
+def _logits(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
+    return reference_model(path)(torch.tensor([tokens])).logits[0].float().numpy()
+
+
+@cache
+def _rounding_model(path: Path) -> Any:
+    return load_reference(path, PRECISION.dtype)
+
+
+@lru_cache(maxsize=256)
+@torch.no_grad()
+def _moved(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
+    """Root mean square [len(tokens)] of the differences of a row of logits in the kit's dtype from that in float32."""
+    try:
+        rounded = _rounding_model(path)(torch.tensor([tokens])).logits[0].float().numpy()
+    except (RuntimeError, TypeError) as error:
+        raise NotLooked(f"transformers does not compute {path.name} in {PRECISION.name}: {error}") from error
+    moved: np.ndarray = np.sqrt(np.square(rounded - _logits(path, tokens)).mean(axis=-1))
+    return moved
+
+
+@cache
+def _usually_moved(path: Path) -> float:
+    """Median of ``_moved`` over random texts."""
+    rng = np.random.default_rng(0)
+    texts = (tuple(rng.integers(3, VOCAB_SIZE, MEASURED).tolist()) for _ in range(2))
+    return float(np.median([_moved(path, text) for text in texts]))
 
 
 @cache
@@ -126,6 +211,8 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
         if model.config.tie_word_embeddings:
             # A residual that is mostly the last token's embedding would make that token its own successor.
             torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.05)
+        for parameter in model.parameters():
+            parameter.data = PRECISION.rounded(parameter.data)
         # Saves under the current tensor names: vLLM reads those, not the ones of a family's older checkpoints.
         model._checkpoint_conversion_mapping = {}
         model.save_pretrained(path)
@@ -149,3 +236,4 @@ def vary(name: str, parameter: torch.nn.Parameter) -> None:
         torch.nn.init.normal_(parameter, std=0.1)
     else:
         parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    parameter.copy_(PRECISION.rounded(parameter))

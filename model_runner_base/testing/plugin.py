@@ -26,6 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="options of every engine, as of vllm.LLM; those of a check come first",
     )
     group.addoption(
+        "--dtype",
+        metavar="NAME",
+        help="dtype of every engine, such as bfloat16; by default float32, or the platform's first where it has none",
+    )
+    group.addoption(
         "--kit-profile",
         choices=["smoke", "default", "full"],
         default="default",
@@ -82,6 +87,14 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("platform") is not None:
             raise pytest.UsageError("--platform goes with --worker: name the worker under test too")
         return
+    from vllm.platforms import current_platform
+
+    from model_runner_base.testing.precision import PRECISION
+
+    # Before what computes sizes by it.
+    PRECISION.choose(
+        config.getoption("dtype"), config.getoption("engine_options"), list(current_platform.supported_dtypes)
+    )
     from model_runner_base.testing import fixtures
     from model_runner_base.testing.end import EarlyEnd
     from model_runner_base.testing.estimate import RunningTime

@@ -7,17 +7,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from model_runner_base.testing.architectures import MAX_LENGTH, SHAPE, TOKENS, hf
 from model_runner_base.testing.models import vary
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.testing.tokenizer import make_tokenizer
 
 TOLERANCE = 2e-4
 """Largest difference from the reference of normalised vectors and of probabilities, in float32."""
 LOOSE = 2e-3
 """The same of numbers that are not normalised, which are of the order of 1 to 10."""
+MEASURED = (10, 40, 100, 100)
+"""Lengths of the random texts by which it is measured how much rounding moves."""
+SLACK = 4.0
+"""Factor of the largest difference that rounding makes there, which another order of sums may exceed."""
 LABELS = 3
 FIRST, LAST = 0, 1
 """Tokens at the beginning and the end of a text."""
@@ -197,7 +203,15 @@ class PoolingModel:
         ``second``: the position of a second text's first token.
         """
         activated = KINDS[self.name].activates if activated is None else activated
-        return _value(self.name, self.path, tuple(prompt), task or self.task, activated, second)
+        return _value(self.name, self.path, tuple(prompt), task or self.task, activated, second, torch.float32)
+
+    def tolerance(self, task: str | None = None, activated: bool | None = None) -> float:
+        """Largest difference that a value may have: in float32 by whether it is ``activated``; in a dtype that rounds
+        by how much that moves the reference's."""
+        if PRECISION.is_exact:
+            return LOOSE if activated is False else TOLERANCE
+        is_activated = KINDS[self.name].activates if activated is None else activated
+        return SLACK * _moved(self.name, self.path, task or self.task, is_activated)
 
 
 def make_pooling_model(name: str, directory: Path) -> PoolingModel:
@@ -273,13 +287,29 @@ def _score_layers(name: str) -> dict[str, torch.Tensor] | None:
 
 
 @cache
-def _reference(name: str, path: Path) -> Any:
+def _reference(name: str, path: Path, dtype: torch.dtype) -> Any:
     model = KINDS[name].make()
     if _score_layers(name) is None:
-        return type(model).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        return type(model).from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     state = load_file(path / "model.safetensors")
     model.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")})
-    return model.eval()
+    return model.to(dtype).eval()
+
+
+@cache
+def _moved(name: str, path: Path, task: str, activated: bool) -> float:
+    """Largest difference of a value in the kit's dtype from that in float32, over random texts."""
+    rng, moved = np.random.default_rng(0), 0.0
+    tag = (KINDS[name].options.get("pooler_config") or {}).get("step_tag_id")
+    for length in MEASURED:
+        tokens = rng.integers(3, SHAPE["vocab_size"], length).tolist()
+        tokens[length // 2] = tokens[length // 2] if tag is None else tag
+        values = (
+            _value(name, path, (*tokens,), task, activated, None, each) for each in (torch.float32, PRECISION.dtype)
+        )
+        exact, rounded = values
+        moved = max(moved, float((exact - rounded).abs().max()))
+    return moved
 
 
 def _inner(prompt: Sequence[int]) -> slice:
@@ -290,24 +320,31 @@ def _inner(prompt: Sequence[int]) -> slice:
 @cache
 @torch.no_grad()
 def _value(
-    name: str, path: Path, prompt: tuple[int, ...], task: str, activated: bool, second: int | None
+    name: str,
+    path: Path,
+    prompt: tuple[int, ...],
+    task: str,
+    activated: bool,
+    second: int | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    kind, model = KINDS[name], _reference(name, path)
+    """The reference's value, by a model in ``dtype``; what follows the model is in float32."""
+    kind, model = KINDS[name], _reference(name, path, dtype)
     inputs: dict[str, Any] = {"input_ids": torch.tensor([prompt])}
     if second is not None:
         inputs["token_type_ids"] = (torch.arange(len(prompt)) >= second).long()[None]
     if name.endswith("two-sided"):
-        inputs["attention_mask"] = torch.zeros(1, 1, len(prompt), len(prompt))
+        inputs["attention_mask"] = torch.zeros(1, 1, len(prompt), len(prompt), dtype=dtype)
     if name == "qwen3-reranker":
         no, yes = map(make_tokenizer().convert_tokens_to_ids, ANSWERS)
-        logits = model(**inputs).logits[0, -1]
+        logits = model(**inputs).logits[0, -1].float()
         score = logits[yes] - logits[no]
         return (torch.sigmoid(score) if activated else score)[None]
     if name == "bert-splade" and task == "embed":
-        logits = model(**inputs).logits[0][_inner(prompt)]
+        logits = model(**inputs).logits[0][_inner(prompt)].float()
         return torch.log1p(torch.relu(logits)).amax(0) if len(logits) else logits.new_zeros(logits.shape[-1])
     if name == "bge-m3" and task != "embed":
-        states = model(**inputs).last_hidden_state[0]
+        states = model(**inputs).last_hidden_state[0].float()
         layer = "sparse_linear" if task == "token_classify" else "colbert_linear"
         rows = torch.nn.functional.linear(
             states, *(_head_tensors(name)[f"{layer}.{each}"] for each in ("weight", "bias"))
@@ -317,7 +354,7 @@ def _value(
         rows = rows[1:] if prompt[0] == FIRST else rows
         return torch.nn.functional.normalize(rows, dim=-1) if activated else rows
     if task in ("embed", "token_embed"):
-        states = getattr(model, model.base_model_prefix, model)(**inputs).last_hidden_state[0]
+        states = getattr(model, model.base_model_prefix, model)(**inputs).last_hidden_state[0].float()
         if task == "embed":
             states = {"last": states[-1], "first": states[0], "mean": states.mean(0)}[kind.pooled]
         if name == "bert-colbert":
@@ -325,13 +362,13 @@ def _value(
         return torch.nn.functional.normalize(states, dim=-1) if activated else states
     score_layers = _score_layers(name)
     if score_layers is not None:
-        states = model(**inputs).last_hidden_state[0]
+        states = model(**inputs).last_hidden_state[0].float()
         inner = torch.relu(states @ score_layers["score.0.weight"].T + score_layers["score.0.bias"])
         logits = inner @ score_layers["score.2.weight"].T + score_layers["score.2.bias"]
         if "Process" in kind.config["architectures"][0]:
             logits = logits[inputs["input_ids"][0] == kind.options["pooler_config"]["step_tag_id"]]
     else:
-        logits = model(**inputs).logits[0]
+        logits = model(**inputs).logits[0].float()
     if not activated:
         return logits
     return torch.sigmoid(logits) if logits.shape[-1] == 1 else torch.softmax(logits, -1)

@@ -10,7 +10,7 @@ from vllm.inputs import TokensPrompt
 
 from model_runner_base.testing.engine import runner_of
 from model_runner_base.testing.mismatch import Mismatch, Wrong
-from model_runner_base.testing.pooling import LOOSE, TOLERANCE, PoolingModel
+from model_runner_base.testing.pooling import TOLERANCE, PoolingModel
 from model_runner_base.testing.words import counted
 
 Prompts = Sequence[Sequence[int]]
@@ -40,18 +40,18 @@ def check_values(
     """Asserts that values equal the reference's."""
     for prompt, value in zip(prompts, got, strict=True):
         name = f"prompt of {counted(len(prompt), 'token')}"
-        check_value(value, model.value(prompt, task, activated), name, prompt, activated)
+        check_value(value, model.value(prompt, task, activated), name, prompt, model.tolerance(task, activated))
 
 
 def check_value(
-    value: torch.Tensor, want: torch.Tensor, name: str, prompt: Sequence[int], activated: bool | None = None
+    value: torch.Tensor, want: torch.Tensor, name: str, prompt: Sequence[int], tolerance: float = TOLERANCE
 ) -> None:
     wrong = Wrong(tuple(prompt), [])
     if value.shape != want.shape:
         raise Mismatch(f"{name}: {tuple(value.shape)}, not {tuple(want.shape)}", wrong)
     difference = float((value.float() - want).abs().max()) if want.numel() else 0.0
-    if not difference < (LOOSE if activated is False else TOLERANCE):  # NaN is not.
-        raise Mismatch(f"{name}: off by {difference}", wrong)
+    if not difference < tolerance:  # NaN is not.
+        raise Mismatch(f"{name}: off by {difference}, and by less than {tolerance:.2g} where it is right", wrong)
 
 
 def check_pairs(llm: LLM, model: PoolingModel, pairs: Sequence[tuple[Sequence[int], int]]) -> None:
@@ -61,7 +61,9 @@ def check_pairs(llm: LLM, model: PoolingModel, pairs: Sequence[tuple[Sequence[in
     prompts = [prompt for prompt, _ in pairs]
     for value, (prompt, second) in zip(pool(llm, prompts, task_of(llm, model), params), pairs, strict=True):
         want = model.value(prompt, second=second)
-        check_value(value, want, f"prompt of {len(prompt)} tokens, the second text from {second} on", prompt)
+        check_value(
+            value, want, f"prompt of {len(prompt)} tokens, the second text from {second} on", prompt, model.tolerance()
+        )
 
 
 def check_arrivals(

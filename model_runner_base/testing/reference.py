@@ -1,13 +1,14 @@
-"""HF transformers in float32; compares a request's tokens with it under the rules of ``rules.py``."""
+"""HF transformers in float32; compares a request's tokens with it under the rules of ``rules.py``.
+
+In a dtype that rounds, a token is right if it would be but for rounding (``precision.py``).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -15,7 +16,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from model_runner_base.testing import rules
 from model_runner_base.testing.engine import generate, tokens_of
 from model_runner_base.testing.mismatch import Case, Difference, Mismatch, Prompt, Replay, Wrong
-from model_runner_base.testing.models import TinyModel, reference_model
+from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.testing.tokenizer import EOS, make_tokenizer
 from model_runner_base.testing.words import show
 
@@ -26,15 +28,9 @@ Grammar = Callable[[list[int]], np.ndarray]
 """Function from the output tokens so far to a mask [V] of those that may follow."""
 
 
-@lru_cache(maxsize=256)  # Each may be a megabyte.
-@torch.no_grad()
-def _logits(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
-    return reference_model(path)(torch.tensor([tokens])).logits[0].float().numpy()
-
-
 def logits_after(model: TinyModel, tokens: Sequence[int]) -> np.ndarray:
     """The reference's logits [len(tokens), V] float32: row i predicts token i + 1."""
-    return _logits(model.path, tuple(tokens))
+    return model.logits(tokens)
 
 
 @cache
@@ -78,13 +74,35 @@ class Request:
         bad_words = [ids for word in self.params.bad_words or () for ids in _bad_word_ids(word)]
         return rules.processed(logits, self.params, self.prompt, output, [EOS], bad_words, self.processors)
 
-    def accepts(self, values: np.ndarray, token: int, output: Sequence[int]) -> bool:
-        """Whether the token may follow ``output``, by processed logits [V]."""
+    def accepts(self, values: np.ndarray, token: int, output: Sequence[int], slack: float = TOLERANCE) -> bool:
+        """Whether the token may follow ``output``, by processed logits [V] whose differences are off by ``slack`` at
+        most."""
         if not rules.is_greedy(self.params):
-            return bool(self.kept(values, TOLERANCE)[token] > -np.inf)
+            return bool(self.kept(values, slack)[token] > -np.inf)
         if self.any_where_forced and self.grammar is not None and _is_forced(self.grammar(list(output))):
             return bool(values[token] > -np.inf)
-        return bool(values[token] >= values.max() - TOLERANCE)
+        return bool(values[token] >= values.max() - slack)
+
+    def is_certain(self, values: np.ndarray, output: Sequence[int], slack: float) -> bool:
+        """Whether one token alone may follow ``output``, or, if it is drawn, whether some may not."""
+        if not rules.is_greedy(self.params):
+            return bool((self.kept(values, slack) == -np.inf).any())
+        return not self.accepts(values, int(np.argsort(values)[-2]), output, slack)
+
+    @property
+    def stretch(self) -> float:
+        """Factor by which the rules may stretch what rounding moves; 1 in float32, whose tolerances have it."""
+        if PRECISION.is_exact:
+            return 1.0
+        params = self.params
+        heat = 1.0 if rules.is_greedy(params) else max(1.0, 1 / params.temperature)
+        return heat * max(1.0, params.repetition_penalty, 1 / params.repetition_penalty)
+
+    @property
+    def cuts_off(self) -> bool:
+        """Whether only the likeliest tokens are drawn."""
+        params = self.params
+        return not rules.is_greedy(params) and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def kept(self, values: np.ndarray, slack: float = 0.0) -> np.ndarray:
         """Logits [V] that a token is drawn from, made from processed ones; the same ones for a greedy request."""
@@ -151,11 +169,15 @@ def _first_wrong(model: TinyModel, request: Request, tokens: Sequence[int]) -> t
     """How many tokens the rules changed up to the first wrong one, and that one."""
     start = len(request.prompt)
     logits = logits_after(model, [*request.prompt, *tokens])[start - 1 : -1]
+    slacks = model.tolerances([*request.prompt, *tokens], TOLERANCE)[start - 1 : -1] * request.stretch
     changed = 0
     for i, token in enumerate(tokens):
+        slack = float(slacks[i])
         values = request.processed(logits[i], tokens[:i])
         changed += int(values.argmax() != logits[i].argmax())
-        if not request.accepts(values, token, tokens[:i]):
+        if not PRECISION.is_exact and (rules.is_greedy(request.params) or request.cuts_off):
+            PRECISION.note(request.is_certain(values, tokens[:i], slack), 1)
+        if not request.accepts(values, token, tokens[:i], slack):
             why = "" if rules.is_greedy(request.params) else "which the rules exclude"
             return changed, Difference(0, i, token, int(values.argmax()), why)
     return changed, None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from model_runner_base.testing.models import TinyModel, reference_model
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.vllm_compat.types.recurrent import recurrent_layers
 
 States = dict[int, list[np.ndarray]]
@@ -30,6 +31,7 @@ def states_in(runner: Any, index: int) -> States:
 @torch.no_grad()
 def expected_states(model: TinyModel, tokens: Sequence[int]) -> States:
     """States after ``tokens`` of a model with gated delta nets, by HF transformers."""
+    PRECISION.require_exact("states of recurrent layers")
     out = reference_model(model.path)(torch.tensor([list(tokens)]), use_cache=True)
     cache, states = out.past_key_values, {}
     kinds = reference_model(model.path).config.layer_types

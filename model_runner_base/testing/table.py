@@ -14,6 +14,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from model_runner_base.testing.precision import PRECISION, NotLooked
+
 FAILED: pytest.StashKey[bool] = pytest.StashKey()
 """Whether a check failed, or ended with a refusal in its middle, for the fixtures that clean up after it."""
 
@@ -56,19 +58,27 @@ class Row:
     failures: list[str] = field(default_factory=list)
     """One line each, the smallest case first."""
     refusals: list[str] = field(default_factory=list)
+    not_looked: list[str] = field(default_factory=list)
+    """Why cases could not be looked at."""
+    num_counted: int = 0
+    """Tokens that were compared and whose margin exceeds what rounding moves; of ``num_compared``."""
+    num_compared: int = 0
 
     def result(self) -> str:
-        total = self.passed + len(self.failures) + len(self.refusals)
+        total = self.passed + len(self.failures) + len(self.refusals) + len(self.not_looked)
         if not total:  # Skipped, or the run was interrupted.
             return "not run"
         if self.failures:
             return "FAILS" if total == 1 else f"FAILS {len(self.failures)} of {total}"
         if self.refusals:
             return "not supported" if not self.passed else f"not supported {len(self.refusals)} of {total}"
+        if self.not_looked:
+            return "not looked" if not self.passed else f"not looked {len(self.not_looked)} of {total}"
         return "passes" if total == 1 else f"passes {total} cases"
 
     def reason(self) -> str:
-        return next(iter([*self.failures, *self.refusals]), "")
+        counted = f"{self.num_counted} of {self.num_compared} tokens counted"
+        return next(iter([*self.failures, *self.refusals, *self.not_looked, *[counted] * bool(self.num_compared)]), "")
 
 
 class PromiseTable:
@@ -84,20 +94,31 @@ class PromiseTable:
         report: Any = yield
         report.promise = _promise(item)
         report.case = item.callspec.id if hasattr(item, "callspec") else ""
-        report.refusal = report.reason = None
+        report.refusal = report.reason = report.not_looked = None
+        report.counts = PRECISION.num_counted, PRECISION.num_compared
+        if call.when != "setup":
+            PRECISION.begin()
         if call.excinfo is not None and report.failed:
-            report.refusal = refusal(call.excinfo.value)
+            if isinstance(call.excinfo.value, NotLooked):
+                report.not_looked = " ".join(str(call.excinfo.value).split())
+            else:
+                report.refusal = refusal(call.excinfo.value)
             report.reason = _describe(call.excinfo.value)
-            if report.refusal is not None:
-                report.outcome = "skipped"
-                report.longrepr = (str(item.path), item.location[1] or 0, report.refusal)
-        has_ended_early = report.failed or (report.refusal is not None and call.when == "call")
+        elif call.when == "call" and report.passed and report.counts[1] and not report.counts[0]:
+            report.not_looked = f"rounding in {PRECISION.name} may change each of the {report.counts[1]} tokens"
+        words = report.refusal or report.not_looked
+        if words is not None:
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), item.location[1] or 0, words)
+        has_ended_early = report.failed or (words is not None and call.when == "call")
         item.stash[FAILED] = item.stash.get(FAILED, False) or has_ended_early
         return report
 
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
         if getattr(report, "refusal", None) is not None:
             return "not supported", "u", "NOT SUPPORTED"
+        if getattr(report, "not_looked", None) is not None:
+            return "not looked", "n", "NOT LOOKED"
         return None
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -109,10 +130,15 @@ class PromiseTable:
         case = "" if is_named else f"[{report.case}] "
         if report.refusal is not None:
             row.refusals.append(case + report.refusal)
+        elif getattr(report, "not_looked", None) is not None:
+            row.not_looked.append(case + report.not_looked)
         elif report.failed:
             row.failures.append(case + report.reason)
         elif report.when == "call" and report.passed:
             row.passed += 1
+            num_counted, num_compared = getattr(report, "counts", (0, 0))
+            row.num_counted += num_counted
+            row.num_compared += num_compared
         self._write()
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -140,7 +166,8 @@ class PromiseTable:
         ]
 
     def render(self) -> Table:
-        table = Table(title=f"Conformance of {self._worker}", title_justify="left", box=SIMPLE, padding=(0, 1))
+        dtype = "" if PRECISION.is_exact else f" in {PRECISION.name}"
+        table = Table(title=f"Conformance of {self._worker}{dtype}", title_justify="left", box=SIMPLE, padding=(0, 1))
         for name in ("group", "promise", "result", "smallest case, or the device's words"):
             table.add_column(name, overflow="fold")
         styles = {"FAILS": "bold red", "not": "yellow", "passes": "green"}
@@ -150,7 +177,7 @@ class PromiseTable:
             style = styles[result.split()[0]]
             # A device that does not start fails everywhere, for one reason.
             what = re.sub(r"^\[[^]]*\] ", "", reason)
-            if what and shown.setdefault(what, promise) != promise:
+            if what and not result.startswith("passes") and shown.setdefault(what, promise) != promise:
                 reason = f"as: {shown[what]}"
             table.add_row(group, promise, f"[{style}]{result}[/]", reason.replace("[", r"\["))
         return table

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from model_runner_base.testing.architectures import VOCAB_SIZE
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.testing.processed import Family, hf, make_processed_model, reference
 from model_runner_base.testing.sounds import SAMPLING_RATE
 from model_runner_base.testing.tokenizer import make_tokenizer
@@ -20,7 +21,7 @@ SECONDS = 3
 LENGTH = 50 * SECONDS
 """Rows of encoder output."""
 BLOCK_SIZE = 32
-SCARCE_BYTES = (1 + 3 * -(-LENGTH // BLOCK_SIZE) + 4) * 3 * 2 * 64 * BLOCK_SIZE * 4
+SCARCE_BYTES = (1 + 3 * -(-LENGTH // BLOCK_SIZE) + 4) * 3 * 2 * 64 * BLOCK_SIZE * PRECISION.dtype.itemsize
 """Bytes of KV cache: blocks for three encoder outputs, four more and the null block. Three layers of self-attention and
 three of cross-attention share the memory."""
 START = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"

@@ -11,6 +11,7 @@ from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import generate, sampled, tokens_of
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.precision import PRECISION
 from model_runner_base.testing.reference import Request, distribution
 from model_runner_base.testing.statistics import check_counts
 
@@ -27,6 +28,7 @@ def draws(pytestconfig: pytest.Config) -> int:
 
 def draw(llm: LLM, count: int, seeds: Sequence[int | None], options: dict[str, Any]) -> np.ndarray:
     """Tokens [seeds, count]."""
+    PRECISION.require_exact("shares of drawn tokens")
     return np.array(tokens_of(generate(llm, [PROMPT] * len(seeds), [sampled(count, seed=s, **options) for s in seeds])))
 
 

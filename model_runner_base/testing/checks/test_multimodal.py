@@ -19,6 +19,7 @@ from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import greedy, metric
 from model_runner_base.testing.images import TOKEN_BYTES, SeeingModel, make_seeing_model, picture
 from model_runner_base.testing.mismatch import check_same
+from model_runner_base.testing.precision import PRECISION
 
 Prompt = tuple[str, list[Image.Image]]
 COUNT = 12
@@ -88,6 +89,7 @@ def check_read(outputs: list[RequestOutput], want: list[tuple[list[int], list[in
 
 
 def expected(model: SeeingModel, asked: list[Prompt], count: int = COUNT) -> list[tuple[list[int], list[int]]]:
+    PRECISION.require_exact("tokens of prompts with images")
     return [model.greedy(text, images, count) for text, images in asked]
 
 
@@ -101,6 +103,7 @@ def test_tokens(llm: LLM, model: SeeingModel) -> None:
 
 
 def test_log_probabilities(llm: LLM, model: SeeingModel) -> None:
+    PRECISION.require_exact("log probabilities of prompts with images")
     asked = prompts(model)
     for (text, images), out in zip(asked, ask(llm, asked, logprobs=-1), strict=True):
         (completion,) = out.outputs
