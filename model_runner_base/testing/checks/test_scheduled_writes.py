@@ -9,9 +9,11 @@ import torch
 from vllm import LLM
 
 from model_runner_base.step.trace import StepTrace
+from model_runner_base.testing.cache_layout import cache_layers, numbers_by_shape
 from model_runner_base.testing.checks.test_schedules import OPTIONS, Bench, Run, bench_of
 from model_runner_base.testing.engine import core_of, runner_of, wait_for_sizes
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.precision import NotLooked
 from model_runner_base.testing.schedules import NULL_BLOCK, Share
 
 Start = Callable[..., LLM]
@@ -23,13 +25,33 @@ class Caches:
     """The KV caches of an engine, read and overwritten whole between steps."""
 
     def __init__(self, llm: LLM) -> None:
-        """Raises NotImplementedError where the device keeps its caches elsewhere than the runner."""
+        """Raises NotLooked where the device keeps its caches elsewhere than the runner, or where nothing tells which
+        numbers a slot has."""
         self._runner: Any = runner_of(llm)
         if not self._runner.parts.kv_caches:
-            raise NotImplementedError("caches outside of the runner are not supported here: its kv_caches is empty")
+            raise NotLooked("the device keeps its caches outside of the runner, whose kv_caches is empty")
         self._ops = self._runner.device_ops
         self.num_blocks: int = core_of(llm).scheduler.kv_cache_config.num_blocks
         self.block_size: int = llm.llm_engine.vllm_config.cache_config.block_size
+        self._runner.parts.bind_kv_caches()
+        layers, known = [*cache_layers(llm).values()], dict[Any, np.ndarray]()
+        self._numbers: list[np.ndarray] = []
+        """Indices [slots, numbers of a slot] into each flattened cache."""
+        for cache in self._runner.parts.kv_caches:
+            layer = next((each for each in layers if each.cache is cache), None)
+            layer = layer or next((each for each in layers if self._is_same(each.cache, cache)), None)
+            key = (layer and layer.form, tuple(cache.shape), cache.dtype)
+            if key not in known:
+                known[key] = (
+                    numbers_by_shape(cache.shape, self.num_blocks, self.block_size)
+                    if layer is None
+                    else layer.numbers_of_slots()
+                )
+            self._numbers.append(known[key])
+
+    def _is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        address: int = self._ops.buffer_address(one)
+        return address == self._ops.buffer_address(other)
 
     def fill(self, value: float) -> None:
         for cache in self._runner.parts.kv_caches:
@@ -38,20 +60,12 @@ class Caches:
 
     def read(self) -> list[np.ndarray]:
         """Contents of each cache by slot, [slots, numbers of a slot] float32."""
-        return [self._by_slot(cache) for cache in self._runner.parts.kv_caches]
+        caches = zip(self._runner.parts.kv_caches, self._numbers, strict=True)
+        return [self._contents(cache)[numbers] for cache, numbers in caches]
 
-    def _by_slot(self, cache: torch.Tensor) -> np.ndarray:
-        """Raises NotImplementedError where the cache has no dimensions of blocks and of a block's slots."""
-        contents = self._ops.to_host(cache if cache.dtype == torch.float32 else cache.float())
-        sizes, numbers = (self.num_blocks, self.block_size), contents.shape
-        for blocks, slots in ((a, b) for a in range(len(numbers)) for b in range(len(numbers)) if a != b):
-            if (numbers[blocks], numbers[slots]) == sizes:
-                by_block = np.moveaxis(contents, (blocks, slots), (0, 1))
-                return by_block.reshape(self.num_blocks * self.block_size, -1).copy()
-        raise NotImplementedError(
-            f"a cache of shape {numbers} is not supported here: it has no dimension of {sizes[0]} blocks, or none of "
-            f"their {sizes[1]} slots"
-        )
+    def _contents(self, cache: torch.Tensor) -> np.ndarray:
+        contents: np.ndarray = self._ops.to_host(cache if cache.dtype == torch.float32 else cache.float())
+        return contents.reshape(-1)
 
 
 def slot_name(slot: int, caches: Caches) -> str:
