@@ -16,6 +16,8 @@ hf: Any = transformers
 VOCAB_SIZE = 512
 MAX_LENGTH = 512
 WINDOW = 40
+SHORT_WINDOW = 20
+"""Window that is shorter than all but the shortest prompts of the profile smoke."""
 CHUNK = 24
 """Tokens of a chunk of attention; not a multiple of blocks of 16, nor of KV tiles."""
 
@@ -354,8 +356,13 @@ _SIX_HEADS = {**UNTIED, "num_attention_heads": 6, "hidden_size": 96}
 HEADS: Configs = {
     "three-heads-a-group": lambda: hf.LlamaConfig(**_SIX_HEADS, head_dim=80),
     "large-scores": lambda: hf.LlamaConfig(**UNTIED),
+    "unusual-scalars": lambda: hf.LlamaConfig(**UNTIED, rms_norm_eps=1e-3, rope_theta=500.0),
+    "interleaved-rotary": lambda: hf.GlmConfig(
+        **UNTIED, head_dim=16, rms_norm_eps=1e-3, rope_theta=500.0, partial_rotary_factor=0.5
+    ),
+    "short-window": lambda: hf.MistralConfig(**UNTIED, head_dim=16, rms_norm_eps=1e-3, sliding_window=SHORT_WINDOW),
 }
-"""Llama with numbers of heads, head sizes and scores that the other configurations do not have."""
+"""Models with numbers of heads, head sizes, scores, scalars and windows that the other configurations do not have."""
 
 SCALED = {"large-scores": {"q_proj": 40.0}}
 """Factors of weights, by a part of their names: the exponential of a score is then infinite."""

@@ -1,7 +1,7 @@
 """Faults in what a device itself does: memory, copies, waits, kernels, graphs."""
 
 from device_fault import DeviceFault, variant
-from kernel_faults import OWN_MEMORY, UNMASKED
+from kernel_faults import OWN_FORMAT, OWN_MEMORY, UNMASKED
 
 # The host's array is read again at the next wait, as by a copy that is late.
 LATE = """
@@ -19,11 +19,6 @@ def synchronize(self):
         tensor.copy_(torch.from_numpy(array))
 """
 
-OWN_FORMAT = """
-def make_format(self):
-    return Format(self.num_kv_heads, self.head_size, self.numbers)
-"""
-
 OLD_SLOTS = """
 HELD = {}
 class Format(CacheFormat):
@@ -32,6 +27,27 @@ class Format(CacheFormat):
         count, held = len(blocks), HELD.setdefault(kv_cache.data_ptr(), torch.zeros(2, 4096, dtype=torch.long))
         kv_cache[held[0, count:], held[1, count:]] = self.rows(key, value)[-1]
         held[0, :count], held[1, :count] = blocks, offsets
+"""
+
+# Copies and addresses are of whole words.
+DROPS_BYTES = """
+def to_device(self, array, out=None):
+    if out is None:
+        return super().to_device(array)
+    count = array.nbytes // 4 * 4
+    written, sent = (x.reshape(-1).view(torch.uint8)[:count] for x in (out, torch.from_numpy(array.copy())))
+    written.copy_(sent)
+    return out
+"""
+
+ARENA = """
+memory, used = torch.zeros(1 << 22, dtype=torch.uint8), 0
+def zeros(self, shape, dtype):
+    if dtype != torch.uint8:
+        return super().zeros(shape, dtype)
+    start, count = Ops.used, int(np.prod(shape))
+    Ops.used += count // 8 * 8
+    return Ops.memory[start : start + count].view(shape).zero_()
 """
 
 LAST_SLOT = """
@@ -136,6 +152,20 @@ FAULTS = [
         "test_start or test_equality",
         "RuntimeError: kernel library not found",
         ("--maxfail=0",),  # Here the check itself ends the kit.
+    ),
+    DeviceFault(
+        "copies to a tensor that exists are of whole words",
+        0,
+        variant(ops=DROPS_BYTES),
+        "test_device_operations",
+        r"to_device with out, uint8 \(\d+,\), \d+ bytes: the tensor has \d wrong numbers",
+    ),
+    DeviceFault(
+        "an arena rounds sizes down, so that tensors overlap",
+        0,
+        variant(ops=ARENA),
+        "test_tensors_do_not_overlap",
+        r"the tensor of \d+ bytes from zeros shares its bytes from \d+ on with another, where tensor \d+, from zeros",
     ),
     DeviceFault(
         "more memory is reported free than there is",

@@ -9,6 +9,11 @@ def shares_host_memory(cls, vllm_config):
 """
 """Body of a platform whose device has memory of its own."""
 
+OWN_FORMAT = """
+def make_format(self):
+    return Format(self.num_kv_heads, self.head_size, self.numbers)
+"""
+
 # A kernel for decode rows that does not leave out what no token sees.
 UNMASKED = """
 def attend_decode(self, query, kv_cache, plan):
@@ -49,6 +54,64 @@ ROUNDED_SUMS = UNMASKED.replace(
     "weights = scores.softmax(dim=-1).permute(2, 1, 0).unsqueeze(3)\n"
     "        out[row] = sum(weights * values[pairs].flatten(0, 1).unsqueeze(1))",
 )
+
+WITHOUT_WINDOWS = """
+def attend_decode(self, query, kv_cache, plan):
+    return super().attend_decode(query, kv_cache, replace(plan, first=None))
+"""
+
+FIXED_EPS = """
+from vllm.model_executor.layers.layernorm import RMSNorm
+@RMSNorm.register_oot
+class Norm(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        self.variance_epsilon = 1e-6
+        return self.forward_native(x, residual)
+"""
+
+ONE_ROTARY_STYLE = """
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+@RotaryEmbedding.register_oot
+class Rotary(RotaryEmbedding):
+    def forward_oot(self, positions, query, key=None):
+        rows, parts = self.cos_sin_cache[positions.flatten()], []
+        cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
+        for part in (query, key):
+            heads = part.view(len(rows), -1, self.head_size)
+            turned, rest = heads[..., : self.rotary_dim], heads[..., self.rotary_dim :]
+            one, other = turned.chunk(2, dim=-1)
+            turned = torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+            parts.append(torch.cat((turned, rest), dim=-1).view(part.shape))
+        return parts[0], parts[1]
+"""
+
+TRANSPOSED = """
+class Format(CacheFormat):
+    def shape(self, num_blocks, block_size):
+        return (num_blocks, 2, self.num_kv_heads, self.head_size, block_size)
+    def write(self, kv_cache, blocks, offsets, key, value):
+        heads = -1, self.num_kv_heads, self.head_size
+        for part, rows in enumerate((key, value)):
+            kv_cache[blocks.long(), part, :, :, offsets.long()] = rows.view(heads)
+    def read(self, kv_cache, plan):
+        entries, size = plan.entries.long(), kv_cache.shape[-1]
+        shape = -1, plan.kv_tile, self.num_kv_heads, self.head_size
+        places = entries // size, entries % size
+        return tuple(kv_cache[places[0], part, :, :, places[1]].view(shape) for part in (0, 1))
+"""
+"""Format of a device whose slots are the last dimension, and of the size of a head."""
+FUSED = (
+    TRANSPOSED.replace("self.head_size, block_size)", "self.head_size * block_size)")
+    .replace("        entries, size", "        kv_cache = self.apart(kv_cache)\n        entries, size")
+    .replace("        heads = -1", "        kv_cache = self.apart(kv_cache)\n        heads = -1")
+)
+FUSED += """
+    def apart(self, kv_cache):
+        return kv_cache.view(*kv_cache.shape[:3], self.head_size, -1)
+"""
+"""The same with the last two dimensions as one."""
+LOSES_KEYS = TRANSPOSED.replace("key, value)):", "torch.where(offsets[:, None, None] == 4, 0, key), value)):")
+"""The same, without the keys of each block's slot 4."""
 
 SHORT_IDS = """
 def attend_decode(self, query, kv_cache, plan):
@@ -123,6 +186,37 @@ FAULTS = [
         variant(attention=without("alibi_slopes")),
         "test_attention and bloom",
         r"\[bloom\] ALiBi, prompt of .*; step \d+, .*layer 1",
+    ),
+    DeviceFault(
+        "a kernel for decode ignores windows",
+        0,
+        variant(attention=WITHOUT_WINDOWS, top="from dataclasses import replace"),
+        "test_attention and not test_features",
+        r"a window of 20 tokens, prompt of .*; step \d+, decode",
+        ("--profile", "smoke"),
+    ),
+    DeviceFault(
+        "RMSNorm has a fixed eps",
+        0,
+        variant(top=FIXED_EPS),
+        "test_attention and not test_features",
+        r"RMSNorm with an eps of 1e-3, a rotary theta of 500, prompt of \d+ tokens",
+        ("--profile", "smoke"),
+    ),
+    DeviceFault(
+        "a rotary kernel knows one style alone",
+        0,
+        variant(top=ONE_ROTARY_STYLE),
+        "test_attention and not test_features",
+        r"interleaved rotary positions in half of a head, prompt of .*; step \d+, .*keys of layer 0",
+        ("--profile", "smoke"),
+    ),
+    DeviceFault(
+        "a cache of a layout of its own loses keys",
+        0,
+        variant(attention=OWN_FORMAT, top=LOSES_KEYS),
+        "test_one_request and llama",
+        r"llama, prompt of .*; step \d+, .*keys of layer 0 at position \d+ \(block \d+, slot 4\)",
     ),
     DeviceFault(
         "a kernel keeps ids of blocks in 16 bits",

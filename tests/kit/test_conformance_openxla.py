@@ -30,8 +30,8 @@ SOME = " and ".join(
         # Files of tests/base and tests/project hold sessions, reload and the server to the same promises on openxla.
         "not (test_sessions.py or test_reload.py or test_server.py)",
         "not (test_preemption.py or test_draft_gaps or test_reasoning or test_long_contexts)",
-        # Files of tests/base have these models on openxla.
-        "not (test_attention and (gemma2 or gpt-oss))",
+        # Files of tests/base have these models on openxla, and others with rotary positions and windows like these.
+        "not (test_attention and (gemma2 or gpt-oss or scalars or rotary_style or short_window))",
     ]
 )
 # Cases that run with --full and --record alone: base/test_right_drafts_beside_windows.py has gpt-oss with EAGLE-3 on

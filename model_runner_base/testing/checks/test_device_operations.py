@@ -21,7 +21,10 @@ TAKEN = 64 << 20
 """Bytes that are taken to see whether memory figures show it."""
 TRIES = 16
 SHAPES = [(1,), (7,), (3, 1000), (1 << 20,)]
+ODD_SHAPES = [(1,), (3,), (13,), (5, 7), (3, 1001), (64, 17), ((1 << 16) + 1,)]
+"""Shapes whose sizes in bytes are multiples of few numbers, so that a size that is rounded shows."""
 DTYPES = [np.int32, np.float32]
+ODD_DTYPES: list[Any] = [np.uint8, np.int32, np.float32]
 OLD, NEW = 3, 7
 """Contents of an array when it is copied, and what is written over it."""
 
@@ -77,6 +80,65 @@ def test_tensors_are_written_again(ops: Any, shape: tuple[int, ...]) -> None:
     array[...] = 0
     _check(ops.to_host(again), NEW, f"to_device with out, {shape}: the tensor")
     _check(ops.to_host(computed), 2 * OLD, f"to_device with out, {shape}: what was computed of the tensor before")
+
+
+def numbered(shape: tuple[int, ...], dtype: Any, first: int = 0) -> np.ndarray:
+    """Array whose neighbours differ, in every byte of small numbers."""
+    return ((np.arange(np.prod(shape)) * 7 + first) % 251).astype(dtype).reshape(shape)
+
+
+def test_odd_sizes(ops: Any) -> None:
+    """Arrays of any size are copied whole: to new tensors, to those that exist, and back."""
+    for dtype in ODD_DTYPES:
+        for shape in ODD_SHAPES:
+            name = f"{dtype.__name__} {shape}, {np.prod(shape) * np.dtype(dtype).itemsize} bytes"
+            old, new = numbered(shape, dtype), numbered(shape, dtype, first=100)
+            tensor = ops.to_device(old)
+            compare(ops.to_host(tensor), old, f"to_device, {name}: the tensor")
+            compare(ops.to_host(ops.to_device(new, tensor)), new, f"to_device with out, {name}: the tensor")
+            compare(ops.begin_to_host(ops.to_device(new))(), new, f"begin_to_host, {name}: the result")
+            compare(ops.to_host(ops.upload(torch.from_numpy(old))), old, f"upload, {name}: the tensor")
+            target = ops.zeros(shape, torch.from_numpy(old).dtype)
+            ops.overwrite(target, ops.upload(torch.from_numpy(new)))
+            compare(ops.to_host(target), new, f"overwrite, {name}: the tensor")
+
+
+def test_tensors_do_not_overlap(ops: Any) -> None:
+    """Tensors that are alive at a time share no memory, whatever their sizes."""
+    makers: dict[str, Callable[[np.ndarray], torch.Tensor]] = {
+        "zeros": lambda array: ops.zeros(array.shape, torch.from_numpy(array).dtype),
+        "to_device": ops.to_device,
+        "upload": lambda array: ops.upload(torch.from_numpy(array)),
+    }
+    arrays = [numbered(shape, dtype) for dtype in ODD_DTYPES for shape in ODD_SHAPES]
+    held = [(maker, array, make(array)) for array in arrays for maker, make in makers.items()]
+    for number, (_, _, tensor) in enumerate(held):
+        tensor.fill_(number + 1)
+    ops.synchronize()
+    for number, (maker, array, tensor) in enumerate(held):
+        got = ops.to_host(tensor)
+        wrong = np.flatnonzero((got != number + 1).ravel())
+        if not len(wrong):
+            continue
+        found = int(got.ravel()[wrong[0]]) - 1
+        name = f"the tensor of {array.nbytes} bytes from {maker}"
+        other = f", where tensor {found}, from {held[found][0]}, was filled later" if found in range(len(held)) else ""
+        raise AssertionError(f"{name} shares its bytes from {wrong[0] * array.itemsize} on with another{other}")
+
+
+def test_views(ops: Any) -> None:
+    """Views of a tensor are copied to the host as they are seen."""
+    array = numbered((6, 10), np.int32)
+    tensor, host = ops.to_device(array), torch.from_numpy(array.copy())
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "rows from 1 on": lambda x: x[1:],
+        "every other column": lambda x: x[:, ::2],
+        "transposed": lambda x: x.t(),
+        "one column": lambda x: x[:, 3],
+        "flattened": lambda x: x.view(-1)[7:50],
+    }
+    for name, view in views.items():
+        compare(ops.to_host(view(tensor)), view(host).numpy(), f"to_host of a view, {name}: the array")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -180,3 +242,14 @@ def test_host_buffers_are_overwritten(text_engine: Start, monkeypatch: pytest.Mo
 
 def _check(got: np.ndarray, wanted: float, what: str) -> None:
     assert (got == wanted).all(), f"{what} has {np.unique(got)[:3]}, not {wanted}"
+
+
+def compare(got: np.ndarray, want: np.ndarray, what: str) -> None:
+    assert got.shape == want.shape, f"{what} has the shape {got.shape}, not {want.shape}"
+    wrong = np.flatnonzero((got != want).ravel())
+    if len(wrong):
+        first = int(wrong[0])
+        raise AssertionError(
+            f"{what} has {len(wrong)} wrong numbers of {got.size}, from number {first} (byte {first * want.itemsize}) "
+            f"on: {got.ravel()[first]}, not {want.ravel()[first]}"
+        )
