@@ -22,6 +22,7 @@ NEWEST = [
     "kit/test_device_faults.py",
     "kit/test_mutations.py",
     "kit/test_plain_device.py",
+    "kit/test_right_devices.py",
     "kit/test_upstream.py",
     "base/test_audio.py",
     "base/test_config_fields.py",

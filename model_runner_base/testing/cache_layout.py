@@ -108,7 +108,7 @@ class CacheLayer:
         return own.reshape(self.num_slots, -1)
 
     def _written(self, slots: np.ndarray) -> np.ndarray:
-        """Which numbers of a tensor like the cache the format writes for tokens in slots; of the cache's shape."""
+        """Mask of the numbers that the format writes for tokens in slots, into a tensor like the cache."""
         ops, impl = self.runner.device_ops, self.layer.impl
         size, dtype = self.stored_size, self.runner.model_config.dtype
         # Always as many tokens, so that a device compiles one size: slots are repeated.

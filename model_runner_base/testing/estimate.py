@@ -106,7 +106,7 @@ class RunningTime:
         self._ended_well: dict[str, bool] = {}
         self._bar: Progress | None = None
         self._start = monotonic()
-        self._next_line = FIRST_LINE_S
+        self._next_line, self._last_line = FIRST_LINE_S, ""
 
     @property
     def _terminal(self) -> Any:
@@ -137,7 +137,8 @@ class RunningTime:
             return None
         if report.failed:
             return "failed" if report.when == "call" else "error", "", ""
-        return "not supported" if getattr(report, "refusal", None) else report.outcome, "", ""
+        words = {"refusal": "not supported", "not_looked": "not looked"}
+        return next((each for name, each in words.items() if getattr(report, name, None)), report.outcome), "", ""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
@@ -165,8 +166,10 @@ class RunningTime:
             self._bar.update(self._task, advance=1, left=left, refresh=True)
         elif self._terminal and monotonic() - self._start > self._next_line and self._estimate.left() > FIRST_LINE_S:
             self._next_line *= 2
-            self._terminal.ensure_newline()
-            self._terminal.write_line(f"{left}; so far {self._estimate.ratio:.1f} times the example device's time")
+            if left != self._last_line:
+                self._last_line = left
+                self._terminal.ensure_newline()
+                self._terminal.write_line(f"{left}; so far {self._estimate.ratio:.1f} times the example device's time")
 
     def pytest_sessionfinish(self) -> None:
         if self._bar:

@@ -49,7 +49,7 @@ def _drift(cls: type, name: str, override: Any) -> str | None:
         return None
     overridden = vars(base)[name]
     own, theirs = _signature(override), _signature(overridden)
-    if own is None or theirs is None:
+    if own is None or theirs is None or _says_nothing(theirs):
         return None
     where = f"{base.__module__}.{base.__qualname__}.{name}"
     # The other way round all calls go on: a class's method can be called on its objects too.
@@ -73,6 +73,13 @@ def _signature(value: Any) -> inspect.Signature | None:
     if isinstance(value, staticmethod) or first is None or first.kind is first.VAR_POSITIONAL:
         return signature
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _says_nothing(signature: inspect.Signature) -> bool:
+    """Whether a method takes only ``*args`` and ``**kwargs``, which do not show how it is called."""
+    return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()) and bool(
+        signature.parameters
+    )
 
 
 def _calls(signature: inspect.Signature) -> Iterator[tuple[list[str], dict[str, str]]]:

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,14 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from forks import run_kit
 from kit_runs import PLAIN
+from vllm.model_executor.custom_op import CustomOp
 
+from model_runner_base import ModelRunnerWorker
 from model_runner_base.step.sizes import StepKind, StepSize
-from model_runner_base.testing import explanation
+from model_runner_base.testing import explanation, precision
 from model_runner_base.testing.cache_trace import Held, WatchedStep, describe_cache
-from model_runner_base.testing.estimate import Estimate, in_words, load, record
-from model_runner_base.testing.mismatch import Case, Difference, Mismatch, check_equal, first_difference
+from model_runner_base.testing.estimate import Estimate, RunningTime, in_words, load, record
+from model_runner_base.testing.interfaces import drifted_methods
+from model_runner_base.testing.mismatch import Case, Difference, Mismatch, check_equal, check_same, first_difference
 from model_runner_base.testing.order import CHECKS, LAST, rank, sort_checks
 from model_runner_base.testing.profiles import PROFILES, leave_out
 from model_runner_base.testing.shrinking import shrink
@@ -319,3 +324,78 @@ def test_a_run_that_is_told_to_end(tmp_path: Path) -> None:
     rows = re.findall(r"^  own +(\w+) +(\w+)", run.printed, re.MULTILINE)
     assert run.status == 2 and rows == [("first", "passes")], run.printed[-3000:]
     assert "ended by SIGTERM" in run.printed
+
+
+def test_checks_that_cannot_look() -> None:
+    """A case that cannot be looked at is neither kept nor broken; the table says why, and how many tokens counted."""
+    config: Any = SimpleNamespace(getoption={"worker": "vendor.Worker"}.get)
+    table = PromiseTable(config)
+
+    def report(promise: str, not_looked: str | None, counts: tuple[int, int]) -> None:
+        kinds = {"refusal": None, "failed": False, "passed": not_looked is None, "when": "call"}
+        table.pytest_runtest_logreport(
+            SimpleNamespace(promise=("a", promise), case="", not_looked=not_looked, reason=None, counts=counts, **kinds)
+        )
+
+    report("some", None, (30, 40))
+    report("some", None, (5, 10))
+    report("partly", None, (1, 1))
+    report("partly", "no reason", (0, 0))
+    report("none", "no such layout", (0, 0))
+    rows = {row["promise"]: (row["result"], row["reason"]) for row in table.as_records()}
+    assert rows == {
+        "some": ("passes 2 cases", "35 of 50 tokens counted"),
+        "partly": ("not looked 1 of 2", "no reason"),
+        "none": ("not looked", "no such layout"),
+    }
+
+
+def test_two_runs_in_a_dtype_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs may differ in few tokens, each from some place on; many, or a missing one, are a failure."""
+    prompts = [(3, index) for index in range(4)]
+    names = [f"request {index}" for index in range(4)]
+    want = [list(range(20))] * 4
+    one_flip = [*want[:3], [*range(10), 77, *range(11, 20)]]
+    with pytest.raises(Mismatch, match="request 3: output 10 is 77, not 10"):
+        check_same(one_flip, want, names, prompts)
+    monkeypatch.setattr(precision.PRECISION, "dtype", torch.bfloat16)
+    check_same(one_flip, want, names, prompts)
+    for wrong in ([[9, *tokens[1:]] for tokens in want], [*want[:3], want[3][:19]]):
+        with pytest.raises(Mismatch, match=r"request \d: output (0 is 9, not 0|19 is missing)"):
+            check_same(wrong, want, names, prompts)
+
+
+def test_times_that_are_printed() -> None:
+    """The time left is not printed again while it is the same."""
+    lines: list[str] = []
+    terminal = SimpleNamespace(ensure_newline=lambda: None, write_line=lines.append)
+    options = {"schedules": 15, "draws": 2000}
+    plugins = SimpleNamespace(get_plugin=lambda name: terminal)
+    running = RunningTime(SimpleNamespace(getoption=options.get, pluginmanager=plugins))  # type: ignore[arg-type]
+    running._estimate = Estimate(["a", "b", "c"], {"a": 100.0, "b": 180.0, "c": 5.0}, {})
+    for name in ("", "c", "b"):
+        running._start -= 1000
+        running._estimate.leave_out(name)
+        running._show_time_left()
+    assert [line.partition(";")[0] for line in lines] == ["about 5 minutes left", "about 2 minutes left"]
+
+
+class AnyArguments(CustomOp):
+    """Operator as a vendor has it, whose base takes any arguments."""
+
+    def __init__(self) -> None: ...
+
+    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return x
+
+
+class OneArgument(ModelRunnerWorker):
+    """Worker whose method lacks what vLLM calls it with."""
+
+    def load_model(self, *, other: int) -> None: ...
+
+
+def test_methods_whose_base_takes_any_arguments() -> None:
+    """A base that takes ``*args`` and ``**kwargs`` alone does not show how it is called."""
+    (drifted,) = drifted_methods([sys.modules[__name__]], [])
+    assert drifted.startswith("OneArgument.load_model")

@@ -226,6 +226,11 @@ def test_n_completions(text_engine: Start, text_model: TinyModel) -> None:
     first, again = (generate(text_engine(), [prompt], params)[0].outputs for _ in range(2))
     for completion in first:
         check_tokens(text_model, Request(prompt, params), completion.token_ids)
-    assert len({tuple(completion.token_ids) for completion in first}) == 4, f"{Request(prompt, params)}: equal ones"
+    tokens = [tuple(completion.token_ids) for completion in first]
+    for number, own in enumerate(tokens):
+        assert own not in tokens[:number], (
+            f"{Request(prompt, params)}: completion {number} has the tokens of completion {tokens.index(own)}, so both "
+            "were drawn with the same noise"
+        )
     names = [f"{Request(prompt, params)}, the second time: completion {number}" for number in range(4)]
     check_same([c.token_ids for c in again], [c.token_ids for c in first], names, [prompt] * 4)
