@@ -43,15 +43,13 @@ class NeuronPlatform(PagedPlatform):
 
     @classmethod
     def serves_connectors(cls, vllm_config: "VllmConfig") -> bool:
-        """Whether steps run eagerly, as openxla's graphs, whose caches have captured reads and writes of blocks, or
-        compiled on the host, where indexing a cache compiles nothing."""
+        """Whether steps run eagerly, or as openxla's graphs, whose caches have captured reads and writes of blocks."""
         from neuron_runner.config import read_neuron_config
 
         model = vllm_config.model_config
         if model is None or model.enforce_eager:
             return model is not None
-        config = read_neuron_config(vllm_config.additional_config)
-        return config.backend == "openxla" if config.runs_on_xla else cls.device_type == "cpu"
+        return read_neuron_config(vllm_config.additional_config).backend == "openxla"
 
     @classmethod
     def forbids_fork(cls) -> bool:
