@@ -107,8 +107,7 @@ def _add(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Partial:
     overwritten."""
     if pair_tile.is_cpu and not is_traced():
         return _add_in_place(state, piece, pair_tile)
-    maximum = _maximum(state, piece, pair_tile)
-    kept, scale = exp(state.maximum - maximum), exp(piece.maximum - maximum[pair_tile])
+    maximum, kept, scale = _scales(state, piece, pair_tile)
     out = (state.out * kept).index_add_(0, pair_tile, piece.out * scale)
     total = (state.total * kept).index_add_(0, pair_tile, piece.total * scale)
     return Partial(out, maximum, total)
@@ -118,20 +117,21 @@ def _add_in_place(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Pa
     """Adds as ``_add`` does, and touches only tiles from the first to the last that the piece has."""
     begin, end = int(pair_tile.amin()), int(pair_tile.amax()) + 1
     tiles, tile_of = Partial(*(each[begin:end] for each in state)), pair_tile - begin
-    maximum = _maximum(tiles, piece, tile_of)
-    kept, scale = exp(tiles.maximum - maximum), exp(piece.maximum - maximum[tile_of])
+    maximum, kept, scale = _scales(tiles, piece, tile_of)
     tiles.out.mul_(kept).index_add_(0, tile_of, piece.out.mul_(scale))
     tiles.total.mul_(kept).index_add_(0, tile_of, piece.total.mul_(scale))
     tiles.maximum.copy_(maximum)
     return state
 
 
-def _maximum(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> torch.Tensor:
-    """Largest score of each query tile in ``state``, with those of a piece's pairs."""
+def _scales(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Largest score of each query tile in ``state``, with those of a piece's pairs; and what the sums of ``state`` and
+    those of the piece are multiplied by, so that both are relative to it."""
     number = torch.arange(state.out.shape[0], dtype=torch.int32, device=pair_tile.device).view(-1, 1, 1)
     is_of = number == pair_tile.view(1, -1, 1)
     largest = torch.where(is_of, piece.maximum.flatten(1), MASK_VALUE).amax(dim=1).view_as(state.maximum)
-    return torch.maximum(state.maximum, largest)
+    maximum = torch.maximum(state.maximum, largest)
+    return maximum, exp(state.maximum - maximum), exp(piece.maximum - maximum[pair_tile])
 
 
 def merge(partial: Partial, pair_tile: torch.Tensor, shape: Sequence[int]) -> Partial:

@@ -194,8 +194,8 @@ MUTATIONS = [
     Mutation(
         "partial results of a decode row are merged without a common maximum",
         "attention/pieces.py",
-        "kept, scale = exp(state.maximum - maximum), exp(piece.maximum - maximum[pair_tile])",
-        "kept, scale = torch.ones_like(maximum), torch.ones_like(piece.maximum)",
+        "return maximum, exp(state.maximum - maximum), exp(piece.maximum - maximum[pair_tile])",
+        "return maximum, torch.ones_like(maximum), torch.ones_like(piece.maximum)",
         STEPS,
     ),
     Mutation(
@@ -208,8 +208,8 @@ MUTATIONS = [
     Mutation(
         "a piece's pairs do not rescale what came before them",
         "attention/pieces.py",
-        "(state.out * kept).index_add",
-        "state.out.index_add",
+        "return maximum, exp(state.maximum - maximum)",
+        "return maximum, torch.ones_like(maximum)",
         "test_attention_memory",
     ),
     Mutation(
