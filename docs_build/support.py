@@ -23,6 +23,7 @@ FEATURES = {
     "video, sounds": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "embeddings, classes, scores": ("tests", NOT_RUN, NO_CUDA, "tests"),
     "tensor parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
+    "expert parallelism": ("tests", NOT_RUN, NOT_TESTED, "tests"),
     "pipeline stages": ("refused", "refused", "refused", "tests"),
     "replicas (data parallelism) of models without experts": ("refused", "refused", "refused", "tests"),
     "contiguous KV cache": ("tests", NOT_RUN, "-", NOT_TESTED),

@@ -110,6 +110,9 @@ RECURRENT_WITH_ADAPTERS = (
 )
 """Architectures with recurrent layers whose adapters are held against merged weights."""
 
+CUTS_EXPERTS = ("AriaForConditionalGeneration", "DbrxForCausalLM")
+"""Architectures whose class in vLLM loads experts cut over the ranks, also with expert parallelism."""
+
 
 def check_config(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedConfigError for the first setting that this runner does not serve."""
@@ -131,6 +134,8 @@ def check_config(vllm_config: VllmConfig) -> None:
         "experts are not moved between ranks yet: leave out enable_eplb and eplb_config": parallel.enable_eplb,
         "expert parallelism is not supported with pipeline stages yet: leave out enable_expert_parallel, experts are"
         " then cut like other layers": parallel.enable_expert_parallel and parallel.pipeline_parallel_size > 1,
+        f"{model and model.architecture} cuts its experts itself, so no rank has whole ones: leave out "
+        "enable_expert_parallel": parallel.enable_expert_parallel and model and model.architecture in CUTS_EXPERTS,
         "sequence parallelism is not supported yet: leave enable_sp and fuse_gemm_comms out of pass_config": (
             setting(vllm_config, "compilation_config.pass_config.enable_sp", False)
         ),

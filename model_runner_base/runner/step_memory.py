@@ -34,9 +34,9 @@ def estimate_step_memory(
     Counted in float32. Of a layer: the pairs that attention holds at a time, with what a query tile keeps between two
     pieces; a few hidden states and an MLP's two inner activations, what experts gather and compute; queries and outputs
     of latent attention; what an indexer's choice takes; the logits, since those of the last step may still be there. Of
-    sampling: hidden states, logits, eight more arrays of their shape that a sampler with top-p makes, and the token
-    counts that penalties keep. A pooling model has rows of hidden states for logits. In addition the pool of prompt
-    embeddings, where they are enabled.
+    sampling: hidden states, those of three more layers that a drafter may keep, logits, and nine more arrays of their
+    shape that penalties and a sampler with top-p make. A pooling model has rows of hidden states for logits. In
+    addition the token counts that penalties keep, and the pool of prompt embeddings, where they are enabled.
 
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
     ``is_unrolled`` is True where graphs hold each round of a loop (step/rounds.py), so that they are fewer and larger.
@@ -57,9 +57,10 @@ def estimate_step_memory(
             layer += _choice(model_config, dims, limits, block_size, is_unrolled)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
         of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
-        sampling = size.num_tokens * hidden + SAMPLING_ARRAYS * size.num_logits * width
+        sampling = 4 * size.num_tokens * hidden + SAMPLING_ARRAYS * size.num_logits * width
         worst = max(worst, 4 * (layer + max(of_layer, default=0)), 4 * sampling)
-    return worst + embeddings_memory(model_config, limits.max_num_tokens)
+    counts = 4 * (limits.max_num_reqs + 1) * width if limits.decodes else 0
+    return worst + counts + embeddings_memory(model_config, limits.max_num_tokens)
 
 
 def _shapes(
@@ -139,7 +140,8 @@ def _experts(model_config: ModelConfig, num_tokens: int, is_unrolled: bool) -> i
         return max(num_experts * num_tokens * row, gathered * expert)
     top_k = _largest(model_config, "num_experts_per_tok") or num_experts
     gathered = tiles_at_once(2 * num_experts, 4 * expert, is_unrolled)
-    return gathered * expert + 2 * num_tokens * top_k * row
+    # Rows of the tiles, before and after; those of the choices again, with and without what is left out.
+    return gathered * expert + num_tokens * top_k * (2 * row + hidden)
 
 
 def _largest(model_config: ModelConfig, name: str) -> int:

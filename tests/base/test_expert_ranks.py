@@ -40,7 +40,7 @@ class Case(NamedTuple):
         return f"{self.name}-{'eager' if self.options == EAGER else 'compiled'}"
 
 
-# Softmax; sigmoid in groups with shared experts; biases; one choice, whose weight is multiplied to the input.
+# Softmax; sigmoid in groups with shared experts; then one choice, whose weight is multiplied to the input, or biases.
 CASES = (
     [Case("qwen3-moe", 8, COMPILED), Case("deepseek-v3", 8, EAGER), Case("llama4", 8, EAGER)]
     if HAS_OPENXLA

@@ -54,6 +54,7 @@ PARALLEL = {
     "prefill_context_parallel_size": 1,
     "decode_context_parallel_size": 1,
     "enable_expert_parallel": False,
+    "enable_eplb": False,
 }
 SERVED = SimpleNamespace(
     model_config=SimpleNamespace(**MODEL),
@@ -135,7 +136,7 @@ def check_refused(config: Any, setting: str, value: Any, message: str) -> None:
         ("parallel_config.use_ubatching", True, "leave out enable_dbo and ubatch_size"),
         ("parallel_config.prefill_context_parallel_size", 2, "use prefill_context_parallel_size=1"),
         ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=1"),
-        ("parallel_config.enable_expert_parallel", True, "leave out enable_expert_parallel"),
+        ("parallel_config.enable_eplb", True, "leave out enable_eplb and eplb_config"),
         ("compilation_config.pass_config.enable_sp", True, "leave enable_sp and fuse_gemm_comms out of pass_config"),
         ("model_config.is_attention_free", True, "a model of attention layers"),
         ("model_config.is_hybrid", True, "a model of attention layers"),
@@ -216,6 +217,7 @@ def test_towers_that_were_not_tried_over_ranks() -> None:
         ("load_config", SimpleNamespace(load_format="sharded_state"), "leave out load_format=sharded_state"),
         ("model_config.runner_type", "pooling", "pooling is not supported with pipeline stages"),
         ("model_config.is_multimodal_model", True, "images and other items are not supported with pipeline stages"),
+        ("parallel_config.enable_expert_parallel", True, "leave out enable_expert_parallel"),
         ("model_config.is_encoder_decoder", True, "encoder-decoder models are not .* use pipeline_parallel_size=1"),
         ("model_config.is_hybrid", True, "LlavaFor.* has recurrent layers, which pipeline stages do not run yet"),
         ("model_config.enable_prompt_embeds", True, "leave out enable_prompt_embeds"),

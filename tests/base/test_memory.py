@@ -254,7 +254,8 @@ def test_step_memory_counts_the_pairs_of_rows_and_of_chunks(gathers_cache: bool)
         layer = attention(DECODE, dims["decode_pairs"], 3, 16, dims["decode_rows"], not gathers_cache)
         layer += attention(CHUNK, dims["chunk_pairs"], 3, 16, dims["chunk_tiles"], not gathers_cache)
         layer += tokens[size] * (6 * HIDDEN + 2 * INNER) + logits[size] * VOCABULARY
-        wanted[size] = 4 * max(layer, tokens[size] * HIDDEN + 10 * logits[size] * VOCABULARY)
+        sampling = 4 * tokens[size] * HIDDEN + 10 * logits[size] * VOCABULARY
+        wanted[size] = 4 * (max(layer, sampling) + (LIMITS.max_num_reqs + 1) * VOCABULARY)
         assert estimate_step_memory([size], LIMITS, specs, model_config(), gathers_cache) == wanted[size]
     both = estimate_step_memory([decode, mixed], LIMITS, specs, model_config(), gathers_cache)
     assert both == max(wanted.values()) and wanted[decode] != wanted[mixed]
@@ -342,7 +343,8 @@ def test_step_memory_of_backends_with_kernels_of_their_own() -> None:
     """Steps of such backends have no pairs to count; the rest is counted."""
     limits = StepLimits(512, 8, 1024, DECODE, CHUNK)
     size = limits.size(StepKind.MIXED, tokens=50, requests=5, logits=5)
-    wanted = 4 * max(50 * (6 * HIDDEN + 2 * INNER) + 5 * VOCABULARY, 50 * HIDDEN + 10 * 5 * VOCABULARY)
+    wanted = 4 * max(50 * (6 * HIDDEN + 2 * INNER) + 5 * VOCABULARY, 50 * 4 * HIDDEN + 10 * 5 * VOCABULARY)
+    wanted += 4 * (8 + 1) * VOCABULARY
     assert estimate_step_memory([size], limits, {"layer": spec(2, 8)}, model_config()) == wanted
     state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
     assert estimate_step_memory([size], limits, {"layer": spec(2, 8), "other": state}, model_config()) == wanted

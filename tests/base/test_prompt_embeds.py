@@ -171,11 +171,11 @@ def test_pool_on_the_device_gives_each_token_its_embedding(
         schedule = scheduled(wanted)
         num_floats = ops.num_floats
         num_written.clear()
-        followed = bare.repeat.advance(schedule)
-        if followed is None:
+        repeated = bare.repeat.advance(schedule)
+        if repeated is None:
             batch = BatchBuilder(bare.requests, bare.layout.order).build(schedule)
-            followed = batch, bare.send(batch, padded(limits, bare.layout.needs(batch), padding))
-        batch, packed = followed
+            repeated = batch, bare.send(batch, padded(limits, bare.layout.needs(batch), padding))
+        batch, packed = repeated
         call = bare.run(batch, packed)
         given_embeds = call.kwargs["inputs_embeds"]
         assert call.kwargs["input_ids"] is None and given_embeds.dtype == dtype and given_embeds.isfinite().all()

@@ -313,7 +313,7 @@ def test_entries_name_no_place_that_has_not_changed(steps: list[list[tuple[int, 
             assert len(pairs) == len(wanted) and dict(pairs) == wanted
 
 
-def test_only_the_same_step_is_followed() -> None:
+def test_only_the_same_step_is_repeated() -> None:
     def moved_on() -> Decoding:
         """Two requests after two steps, of which the second repeats the first."""
         decoding = Decoding([CAUSAL], 4, 2, [2, 9], 40)

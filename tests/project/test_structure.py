@@ -122,7 +122,7 @@ def test_rows_and_corrections_of_the_scheduler_import_neither_the_other(part: st
 
 
 def test_one_module_repeats_steps() -> None:
-    """One module, step/repeat.py, follows schedules; no other module knows of a step that is like the last one."""
+    """One module, step/repeat.py, repeats steps; no other module knows of a step that is like the last one."""
     files = BASE.rglob("*.py")
     assert [path.name for path in files if "_steady" in path.read_text()] == []
 

@@ -13,8 +13,9 @@ rounds end with the last tile that has a row.
 
 A choice's place among those of its expert is a cumulative sum over a one-hot matrix: no sort, and no branch on data.
 
-A choice of weight 0 adds nothing: it has no place in a tile, and what its expert would make of it is not read. With
-expert parallelism these are the choices that other ranks run. The layer sums the results of all ranks.
+A choice of weight 0 adds nothing, and what its expert would make of it is not read; it has no place in a tile. With
+expert parallelism these are the choices that other ranks run, and the layer sums the results of all ranks. A tile has
+as many rows as if the rank had all experts, so a rank with few of them has few rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,10 +109,13 @@ class Experts(NamedTuple):
         return out if self.down_bias is None else out + self.down_bias.unsqueeze(1)
 
 
-def run_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def run_experts(
+    experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_all: int | None = None
+) -> torch.Tensor:
     """The weighted sum of each token's experts. ``hidden`` [T, hidden], ``ids`` and ``weights`` [T, top-k].
 
-    A choice of weight 0 adds nothing, whatever its id, which must be one of the experts'.
+    Ids are below E. A choice of weight 0 adds nothing. ``num_all`` is the number of experts of all ranks, if that is
+    another one (expert parallelism).
     """
     num_tokens, top_k = ids.shape
     num_experts = experts.down.shape[0]
@@ -119,7 +123,7 @@ def run_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weigh
         return _each_choice(experts, hidden, ids, weights)
     if num_tokens <= MAX_DENSE_TOKENS:
         return _every_expert(experts, hidden, ids, weights)
-    return _in_tiles(experts, hidden, ids, weights)
+    return _in_tiles(experts, hidden, ids, weights, num_all)
 
 
 def _each_choice(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -136,11 +140,13 @@ def _every_expert(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, wei
     return (out * weight_of.to(out.dtype)).sum(dim=0)
 
 
-def _in_tiles(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _in_tiles(
+    experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_all: int | None = None
+) -> torch.Tensor:
     top_k = ids.shape[1]
     num_choices = ids.shape[0] * top_k
     num_experts = experts.down.shape[0]
-    tile = 1 + num_choices // num_experts
+    tile = 1 + num_choices // (num_all or num_experts)
     num_tiles = (num_choices + num_experts * (tile - 1)) // tile
     run_by = torch.where(weights == 0, num_experts, ids).reshape(-1)
     place, tile_expert, num_used = tile_places(run_by, num_experts, tile, num_tiles)
@@ -235,8 +241,9 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         self._one_node = OneNode(self._run, torch.empty_like)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        layer.w13_weight = _transposed(layer.w13_weight)
-        layer.w2_weight = _transposed(layer.w2_weight)
+        keeps_loader = layer.expert_map is not None
+        layer.w13_weight = _transposed(layer.w13_weight, keeps_loader)
+        layer.w2_weight = _transposed(layer.w2_weight, keeps_loader)
 
     def experts(self, layer: Any) -> Experts:
         """The layer's weights. A device with its own layout returns its ``experts_type``, a ``NamedTuple`` for
@@ -252,12 +259,18 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
 
     def run(self, layer: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns what ``run_experts`` does with the layer's experts; one node of a captured graph, since it loops."""
-        return self._one_node(hidden, ids, weights, list(self.experts(layer)))
+        num_all = None if layer.expert_map is None else len(layer.expert_map)
+        return self._one_node(hidden, ids, weights, list(self.experts(layer)), num_all)
 
     def _run(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Sequence[Any]
+        self,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        experts: Sequence[Any],
+        num_all: int | None,
     ) -> torch.Tensor:
-        return run_experts(self.experts_type(*experts), hidden, ids, weights)
+        return run_experts(self.experts_type(*experts), hidden, ids, weights, num_all)
 
 
 def use_plain_experts(model: nn.Module) -> None:
@@ -277,6 +290,7 @@ def _check(layer: ExpertsView) -> None:
         ),
         f"the {layer.activation} activation": layer.activation not in ACTIVATIONS,
         "sequence parallelism": layer.is_sequence_parallel,
+        "a rank without experts (enable_expert_parallel)": layer.local_num_experts == 0,
         f"a forward of its own ({type(layer.module).__name__})": layer.has_own_forward,
         f"{layer.asks_for_more}": layer.asks_for_more is not None,
     }
@@ -286,13 +300,14 @@ def _check(layer: ExpertsView) -> None:
     check_router(layer)
 
 
-def _transposed(weight: Any) -> Any:
+def _transposed(weight: Any, keeps_loader: bool) -> Any:
     """The weight with its last two dimensions exchanged.
 
-    It keeps its loader: while weights are loaded again, a model offers it experts of other ranks after its own.
+    ``keeps_loader`` is True for experts of one rank: while weights are loaded again, a model offers them those of other
+    ranks after their own.
     """
     transposed: Any = nn.Parameter(weight.data.transpose(1, 2).contiguous(), requires_grad=False)
-    if hasattr(weight, "weight_loader"):
+    if keeps_loader and hasattr(weight, "weight_loader"):
         transposed.weight_loader = weight.weight_loader
     return transposed
 

@@ -54,7 +54,7 @@ class RowRequest(Request):
     value. Code that writes one of them, or the request's status, takes the request out of its row.
 
     A class, since vLLM reads requests at many places: progress that is kept beside them would have to be written into
-    each one in every step. For 256 requests that takes 40 us of a step's 350.
+    each one in every step. For 256 requests that takes a tenth of the step.
     """
 
     decode_rows: Rows
