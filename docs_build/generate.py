@@ -17,7 +17,7 @@ from docs_build.support import DEVICES, FEATURES
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in ("architectures", "configuration", "conformance"))]
-PAGES += [f"docs/{name}.md" for name in ("public_api", "refusals", "support", "upstream")]
+PAGES += [f"docs/{name}.md" for name in ("public_api", "refusals", "support", "upstream", "tables/faults")]
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 

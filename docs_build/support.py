@@ -1,4 +1,4 @@
-"""Support of features by device: the one table that README.md and docs/support.md show.
+"""Support of features by device: the table of docs/support.md.
 
 A cell says how a feature was shown to work on a device. "tests" is the test suite of this repository.
 """

@@ -5,4 +5,4 @@ import engine_level_faults
 import kernel_faults
 
 FAULTS = [*device_level_faults.FAULTS, *kernel_faults.FAULTS, *engine_level_faults.FAULTS]
-"""Deliberate faults in the order of the table in docs/conformance.md."""
+"""Deliberate faults in the order of the table in docs/tables/faults.md."""

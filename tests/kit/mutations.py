@@ -21,4 +21,4 @@ MUTATIONS = [
     *connector_mutations.MUTATIONS,
     *later_mutations.MUTATIONS,
 ]
-"""Deliberate faults in the order of the table in docs/conformance.md."""
+"""Deliberate faults in the order of the table in docs/tables/faults.md."""

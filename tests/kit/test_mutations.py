@@ -69,7 +69,7 @@ def test_the_kit_catches(mutation: Mutation, verdicts: dict[str, Future[Run]]) -
 
 @pytest.mark.once
 def test_the_list_in_the_documentation_is_this_one() -> None:
-    """docs/conformance.md shows every mutation and what catches it."""
-    text = (ROOT / "docs" / "conformance.md").read_text()
+    """docs/tables/faults.md shows every mutation and what catches it."""
+    text = (ROOT / "docs" / "tables" / "faults.md").read_text()
     rows = re.findall(r"^\| (.+?) \| `(.+?)` \| `(.+?)` \|$", text, re.MULTILINE)
     assert rows == [(mutation.name, mutation.file, mutation.selection) for mutation in MUTATIONS]
