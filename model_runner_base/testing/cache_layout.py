@@ -84,31 +84,44 @@ class CacheLayer:
         """Indices [slots, N] of the numbers of each slot in the flattened tensor.
 
         Each number is found by the bits of its slot's index: the format writes ones to the slots that have the bit, and
-        then to those that lack it. Numbers that several slots share, such as scales of a block, are left out. Raises
-        NotLooked if the format cannot write outside of a step, or if slots have no numbers of their own.
+        then to those that lack it. Numbers that several slots share, such as scales of a block, are left out.
+
+        A ``write`` that leaves slots out may be the fault that is looked for. So ``CacheFormat.write`` is asked as
+        well, where the shape is its own. Raises NotLooked if the format cannot write outside of a step, or if slots
+        have no numbers of their own.
         """
+        size, form = self.stored_size, self.form
+        shape = form.shape(self.num_slots // size, size)
+        writes = [type(form).write]
+        if tuple(shape) == tuple(CacheFormat.shape(form, self.num_slots // size, size)):
+            writes.append(CacheFormat.write)
+        counts: np.ndarray = np.zeros(1, np.int64)
+        for write in writes:
+            own, slot = self._numbers_written(write)
+            counts = np.bincount(slot, minlength=self.num_slots)
+            if counts[0] and (counts == counts[0]).all():
+                return own.reshape(self.num_slots, -1)
+        raise NotLooked(f"{type(form).__name__}.write gives {counts.min()} to {counts.max()} numbers to a slot alone")
+
+    def _numbers_written(self, write: Callable[..., None]) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of the numbers that one slot alone has, in the order of slots; and the slot of each."""
         shape, every = tuple(self.cache.shape), np.arange(self.num_slots)
         index: np.ndarray = np.zeros(shape, np.int64)
         is_own: np.ndarray = np.ones(shape, bool)
         try:
             for bit in range(max(1, (self.num_slots - 1).bit_length())):
                 has_bit = (every >> bit) & 1 == 1
-                ones, zeros = self._written(every[has_bit]), self._written(every[~has_bit])
+                ones, zeros = self._written(every[has_bit], write), self._written(every[~has_bit], write)
                 index += ones.astype(np.int64) << bit
                 is_own &= ones ^ zeros
         except Exception as error:
             raise NotLooked(f"{type(self.form).__name__}.write does not run outside of a step: {error}") from error
         own = np.flatnonzero(is_own)
         own = own[np.argsort(index.ravel()[own], kind="stable")]
-        counts = np.bincount(index.ravel()[own], minlength=self.num_slots)
-        if not counts[0] or (counts != counts[0]).any():
-            raise NotLooked(
-                f"{type(self.form).__name__}.write gives {counts.min()} to {counts.max()} numbers to a slot alone"
-            )
-        return own.reshape(self.num_slots, -1)
+        return own, index.ravel()[own]
 
-    def _written(self, slots: np.ndarray) -> np.ndarray:
-        """Mask of the numbers that the format writes for tokens in slots, into a tensor like the cache."""
+    def _written(self, slots: np.ndarray, write: Callable[..., None]) -> np.ndarray:
+        """Mask of the numbers that ``write`` writes for tokens in slots, into a tensor like the cache."""
         ops, impl = self.runner.device_ops, self.layer.impl
         size, dtype = self.stored_size, self.runner.model_config.dtype
         # Always as many tokens, so that a device compiles one size: slots are repeated.
@@ -121,7 +134,7 @@ class CacheLayer:
                     ops.upload(torch.ones(len(padded), self.form.num_kv_heads, width, dtype=dtype))
                     for width in (self.form.head_size, impl.value_size)
                 )
-                self.form.write(self.form.view(probe, size), blocks, offsets, keys, values)
+                write(self.form, self.form.view(probe, size), blocks, offsets, keys, values)
             contents: np.ndarray = ops.to_host(probe if probe.dtype == torch.float32 else probe.float())
         return contents != 0
 
