@@ -5,6 +5,7 @@ In a dtype that rounds, transformers also computes in that dtype, to measure wha
 
 import json
 import re
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -45,7 +46,7 @@ WRITTEN_OTHERWISE = {
 tensor without a name is left out."""
 OF_TRANSFORMERS = "of_transformers"
 """Directory, in one of a checkpoint that is written otherwise, of the one that transformers reads."""
-_TEXTS = CONFIGS | HEADS | LATER | LATENT | LATENT_LATER | UNEQUAL_HEADS | SPARSE | SWEPT | RECURRENT | REFUSED
+_TEXTS = (CONFIGS, HEADS, LATER, LATENT, LATENT_LATER, UNEQUAL_HEADS, SPARSE, SWEPT, RECURRENT, REFUSED)
 MEASURED = 200
 """Length of the random texts by which it is measured how much rounding moves."""
 
@@ -196,7 +197,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     path = directory / name
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = AutoModelForCausalLM.from_config(_TEXTS[name]())
+        model = AutoModelForCausalLM.from_config(ChainMap(*_TEXTS)[name]())
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name == IGNORED_BY_VLLM.get(name):
                 torch.nn.init.zeros_(tensor)
