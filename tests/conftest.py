@@ -2,12 +2,13 @@
 
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lane import HAS_OPENXLA, NEWEST, ROOT
+from lane import HAS_OPENXLA, IN_PART, NEWEST, ONLY_WITH_OPENXLA, ROOT
 
 # One process, so that tests can look into the engine; tests of the other ways to run start processes of their own.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -79,6 +80,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("full"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if not config.getoption("full") and not config.getoption("quick"):
+        config.hook.pytest_deselected(items=[item for item in items if not _runs_here(item)])
+        items[:] = [item for item in items if _runs_here(item)]
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=[item for item in items if not quick.kind_of(item.nodeid)])
         items[:] = [item for item in items if quick.kind_of(item.nodeid)]
@@ -91,6 +95,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
     files = [f"test_{name}" for name in LONGEST]
     items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
+
+
+def _runs_here(item: pytest.Item) -> bool:
+    """Whether a test is of the part that this lane runs of its file: see ``IN_PART``.
+
+    Of cases with the same values all run, or none, since they share an engine.
+    """
+    is_marked = any(map(item.get_closest_marker, ("openxla", "once", "newest")))
+    if not HAS_OPENXLA or is_marked or item.path.stem.removeprefix("test_") not in IN_PART:
+        return True
+    values = getattr(getattr(item, "callspec", None), "id", item.name)
+    is_drawn = zlib.crc32(f"{item.path.stem}[{values}]".encode()) % 4 == 0
+    return is_drawn or any(model in values for model in ONLY_WITH_OPENXLA)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -80,6 +80,7 @@ def test_rehearsal() -> None:
     assert "0 failed" in table
 
 
+@pytest.mark.full
 def test_faults_are_reported(tmp_path: Path) -> None:
     (tmp_path / "faulty_device.py").write_text(FAULTY)
     status, results, table = run("--only", "tokens,memory", "--ours", "faulty_device.Faulty", path=tmp_path)

@@ -23,6 +23,32 @@ FEWEST_SCHEDULES = [] if IS_FULL else ["--schedules", "3"]
 FEWER_DRAWS = [] if IS_FULL else ["--draws", "500"]
 FEWER = [*FEWER_SCHEDULES, *FEWER_DRAWS]
 
+# Cases of the release with torch_xla that run with openxla's graphs: all that share the text engine, whose start takes
+# ten seconds and more, and one engine of each feature. The example device has the others on that release, and the
+# newest one has all on the example device.
+OF_TEXT = ["start", "equality.py and (llama or window or limits)", "device_operations", "repeated_numbers", "noise"]
+OF_TEXT += ["sampling.py", "combinations", "seeds.py", "logprobs.py", "logits_processors", "hostile_requests"]
+OF_TEXT += ["structured_outputs.py and not guidance", "distribution_under_penalties", "interfaces", "padding_of_nan"]
+OF_FEATURES = [
+    "attention.py and (bloom or large-scores or high_block_ids)",
+    "attention_memory",
+    "cache_formats.py and (latents or eight_bits)",
+    "kv_connectors.py and inside and all",
+    "lora.py",
+    "multimodal.py and qwen3-vl",
+    "pooling.py and ([qwen3] or vectors or preemption or adapters)",
+    "quantized.py and (GPTQ or MXFP4)",
+    "recurrent.py and qwen3-next and not drafts",
+    "sleep.py and 1-alone",
+    "speculation.py and (prompt-lookup or often-right-synchronous or [eagle]) and not arrivals",
+]
+CHOSEN = [f"test_{each}" for each in [*OF_TEXT, *OF_FEATURES]]
+COMPILED = " or ".join(CHOSEN)
+# These steps choose among several sizes. Schedules with chunked attention, and with windows in some layers, take two
+# minutes with graphs; tests/base compares both architectures on openxla with transformers.
+OF_SIZES = "(test_compilation or test_schedules or test_scheduled_writes)"
+SIZES_COMPILED = f"{OF_SIZES} and not (test_random_schedules and (gemma3 or chunks))"
+
 
 def results_of(printed: str) -> dict[str, str]:
     """Results by promise."""

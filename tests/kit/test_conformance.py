@@ -10,7 +10,18 @@ import pytest
 import torch
 from counts import IS_FULL
 from devices import COMPILING, FROM_SCRATCH, IN_INFERENCE_MODE, PADDED
-from kit_runs import FEWER, FEWER_SCHEDULES, FEWEST_SCHEDULES, PLAIN, assert_all_pass, measure, run, run_forked
+from kit_runs import (
+    COMPILED,
+    FEWER,
+    FEWER_SCHEDULES,
+    FEWEST_SCHEDULES,
+    PLAIN,
+    SIZES_COMPILED,
+    assert_all_pass,
+    measure,
+    run,
+    run_forked,
+)
 from lane import HAS_OPENXLA
 
 from docs_build import kit_results
@@ -21,18 +32,11 @@ CHOSEN = ["-k", "test_presence or eos"]
 # The newest lane leaves out what draws by chance alone, which vLLM has no part in, and ranks, whose server takes long.
 ALL = [*FEWER, "--ranks", "2"] if HAS_OPENXLA else FEWER_SCHEDULES
 LEFT_OUT = [] if HAS_OPENXLA else ["distributions", "test_ranks.py"]
-# Further cases that run with --full and --record alone. With torch_xla: what the newest lane has on this device, and
-# test_conformance_openxla.py with the same vLLM; of each check a case stays here, but for the soak. In the newest lane:
-# what project/test_server.py has there; schedules of two architectures, which vLLM's scheduler has no part in; and of
-# EAGLE with synchronous scheduling what is no comparison of tokens.
-FURTHER = [
-    "always-right or in-parallel or often-right-synchronous or [eagle]",
-    "test_random_schedules and (llama or window)",
-    "test_multimodal.py and (gemma3 or qwen3)",
-    "test_equality.py and (gpt2 or llama)",
-    "test_recurrent.py and granite-hybrid",
-    "test_soak.py",
-]
+# Further cases that run with --full and --record alone. With torch_xla: what test_conformance_openxla.py and
+# project/test_server.py have. In the newest lane: what project/test_server.py has there; schedules of two
+# architectures, which vLLM's scheduler has no part in; and of EAGLE with synchronous scheduling what is no comparison
+# of tokens.
+FURTHER = [COMPILED, SIZES_COMPILED, "test_server.py"]
 if not HAS_OPENXLA:
     FURTHER = [
         "eagle-synchronous and not (drawn or greedy)",

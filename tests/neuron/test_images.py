@@ -34,7 +34,7 @@ def pictures(model: SeeingModel, count: int, seed: int) -> list[Prompt]:
     return [*asked, (model.placeholder * 3, [image for _, images in asked[:3] for image in images])]
 
 
-@pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2-vl", marks=pytest.mark.full), "qwen2.5-vl", "qwen3-vl"])
 def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Towers are graphs of 32, 64 and 128 patches. These take images that they hold, padded or not, and a video in
     several runs. Larger images are encoded on the host."""
@@ -64,7 +64,7 @@ def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: 
     assert moved == [model.greedy_of_video(see, frames, COUNT)]
 
 
-@pytest.mark.parametrize("family", ["llava-next", "internvl", "cohere2-vision"])
+@pytest.mark.parametrize("family", ["llava-next", pytest.param("internvl", marks=pytest.mark.full), "cohere2-vision"])
 def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
     """Images have one tile, or more than a graph has. The kit runs LLaVA and Gemma 3."""
     model = make_seeing_model(family, tmp_path)
@@ -80,7 +80,9 @@ def test_towers_of_tiles_are_graphs(family: str, tmp_path: Path) -> None:
     assert got == expected(model, asked)
 
 
-@pytest.mark.parametrize(("kind", "counted"), [("ngram", "accepted"), ("head", "draft")])
+@pytest.mark.parametrize(
+    ("kind", "counted"), [("ngram", "accepted"), pytest.param("head", "draft", marks=pytest.mark.full)]
+)
 def test_adapters_and_drafts_with_images(kind: str, counted: str, tmp_path: Path) -> None:
     """Adapters and drafts serve a model that adds to its first layers, in graphs that are compiled before any
     adapter is loaded."""

@@ -109,7 +109,7 @@ def check_override_config(printed: str) -> None:
         assert f"Prompt: {prompt!r}, Generated text: {greedy_text(prompt, 24)!r}\n" in printed
 
 
-@pytest.mark.parametrize("drafts", ["draft_model", "eagle"])
+@pytest.mark.parametrize("drafts", [pytest.param("draft_model", marks=pytest.mark.full), "eagle"])
 def test_speculative_decoding(drafts: str) -> None:
     """Texts are those of the model alone, in fewer steps than tokens."""
     printed = run("speculative_decoding.py", drafts, **IN_PROCESS)
@@ -193,7 +193,7 @@ def check_cache_on_host(printed: str) -> None:
         (check_offline_inference, {}),
         (check_openai_server, {}),
         (check_bucketing, {}),
-        (check_override_config, IN_PROCESS),
+        pytest.param(check_override_config, IN_PROCESS, marks=pytest.mark.full),
     ],
 )
 def test_example(check: Callable[[str], None], variables: dict[str, str]) -> None:
