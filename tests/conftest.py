@@ -1,6 +1,7 @@
 """Fixtures: tiny checkpoints, and real engines that are shut down after use."""
 
 import os
+import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
@@ -73,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: takes minutes for what others show in part, so it runs with --full")
     config.addinivalue_line("markers", "once: one lane is enough for it, which is the one with torch_xla")
     config.addinivalue_line("markers", "newest: one lane is enough for it, which is the newest")
+    config.addinivalue_line("markers", "in_turns: of its cases a third runs at a commit; all with --full, or by -k")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,8 +83,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     if not config.getoption("full") and not config.getoption("quick"):
-        config.hook.pytest_deselected(items=[item for item in items if not _runs_here(item)])
-        items[:] = [item for item in items if _runs_here(item)]
+        turn = None if config.option.keyword else _turn()
+        chosen = {item for item in items if _runs_here(item) and _is_its_turn(item, turn)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=[item for item in items if not quick.kind_of(item.nodeid)])
         items[:] = [item for item in items if quick.kind_of(item.nodeid)]
@@ -108,6 +112,16 @@ def _runs_here(item: pytest.Item) -> bool:
     values = getattr(getattr(item, "callspec", None), "id", item.name)
     is_drawn = zlib.crc32(f"{item.path.stem}[{values}]".encode()) % 4 == 0
     return is_drawn or any(model in values for model in ONLY_WITH_OPENXLA)
+
+
+def _turn() -> int | None:
+    """Third of the cases marked ``in_turns`` that this commit runs; None for all, where git tells no commit."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return int(done.stdout, 16) % 3 if done.returncode == 0 else None
+
+
+def _is_its_turn(item: pytest.Item, turn: int | None) -> bool:
+    return turn is None or not item.get_closest_marker("in_turns") or zlib.crc32(item.name.encode()) % 3 == turn
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,7 +21,8 @@ FEW_BUCKETS = {
         "context_length_buckets": [256],
     }
 }
-COMPILED = ["mixtral", "qwen2-moe", "gemma3", "bloom", "phi", "cohere2", "gpt-oss", "llama4"]
+COMPILED = ["qwen2-moe", "bloom", "gpt-oss", "llama4"]
+COMPILED += [pytest.param(name, marks=pytest.mark.full) for name in ("mixtral", "gemma3", "phi", "cohere2")]
 """Experts of two kinds, several cache groups, ALiBi, parallel blocks, a shifted layer norm, sinks, chunks."""
 
 Tiny = Callable[[str], TinyModel]

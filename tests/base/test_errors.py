@@ -332,6 +332,7 @@ def run_script(script: str, path: Path, **variables: str) -> subprocess.Complete
     return subprocess.run([sys.executable, path], env=environ, capture_output=True, text=True, timeout=400)
 
 
+@pytest.mark.full
 def test_an_engine_starts_in_a_process_that_used_xla(tmp_path: Path) -> None:
     """An engine core is not forked then, since it would wait for ever for XLA's threads."""
     script = STARTED_BEFORE.format(model=str(BUNDLED_MODEL))
@@ -357,7 +358,11 @@ def test_vllm_reads_anew_how_processes_are_started(
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"XLA_COMPILATION_CACHE_SIZE": "3"}, "and torch_xla keeps 3: set XLA_COMPILATION_CACHE_SIZE above"),
+        pytest.param(
+            {"XLA_COMPILATION_CACHE_SIZE": "3"},
+            "and torch_xla keeps 3: set XLA_COMPILATION_CACHE_SIZE above",
+            marks=pytest.mark.full,
+        ),
         ({"TORCHDYNAMO_DISABLE": "1"}, "torch.compile did nothing: unset TORCHDYNAMO_DISABLE"),
     ],
     ids=str,

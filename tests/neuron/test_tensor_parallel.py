@@ -167,6 +167,7 @@ def test_four_workers_replicate_heads_and_pad_the_vocabulary(
                 generate(llm, prompts, greedy(12))
 
 
+@pytest.mark.full
 def test_latents_are_on_every_rank(tiny_model: Callable[[str], TinyModel]) -> None:
     """Ranks share the heads of latent attention, whose absorbed projections are cut; each has the whole latents."""
     model, prompts = tiny_model("deepseek-v2"), random_prompts(5, [5, 40, 70])
