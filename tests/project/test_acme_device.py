@@ -18,6 +18,7 @@ from test_plain_device import code_lines
 PAGE = (ROOT / "docs" / "new_device" / "tutorial.md").read_text()
 BLOCK = re.compile(r"(?:^`(\S+)`\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@\n((?:[ +-].*\n|\n)+)", re.MULTILINE)
+COPY = re.compile(r"^cp (?:-r )?(examples/.+) acme/", re.MULTILINE)
 STEP = re.compile(r"^## (\d)\. ", re.MULTILINE)
 Files = dict[str, str]
 
@@ -35,6 +36,8 @@ def steps() -> Iterator[Files]:
                 files[name] = contents
             elif language == "diff":
                 change(files, contents)
+            for paths in COPY.findall(contents):
+                files |= copied(paths.split())
         yield dict(files)
 
 
@@ -52,6 +55,13 @@ def change(files: Files, diff: str) -> None:
         lines[place : place + len(before)] = after
         moved += len(after) - len(before)
     files[old] = "\n".join(lines) + "\n"
+
+
+def copied(paths: list[str]) -> Files:
+    """Files of the example that a command of the page copies: at ``paths``, and in folders there."""
+    found = [file for path in paths for file in (ROOT / path, *(ROOT / path).rglob("*")) if file.is_file()]
+    files = [file for file in found if "__pycache__" not in file.parts]
+    return {str(file.relative_to(ROOT / "examples" / "acme_device")): file.read_text() for file in files}
 
 
 def install(files: Files, folder: Path) -> dict[str, str]:
@@ -75,6 +85,11 @@ def run(environment: dict[str, str], *arguments: str | Path) -> str:
     return done.stdout + done.stderr
 
 
+def extracts() -> list[str]:
+    """Parts of files that the page shows, and has copied."""
+    return [contents for name, language, contents in BLOCK.findall(PAGE) if language == "python" and not name]
+
+
 def printed() -> list[str]:
     """Texts that the page says are printed."""
     return [contents for _, language, contents in BLOCK.findall(PAGE) if language == "text"]
@@ -86,6 +101,7 @@ def test_the_last_step_is_the_example() -> None:
     paths = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     *_, last = steps()
     assert last == {str(path.relative_to(folder)): path.read_text() for path in paths if ".egg-info" not in str(path)}
+    assert all(any(extract in contents for contents in last.values()) for extract in extracts())
 
 
 @pytest.mark.once
