@@ -48,7 +48,7 @@ def test_the_documented_buffer_is_what_is_packed() -> None:
     batch.query_start[1:] += layout.chunk_start(size, 1) - 1
     components.fill(batch, size, step.views)
 
-    listed = TEXT.partition("```\ntoken_ids")[2].partition("```")[0]
+    listed = TEXT.partition("```text\ntoken_ids")[2].partition("```")[0]
     rows = re.findall(r"^(\w\S*) +((?:-?\d+ )*-?\d+)( \.\.\.)?(?: |$)", "token_ids" + listed, re.MULTILINE)
     assert [name for name, *_ in rows] == list(step.views)
     for name, numbers, is_cut in rows:

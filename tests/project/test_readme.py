@@ -1,9 +1,11 @@
-"""README: it is short, and its numbers are those of the lists that it speaks of."""
+"""README and docs are short, and README's numbers are those of the lists that it speaks of."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from docs_build.generate import REGION
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -12,6 +14,13 @@ TEXT = (ROOT / "README.md").read_text()
 @pytest.mark.once
 def test_is_short() -> None:
     assert len(TEXT.split()) <= 900
+
+
+@pytest.mark.once
+def test_docs_are_short() -> None:
+    """Words that are written by hand, without tables that the code knows."""
+    pages = [page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "tables"]
+    assert sum(len(REGION.sub("", page.read_text()).split()) for page in pages) <= 22_000
 
 
 @pytest.mark.once
