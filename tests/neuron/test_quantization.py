@@ -181,6 +181,7 @@ def test_the_bundled_model_keeps_its_tolerance(tmp_path: Path) -> None:
     print(np.mean(np.array(tokens) == np.array(expected(model, prompts))))
 
 
+@pytest.mark.full
 def test_the_example_shows_text_and_bytes(capfd: pytest.CaptureFixture[str]) -> None:
     quantization.main()
     shown = capfd.readouterr().out

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import BUNDLED_MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,6 +25,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_engine_core_in_its_own_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(MULTIPROCESS)
