@@ -19,7 +19,7 @@ from benchmarks.harness.report import make_parser, progress, show, take_turns
 from model_runner_base.models.recurrent.layers import RECURRENCES
 from model_runner_base.models.recurrent.step import TileSteps
 from model_runner_base.step.call import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles
-from model_runner_base.step.rows_and_tiles import fill_tiles
+from model_runner_base.step.token_layout import fill_tiles
 
 LENGTHS, QUICK = (128, 256, 512, 1024), (64, 128)
 TILES = (4, 16, 64, 128)

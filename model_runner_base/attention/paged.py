@@ -1,12 +1,15 @@
 """Paged attention over a block-sparse plan, in plain torch.
 
 The same code runs eagerly on any torch device and inside a compiled graph: shapes are static, the cache is written in
-place, masked values are finite. Softmax and merging are in float32.
+place, masked values are finite. Softmax and merging are in float32. A graph that is run operation by operation may hold
+all of a layer's attention as one node (``AttentionNode``).
 
 Shapes: P pairs, Q query tokens a tile, S KV tile, H heads, K KV heads, G = H / K, D head size of queries and keys, V
 head size of values, which is D as a rule.
 """
 
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +23,6 @@ from vllm.v1.attention.backend import (
 )
 
 from model_runner_base.attention.cache_format import CacheFormat, numbers_of
-from model_runner_base.attention.capture import AttentionNode
 from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.pieces import (
     MASK_VALUE,
@@ -30,6 +32,7 @@ from model_runner_base.attention.pieces import (
     exp,
     merge,
 )
+from model_runner_base.step.one_node import OneNode, is_capturing
 from model_runner_base.step.rounds import is_read_at_once, is_traced
 
 
@@ -414,3 +417,42 @@ def _zero_unseen_pairs(out: torch.Tensor, plan: PairPlan) -> torch.Tensor:
     if is_read_at_once(sees) and bool(sees.all()):
         return out
     return out.masked_fill_(~sees.view(-1, 1, 1, 1), 0.0)
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, PagedAttentionMetadata], torch.Tensor]
+_PLAN_FIELDS = tuple(field.name for field in fields(PairPlan))
+
+
+class AttentionNode:
+    """Wrapper of a layer's ``attend``, which Dynamo takes for one operation inside ``functions_as_one_node``."""
+
+    def __init__(self, attend: Attend, width: int, weights: list[torch.Tensor]) -> None:
+        """Takes ``attend``, the ``width`` of its results, [T, width], and the ``weights`` that it reads."""
+
+        def call(
+            query: torch.Tensor,
+            kv_cache: torch.Tensor,
+            weights: list[torch.Tensor],  # Read by ``attend`` itself: named here, they are inputs of the graph.
+            slots: list[torch.Tensor],
+            num_decode_tokens: int,
+            plans: list[dict[str, Any] | None],
+        ) -> torch.Tensor:
+            slot_blocks, slot_offsets = slots
+            decode, chunks = (None if plan is None else PairPlan(**plan) for plan in plans)
+            metadata = PagedAttentionMetadata(slot_blocks, slot_offsets, num_decode_tokens, decode, chunks)
+            return attend(query, kv_cache, metadata)
+
+        self._attend = attend
+        self._weights = weights
+        self._call = OneNode(call, lambda query: query.new_empty((query.shape[0], width)))
+
+    def __call__(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PagedAttentionMetadata) -> torch.Tensor:
+        if not is_capturing():
+            return self._attend(query, kv_cache, metadata)
+        plans = [_as_dict(metadata.decode), _as_dict(metadata.chunks)]
+        slots = [metadata.slot_blocks, metadata.slot_offsets]
+        return self._call(query, kv_cache, self._weights, slots, metadata.num_decode_tokens, plans)
+
+
+def _as_dict(plan: PairPlan | None) -> dict[str, Any] | None:
+    return None if plan is None else {name: getattr(plan, name) for name in _PLAN_FIELDS}

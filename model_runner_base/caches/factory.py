@@ -16,9 +16,8 @@ from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.caches.states import StateCaches
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.request_layout import RequestLayout
-from model_runner_base.step.rows_and_tiles import RowsAndTiles
 from model_runner_base.step.sizes import StepLimits
-from model_runner_base.step.token_layout import TokenLayout
+from model_runner_base.step.token_layout import RowsAndTiles, TokenLayout
 
 KINDS: tuple[type[CacheKind], ...] = (
     ScratchCaches,

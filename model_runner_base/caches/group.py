@@ -36,9 +36,8 @@ from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import DecodeRows, ModelCall
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.rows_and_tiles import PairNeed, Placed
 from model_runner_base.step.sizes import StepLimits, StepSize
-from model_runner_base.step.token_layout import TokenLayout
+from model_runner_base.step.token_layout import PairNeed, Placed, TokenLayout
 from model_runner_base.step.trace import LayerTrace
 
 

@@ -3,7 +3,7 @@
 Rows are planned token by token, chunks in tiles of many tokens, since a tile reads each key once for all its queries.
 The graph works out whatever follows from positions: offsets, seen keys, cache slots.
 
-Example, of the step in step/rows_and_tiles.py, with KV tiles of 64 positions for rows and 128 for chunks
+Example, of the step in step/token_layout.py, with KV tiles of 64 positions for rows and 128 for chunks
 (docs/architecture.md has all of it):
 
     decode_pair_tile   [0, 0, 0, ...]      "a" meets KV tiles 0, 1, 2
@@ -25,15 +25,14 @@ from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, 
 from model_runner_base.attention.plan import PairCount, PairGeometry
 from model_runner_base.attention.trace import trace_plan
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
-from model_runner_base.caches.own_blocks import blocks_of_chunks, blocks_of_rows, fill_ring, ring_size
-from model_runner_base.caches.plan_updates import PlanUpdates
+from model_runner_base.caches.plan_updates import PlanUpdates, blocks_of_chunks, blocks_of_rows, fill_ring, ring_size
 from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, BidirectionalSpans, SpanEnds
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import STARTS, ChunkTiles, DecodeRows, ModelCall
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import Array, PackedStep, Section, pad_into
-from model_runner_base.step.rows_and_tiles import PairNeed, Placed, Requests
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
+from model_runner_base.step.token_layout import PairNeed, Placed, Requests
 from model_runner_base.step.trace import LayerTrace
 
 

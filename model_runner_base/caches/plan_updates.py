@@ -1,8 +1,9 @@
-"""Updates of a packed plan of decode rows while its step is repeated, made where requests enter cache blocks.
+"""Cache blocks that a step's own tokens are written to, and updates of a packed plan while its step is repeated.
 
-Nothing is planned again. If a request enters a block, the block's id is written. If it enters a KV tile, a pair is
-added at the end of the list, and linked into the merge tree after the request's other pairs. A plan made from scratch
-lists the pairs in another order; it merges the same pairs in the same order as long as none leaves the row's key range.
+Nothing is planned again where a request of a repeated step enters a cache block. The block's id is written, in the plan
+and as one of the row's own blocks. If the request enters a KV tile, a pair is added at the end of the list, and linked
+into the merge tree after the request's other pairs. A plan made from scratch lists the pairs in another order; it
+merges the same pairs in the same order as long as none leaves the row's key range.
 
 Example: blocks of 16, KV tiles of 64. A request at position 47 is repeated. At 48 it enters a block: two entries, the
 block's id in its last pair and as the row's own. At 64 it enters a KV tile: further entries for a new pair (tile,
@@ -12,10 +13,13 @@ start) and for the tree. The steps between these change nothing in the buffer.
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from model_runner_base.attention.loops import FAN_IN, first_seen
+from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.attention.plan import PairCount, PairGeometry
 from model_runner_base.step.block_tables import BlockTable
+from model_runner_base.step.call import ChunkTiles, DecodeRows
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepLimits
@@ -259,3 +263,65 @@ def add_child(tree: MergeTree, tile: int, child: int, fan_in: int, begins: np.nd
                 return
             totals[level + 1] += 1
             child = node
+
+
+def blocks_of_rows(rows: DecodeRows, ring: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[R * Q] int32 block of each place of decode rows, the null block where there is no token.
+
+    ``ring`` [R, N] is as ``fill_ring`` writes it.
+    """
+    if ring.shape[1] == 1:
+        blocks = ring.expand_as(rows.positions)
+    else:
+        blocks = ring.gather(1, (rows.positions // block_size % ring.shape[1]).long())
+    if rows.is_token is not None:
+        blocks = torch.where(rows.is_token, blocks, 0)
+    return blocks.reshape(-1)
+
+
+def blocks_of_chunks(
+    tiles: ChunkTiles, last_pair: torch.Tensor, plan: PairPlan, geometry: PairGeometry
+) -> torch.Tensor:
+    """[C] int32 block of each token of chunks, the null block for padding; ``last_pair`` [NT] is each tile's last pair.
+
+    A tile's pairs follow each other in the order of their keys.
+    """
+    tile = tiles.slots // tiles.query
+    assert plan.pair_start is not None and plan.pair_blocks is not None
+    last_kv_tile = plan.pair_start[last_pair] // geometry.kv_tile
+    pair = last_pair[tile] - (last_kv_tile[tile] - tiles.positions // geometry.kv_tile)
+    block = plan.pair_blocks[pair.clamp(min=0), tiles.positions % geometry.kv_tile // geometry.block_size]
+    return torch.where(tiles.is_real, block, 0)
+
+
+def ring_size(reach: int, block_size: int) -> int:
+    """Largest number of blocks that ``reach`` consecutive positions can touch."""
+    return 1 + -(-(reach - 1) // block_size)
+
+
+@compiled
+def fill_ring(
+    block_size: int,
+    first: np.ndarray,
+    stop: np.ndarray,
+    rows: np.ndarray,
+    table: np.ndarray,
+    num_blocks: np.ndarray,
+    ring: np.ndarray,
+) -> None:
+    """Writes the blocks of positions from ``first`` [R] to before ``stop`` [R] to a ring for each row, [R, N], padded.
+
+    Block b of a row is at place b % N of its ring; places without a block hold the null block.
+
+    Example, with blocks of 16 and N = 2: positions 28 to 34 are in blocks 1 and 2 of a row that has [7, 9, 4]; its ring
+    is [4, 9].
+    """
+    size = ring.shape[1]
+    for index in range(len(rows)):
+        row = rows[index]
+        for place in range(size):
+            ring[index, place] = 0
+        for block in range(first[index] // block_size, (stop[index] - 1) // block_size + 1):
+            if block < num_blocks[row]:
+                ring[index, block % size] = table[row, block]
+    ring[len(rows) :] = 0

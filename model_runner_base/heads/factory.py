@@ -8,8 +8,7 @@ from vllm.config import ModelConfig
 from vllm.tasks import SupportedTask
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads import generate
-from model_runner_base.heads.head import Head
+from model_runner_base.heads.head import Head, supported_generation_tasks
 from model_runner_base.heads.pooling.head import PoolingHead
 from model_runner_base.heads.pooling.inner_activations import keep_inner_activations
 from model_runner_base.heads.pooling.placement import pooler_to_host
@@ -42,4 +41,4 @@ def supported_tasks(model: Any, model_config: ModelConfig) -> tuple[SupportedTas
     """Tasks that the API server offers."""
     if pools(model_config):
         return supported_pooling_tasks(model, getattr(model_config.hf_config, "num_labels", 0))
-    return generate.supported_tasks(model)
+    return supported_generation_tasks(model)

@@ -20,8 +20,7 @@ from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.factory import make_drafter
 from model_runner_base.heads.factory import make_head
-from model_runner_base.heads.generate import GenerateHead, make_generate_head
-from model_runner_base.heads.head import Head
+from model_runner_base.heads.head import GenerateHead, Head, make_generate_head
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.logits_processors import BatchProcessors
 from model_runner_base.heads.sampling.params import SamplingMode

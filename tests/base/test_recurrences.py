@@ -30,7 +30,7 @@ from model_runner_base.models.recurrent.mamba2 import mamba2_rows, mamba2_tiles
 from model_runner_base.models.recurrent.scan import scan
 from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.step.call import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles, DecodeRows
-from model_runner_base.step.rows_and_tiles import fill_tiles
+from model_runner_base.step.token_layout import fill_tiles
 
 D, N, H, G, P, K, V, TAPS = 6, 4, 4, 2, 3, 5, 3, 4
 

@@ -228,7 +228,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a chunk's keys are written to the block of their tile's first token",
-        "caches/own_blocks.py",
+        "caches/plan_updates.py",
         "tiles.positions % geometry.kv_tile // geometry.block_size]",
         "tiles.first[tile] % geometry.kv_tile // geometry.block_size]",
         STEPS,
@@ -242,7 +242,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the padding of chunks is written to a request's block",
-        "caches/own_blocks.py",
+        "caches/plan_updates.py",
         "return torch.where(tiles.is_real, block, 0)",
         "return block",
         STEPS,
