@@ -37,10 +37,8 @@ from model_runner_base.heads.outputs import (
     with_fields,
 )
 from model_runner_base.heads.sampling.logprobs import reads_processed
-from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SamplingPlan
-from model_runner_base.heads.sampling.sampler import sample
-from model_runner_base.heads.sampling.vocabulary import WHOLE, Vocabulary
+from model_runner_base.heads.sampling.sampler import WHOLE, SamplingMode, Vocabulary, sample
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.inputs.adapters.lora import check_adapters, make_adapters
 from model_runner_base.inputs.multimodal.encoder import NO_ENCODER, Encoder

@@ -19,7 +19,7 @@ from vllm.forward_context import get_forward_context
 
 from model_runner_base.caches.group import bind_rows, bind_step
 from model_runner_base.draft.device import MODES, DeviceDrafter, DraftParts, DraftRows, Outcome, Shared
-from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.step.call import DecodeRows, ModelCall
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from model_runner_base.draft.device import MODES, DeviceDrafter, DraftParts, Outcome
-from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.sizes import StepSize
 

@@ -19,9 +19,8 @@ from vllm.tasks import SupportedTask
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors
-from model_runner_base.heads.sampling.params import SamplingMode
 from model_runner_base.heads.sampling.pipeline import SampledStep, SamplingPipeline, SamplingPlan
-from model_runner_base.heads.sampling.vocabulary import Vocabulary
+from model_runner_base.heads.sampling.sampler import SamplingMode, Vocabulary
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall, StepResults
 from model_runner_base.step.components import StepComponent

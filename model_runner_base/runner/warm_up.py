@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.sequence import IntermediateTensors
 
 from model_runner_base.heads.head import ModelLogits
-from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.heads.stages import received_at_profile
 from model_runner_base.inputs.embeddings import profile_inputs
 from model_runner_base.runner.background import SizeParts

@@ -23,9 +23,8 @@ from model_runner_base.heads.factory import make_head
 from model_runner_base.heads.head import GenerateHead, Head, make_generate_head
 from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.logits_processors import BatchProcessors
-from model_runner_base.heads.sampling.params import SamplingMode
+from model_runner_base.heads.sampling.sampler import SamplingMode, Vocabulary
 from model_runner_base.heads.sampling.slot_processors import SlotProcessors
-from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.heads.stages import make_stage
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import make_embedding_inputs

@@ -8,7 +8,7 @@ from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from model_runner_base.heads.sampling.vocabulary import WHOLE, CutVocabulary, Vocabulary
+from model_runner_base.heads.sampling.sampler import WHOLE, CutVocabulary, Vocabulary
 from model_runner_base.models.draft_loading import ATTRIBUTE as DRAFT
 
 

@@ -335,7 +335,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row that no rule leaves a token has token 0",
-        "heads/sampling/vocabulary.py",
+        "heads/sampling/sampler.py",
         'values > float("-inf"), tokens, NO_TOKEN',
         'values > float("-inf"), tokens, 0',
         "test_hostile_requests",

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 import torch_xla
 
-from model_runner_base.heads.sampling.params import SamplingMode
-from model_runner_base.heads.sampling.sampler import sample
-from model_runner_base.heads.sampling.vocabulary import CutVocabulary
+from model_runner_base.heads.sampling.sampler import CutVocabulary, SamplingMode, sample
 from model_runner_base.step.graph_policy import SortLimits
 from model_runner_base.step.sizes import StepKind, StepSize
 from neuron_runner import communicator, cutting

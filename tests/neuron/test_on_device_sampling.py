@@ -16,10 +16,8 @@ from test_sampling import VOCAB, distribution
 from vllm import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.likeliest import likeliest
 from model_runner_base.heads.sampling.logprobs import _top
-from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
-from model_runner_base.heads.sampling.sampler import sample
+from model_runner_base.heads.sampling.sampler import SamplingMode, SamplingStates, likeliest, sample
 from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import SortLimits
 from model_runner_base.testing.models import TinyModel

@@ -17,9 +17,7 @@ from vllm import SamplingParams
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
-from model_runner_base.heads.sampling.sampler import sample
-from model_runner_base.heads.sampling.vocabulary import WHOLE, CutVocabulary
+from model_runner_base.heads.sampling.sampler import WHOLE, CutVocabulary, SamplingMode, SamplingStates, sample
 from model_runner_base.step.graph_policy import SortLimits
 from neuron_runner.compilation import CompiledFunction
 from neuron_runner.ops import logits as logits_ops

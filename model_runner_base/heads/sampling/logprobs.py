@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.likeliest import likeliest
+from model_runner_base.heads.sampling.sampler import likeliest
 from model_runner_base.step.graph_policy import WrapFunction
 
 NUM_ON_DEVICE = 20

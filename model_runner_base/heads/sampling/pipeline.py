@@ -30,15 +30,13 @@ from model_runner_base.heads.sampling.logprobs import (
     reads_logits,
     reads_processed,
 )
-from model_runner_base.heads.sampling.params import SamplingMode, SamplingStates
 from model_runner_base.heads.sampling.penalties import Penalties
 from model_runner_base.heads.sampling.prompt_logprobs import PromptChunk, PromptLogprobs
-from model_runner_base.heads.sampling.sampler import sample
+from model_runner_base.heads.sampling.sampler import SamplingMode, SamplingStates, Vocabulary, sample
 from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.heads.sampling.thinking_budget import ThinkingBudget, markers_of
 from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
-from model_runner_base.heads.sampling.vocabulary import Vocabulary
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, StepResults
 from model_runner_base.step.device_rows import DeviceRows
@@ -94,7 +92,7 @@ class SamplingPlan:
     chosen: Mapping[int, Sequence[int]]
     """Tokens whose log probabilities are asked for by name, by row of logits."""
     sample_parts: StepFunction | None = None
-    """Sampler of parts of rows (``vocabulary.py``); None if the batch needs whole rows even without a grammar."""
+    """Sampler of parts of rows (``sampler.py``); None if the batch needs whole rows even without a grammar."""
 
 
 _NOBODY = np.zeros(0, np.int64)
