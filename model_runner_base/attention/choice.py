@@ -25,9 +25,9 @@ import torch
 from torch.nn import functional as F
 from vllm.v1.attention.backend import AttentionMetadata
 
-from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.pieces import MASK_VALUE
+from model_runner_base.attention.plan import FAR
 from model_runner_base.step.one_node import OneNode
 from model_runner_base.step.rounds import MOST_UNROLLED, State, is_read_at_once, is_traced, is_unrolled, run_rounds
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PairPlan
+from model_runner_base.attention.plan import FAR
 from model_runner_base.step.rounds import State, is_traced, run_rounds
 
 MASK_VALUE = -1e30

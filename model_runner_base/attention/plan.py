@@ -9,6 +9,19 @@ listed in the packed buffer of the size that the step runs at. Padding pairs are
 Example: KV tiles of 64 positions, a request in decode at position 130. Its query tile is one token; its pairs are KV
 tiles 0, 1 and 2, of which the last holds three keys that the token sees.
 
+The keys that a token sees are one interval ``[first, last]`` of positions (``KeyRange``):
+
+- Causal attention: ``[0, position]``.
+- A sliding window of w: ``[position - w + 1, position]``.
+- Chunks of c, as in Llama 4's local layers: ``[position // c * c, position]``.
+- Encoder-only layers, whose requests are whole in one step: ``[0, length - 1]``. With a window of w to both sides:
+  ``[position - w + 1, position + w - 1]``.
+
+The graph computes both ends from positions and lengths, so neither is sent.
+
+Example: with a window of 4 the token at position 6 sees keys 3 to 6; with chunks of 4 it sees keys 4 to 6. Of a whole
+request of 8 tokens it sees keys 0 to 7, with a window of 4 keys 3 to 7.
+
 A pair yields an unnormalised partial result with its running maximum and sum (the online-softmax state of
 FlashAttention, arXiv:2205.14135). In plain torch each result is added to that of the pair's query tile
 (attention/pieces.py). A plan also has a merge tree, which leads from a query tile's pairs to the tile: level by level,
@@ -20,9 +33,42 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from model_runner_base.attention.key_range import CAUSAL, KeyRange
-from model_runner_base.attention.loops import FAN_IN, count_pairs
+from model_runner_base.step.host_loops import compiled
+
+FAN_IN = 8
+FAR = 1 << 29
+"""Start of a padding pair: a position after all that any token sees."""
+
+
+class KeyRange(NamedTuple):
+    """Rule for the keys that the tokens of a layer see."""
+
+    window: int = 0
+    """Size of the window: a token sees itself and ``window - 1`` tokens before it; 0: no window."""
+    chunk: int = 0
+    """Number of positions in a chunk: a token sees no key of an earlier chunk; 0: no chunks."""
+    is_whole: bool = False
+    """Whether a token also sees keys after it: all of its request, or ``window - 1`` of them."""
+
+    def first(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """First position that tokens at ``positions`` see, of the same shape; None if it is 0 for all."""
+        if self.window:
+            return (positions - (self.window - 1)).clamp(min=0)
+        if self.chunk:
+            # A remainder is exact, while a compiler may divide integers as floats.
+            return positions - positions % self.chunk
+        return None
+
+    def last_of_whole(self, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Last position that tokens at ``positions`` see of whole requests; ``lengths`` broadcast to ``positions``."""
+        last = lengths - 1
+        return torch.minimum(last, positions + (self.window - 1)) if self.window else last.expand_as(positions)
+
+
+CAUSAL = KeyRange()
+"""Rule by which a token sees itself and everything before it."""
 
 
 @dataclass(frozen=True)
@@ -120,3 +166,194 @@ def stored_block_size(block_size: int, target: int, least: int = 1) -> int:
     If a block of the scheduler is larger than a KV tile, it is stored as consecutive blocks of one tile each.
     """
     return min(block_size, kv_tile_for(block_size, target, least))
+
+
+@compiled
+def first_seen(position: int, window: int, chunk: int) -> int:
+    """First position that a token sees (see ``KeyRange``)."""
+    if window:
+        return max(0, position - window + 1)
+    if chunk:
+        return position // chunk * chunk
+    return 0
+
+
+@compiled
+def last_seen(position: int, request_end: int, window: int, is_whole: bool) -> int:
+    """Last position that a token sees of a request whose tokens end before ``request_end`` (see ``KeyRange``)."""
+    if not is_whole:
+        return position
+    if window:
+        return min(position + window, request_end) - 1
+    return request_end - 1
+
+
+@compiled
+def kv_tiles_of(
+    position: int,
+    end: int,
+    request_end: int,
+    kv_tile: int,
+    window: int,
+    chunk: int,
+    is_whole: bool,
+    span_first: np.ndarray,
+    span_last: np.ndarray,
+) -> tuple[int, int]:
+    """First KV tile that a query tile from ``position`` to before ``end`` sees, and the one after its last.
+
+    ``span_first`` and ``span_last`` are the ends of its tokens' spans, which they see too; they may be empty.
+    """
+    first, last = first_seen(position, window, chunk), last_seen(end - 1, request_end, window, is_whole)
+    for index in range(len(span_first)):
+        first, last = min(first, span_first[index]), max(last, span_last[index])
+    return first // kv_tile, last // kv_tile + 1
+
+
+@compiled
+def count_pairs(
+    query_tile: int,
+    kv_tile: int,
+    window: int,
+    chunk: int,
+    is_whole: bool,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    span_first: np.ndarray,
+    span_last: np.ndarray,
+    pairs_per_tile: np.ndarray,
+) -> tuple[int, int]:
+    """Writes the number of pairs of each query tile; returns the number of tiles and the number of pairs.
+
+    ``span_first`` and ``span_last`` are the ends of all tokens' spans, or empty.
+    """
+    tile = num_pairs = token = 0
+    for request in range(len(query_len)):
+        first, request_end = num_computed[request], num_computed[request] + query_len[request]
+        while first < request_end:
+            end = min(first + query_tile, request_end)
+            next_token = token + end - first
+            spans = span_first[token:next_token], span_last[token:next_token]
+            start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole, *spans)
+            pairs_per_tile[tile] = stop - start
+            num_pairs += stop - start
+            tile += 1
+            first, token = end, next_token
+    return tile, num_pairs
+
+
+@compiled
+def fill_pairs(
+    query_tile: int,
+    kv_tile: int,
+    window: int,
+    chunk: int,
+    is_whole: bool,
+    query_len: np.ndarray,
+    num_computed: np.ndarray,
+    span_first: np.ndarray,
+    span_last: np.ndarray,
+    rows: np.ndarray,
+    table: np.ndarray,
+    pair_tile: np.ndarray,
+    pair_start: np.ndarray,
+    pair_blocks: np.ndarray,
+) -> None:
+    """Writes each pair's query tile [NP], the first position of its KV tile [NP], and that tile's blocks [NP, B].
+
+    No token sees a padding pair, so padding pairs keep the tiles and blocks of an earlier step. The last pair is always
+    padding, and its blocks are the null block; padding tiles name it as their pair.
+    """
+    width = pair_blocks.shape[1]
+    all_blocks = pair_blocks.reshape(-1)
+    tile = pair = token = 0
+    for request in range(len(query_len)):
+        row_blocks = table[rows[request]]
+        first, request_end = num_computed[request], num_computed[request] + query_len[request]
+        while first < request_end:
+            end = min(first + query_tile, request_end)
+            next_token = token + end - first
+            spans = span_first[token:next_token], span_last[token:next_token]
+            start, stop = kv_tiles_of(first, end, request_end, kv_tile, window, chunk, is_whole, *spans)
+            next_pair = pair + stop - start
+            # Slices, so that the compiler can fill several places at a time.
+            tiles, starts = pair_tile[pair:next_pair], pair_start[pair:next_pair]
+            for index in range(stop - start):
+                tiles[index] = tile
+                starts[index] = (start + index) * kv_tile
+            blocks, seen = all_blocks[pair * width : next_pair * width], row_blocks[start * width : stop * width]
+            for index in range(len(blocks)):
+                blocks[index] = seen[index]
+            pair = next_pair
+            tile += 1
+            first, token = end, next_token
+    # After the first padding pair all are padding: no step of this size reached so far, and the first one padded the
+    # buffer of zeros to its end. For this to hold, code that adds pairs must leave no padding between them.
+    while pair < len(pair_start) and pair_start[pair] != FAR:
+        pair_start[pair] = FAR
+        pair += 1
+
+
+@compiled
+def fill_merge_tree(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray, num_pairs: int) -> None:
+    """Fills the merge tree of a step of pure decode: each level [nodes, FAN_IN] has node indices of the level below.
+
+    The last node of every level is neutral, and all padding points to it.
+
+    Args:
+        trees: levels, padded to ``PairGeometry.level_sizes``.
+        num_pairs: padded number of pairs.
+    """
+    counts = pairs_per_tile
+    neutral = num_pairs - 1
+    for tree in trees:
+        counts = fill_level(tree, counts, neutral)
+        neutral = len(tree) - 1
+
+
+@compiled
+def fill_level(tree: np.ndarray, counts: np.ndarray, neutral: int) -> np.ndarray:
+    """Fills one level of the merge tree, [nodes, FAN_IN], and returns the number of each tile's nodes on it.
+
+    ``counts`` [NT] are the numbers of each tile's nodes on the level below, where they follow each other. Unused places
+    point to ``neutral``.
+    """
+    num_nodes = np.empty_like(counts)
+    node = child = 0
+    for tile in range(len(counts)):
+        before = node
+        last = child + counts[tile]
+        while True:
+            for lane in range(FAN_IN):
+                tree[node, lane] = child + lane if child + lane < last else neutral
+            child += FAN_IN
+            node += 1
+            if child >= last:
+                break
+        child = last
+        num_nodes[tile] = node - before
+    while node < len(tree) and tree[node, 0] != neutral:  # As in ``fill_pairs``.
+        tree[node] = neutral
+        node += 1
+    return num_nodes
+
+
+@compiled
+def fill_node_starts(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray) -> None:
+    """Fills the merge tree of a mixed step, to which nothing is ever added: each level [nodes + 1] has the first child
+    of each node.
+
+    A node's children end where the next node's begin; padding has none.
+    """
+    counts = pairs_per_tile
+    for starts in trees:
+        num_nodes = np.empty_like(counts)
+        node = child = 0
+        for tile in range(len(counts)):
+            num_nodes[tile] = (counts[tile] + FAN_IN - 1) // FAN_IN
+            for index in range(num_nodes[tile]):
+                starts[node] = child + index * FAN_IN
+                node += 1
+            child += counts[tile]
+        starts[node:] = child
+        counts = num_nodes

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
-from model_runner_base.attention.key_range import KeyRange
 from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
-from model_runner_base.attention.plan import kv_tile_for
+from model_runner_base.attention.plan import KeyRange, kv_tile_for
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile, stored_size, whole_blocks

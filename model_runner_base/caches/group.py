@@ -28,8 +28,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
-from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
+from model_runner_base.attention.plan import CAUSAL, KeyRange
 from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.batch import InputBatch

@@ -19,10 +19,17 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from model_runner_base.attention.key_range import KeyRange
-from model_runner_base.attention.loops import FAN_IN, FAR, fill_merge_tree, fill_node_starts, fill_pairs
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
-from model_runner_base.attention.plan import PairCount, PairGeometry
+from model_runner_base.attention.plan import (
+    FAN_IN,
+    FAR,
+    KeyRange,
+    PairCount,
+    PairGeometry,
+    fill_merge_tree,
+    fill_node_starts,
+    fill_pairs,
+)
 from model_runner_base.attention.trace import trace_plan
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
 from model_runner_base.caches.plan_updates import PlanUpdates, blocks_of_chunks, blocks_of_rows, fill_ring, ring_size

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model_runner_base.attention.loops import FAN_IN, first_seen
 from model_runner_base.attention.metadata import PairPlan
-from model_runner_base.attention.plan import PairCount, PairGeometry
+from model_runner_base.attention.plan import FAN_IN, PairCount, PairGeometry, first_seen
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ChunkTiles, DecodeRows
 from model_runner_base.step.host_loops import compiled

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model_runner_base.attention.key_range import KeyRange
-from model_runner_base.attention.loops import FAR
+from model_runner_base.attention.plan import FAR, KeyRange
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.packing import Array, Section, pad_into
 

@@ -11,8 +11,8 @@ import torch
 from bare_step import BareStep, padded
 from hypothesis import strategies as st
 
-from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.metadata import PagedAttentionMetadata
+from model_runner_base.attention.plan import CAUSAL, KeyRange
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.spans import NO_SPANS, SentSpans, SpanEnds

@@ -8,8 +8,8 @@ import torch
 from bare_step import BareStep, padded
 from vllm.v1.attention.backend import AttentionType
 
-from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.attention.plan import CAUSAL, KeyRange
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks

@@ -10,8 +10,8 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner_base.attention.key_range import CAUSAL
 from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.attention.plan import CAUSAL
 from model_runner_base.attention.unequal_heads import UnequalHeadsBackend, UnequalHeadsImpl
 from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.rounds import loops_run_by, unrolled

@@ -10,9 +10,8 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner_base.attention.loops import FAN_IN, fill_merge_tree, fill_node_starts
 from model_runner_base.attention.metadata import PairPlan
-from model_runner_base.attention.plan import PairGeometry
+from model_runner_base.attention.plan import FAN_IN, PairGeometry, fill_merge_tree, fill_node_starts
 from model_runner_base.caches.paged import node_children
 from model_runner_base.caches.spans import NO_ENDS
 

@@ -22,9 +22,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
-from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.paged import PagedAttentionImpl
-from model_runner_base.attention.plan import kv_tile_for, stored_block_size
+from model_runner_base.attention.plan import CAUSAL, KeyRange, kv_tile_for, stored_block_size
 from model_runner_base.caches.contiguous import ContiguousDecode, num_lines, useful_memory
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches

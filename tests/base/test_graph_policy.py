@@ -10,8 +10,7 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner_base.attention.key_range import KeyRange
-from model_runner_base.attention.plan import kv_tile_for
+from model_runner_base.attention.plan import KeyRange, kv_tile_for
 from model_runner_base.caches.contiguous import ContiguousDecode, contiguous_sizes
 from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.attention.key_range import CAUSAL, KeyRange
-from model_runner_base.attention.loops import FAN_IN
 from model_runner_base.attention.metadata import PairPlan
-from model_runner_base.attention.plan import PairGeometry
+from model_runner_base.attention.plan import CAUSAL, FAN_IN, KeyRange, PairGeometry
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.encoder_only_attention import EncoderOnlyAttention
 from vllm.v1.attention.backend import AttentionBackend
 
-from model_runner_base.attention.key_range import KeyRange
+from model_runner_base.attention.plan import KeyRange
 from model_runner_base.caches.allocation import allocate, bind
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.factory import make_caches

@@ -17,8 +17,8 @@ from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 
 from model_runner_base.attention.choice import Chooser, KeyTable, RoundSize, plan_of_chosen
-from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PairPlan
+from model_runner_base.attention.plan import FAR
 from model_runner_base.step.rounds import MOST_UNROLLED, loops_run_by, unrolled
 from model_runner_base.testing.architectures import LATENT_LATER, hf
 from model_runner_base.testing.cases import random_prompts

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.multimodal.inputs import PlaceholderRange
 
-from model_runner_base.attention.loops import FAR
+from model_runner_base.attention.plan import FAR
 from model_runner_base.inputs.multimodal.spans import ItemSpans
 from model_runner_base.scheduling.corrections.bidirectional_images import without_cut_image
 from model_runner_base.step.batch import InputBatch

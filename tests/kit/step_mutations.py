@@ -137,21 +137,21 @@ MUTATIONS = [
     # Plan, masks, merge tree, cache slots
     Mutation(
         "the window is one token too wide",
-        "attention/key_range.py",
+        "attention/plan.py",
         "return (positions - (self.window - 1)).clamp(min=0)",
         "return (positions - self.window).clamp(min=0)",
         WINDOW,
     ),
     Mutation(
         "the window of a query tile is that of its last token",
-        "attention/loops.py",
+        "attention/plan.py",
         "first, last = first_seen(position, window, chunk),",
         "first, last = first_seen(end - 1, window, chunk),",
         WINDOW,
     ),
     Mutation(
         "a chunk of local attention begins one token late",
-        "attention/key_range.py",
+        "attention/plan.py",
         "return positions - positions % self.chunk",
         "return positions - positions % self.chunk + (positions % self.chunk > 0)",
         CHUNKS,
@@ -172,14 +172,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the last KV tile of a context is left out",
-        "attention/loops.py",
+        "attention/plan.py",
         "return first // kv_tile, last // kv_tile + 1",
         "return first // kv_tile, max(first // kv_tile + 1, last // kv_tile)",
         STEPS,
     ),
     Mutation(
         "the merge tree takes the first pair of a tile for all",
-        "attention/loops.py",
+        "attention/plan.py",
         "= child + lane if child + lane < last else neutral",
         "= child if child + lane < last else neutral",
         STEPS,

@@ -10,9 +10,8 @@ from attention_cases import batch_of, dense_attention
 from bare_step import BareStep, padded
 from hypothesis import strategies as st
 
-from model_runner_base.attention.key_range import CAUSAL, KeyRange
 from model_runner_base.attention.metadata import PagedAttentionMetadata
-from model_runner_base.attention.plan import kv_tile_for, stored_block_size
+from model_runner_base.attention.plan import CAUSAL, KeyRange, kv_tile_for, stored_block_size
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims

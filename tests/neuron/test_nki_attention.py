@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nki_cases import DECODE, MIXED, PREFILL, WHOLE, Case, Step, key_ranges, make_step, plan_padding
 from vllm.v1.attention.backend import AttentionType
 
-from model_runner_base.attention.key_range import KeyRange
+from model_runner_base.attention.plan import KeyRange
 from neuron_runner.nki.attention import NkiAttentionImpl
 from neuron_runner.nki.availability import nki_available
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from lane import HAS_OPENXLA
 
-from model_runner_base.attention.loops import FAR
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.attention.plan import FAR
 from model_runner_base.models.layers import fused_moe
 from model_runner_base.models.layers.fused_moe import Experts, run_experts
 
