@@ -12,7 +12,7 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests
 from model_runner_base.caches.tiles import least_chunk_tile, least_tile, stored_size, whole_blocks
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.step.block_tables import BlockTable
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.vllm_compat.types.kv_cache import (
     CacheLayout,
     LayerCache,

@@ -19,12 +19,11 @@ from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.device_rows import DeviceRows, known_or
 from model_runner_base.step.packing import PackedStep, unpack
 from model_runner_base.step.request_layout import QUERY_START, STARTS
+from model_runner_base.step.request_states import BlockTable, DeviceRows, known_or
 from model_runner_base.step.sizes import Dim, StepKind, StepLimits, StepSize, Tiling
 from model_runner_base.step.trace import LayerTrace, SeenKeys
 from model_runner_base.vllm_compat.types.attention_metadata import StepBounds, StepOnDevice, common_metadata

@@ -17,10 +17,9 @@ from model_runner_base.caches.states import check_compatible, plain_layers, stat
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.models.recurrent.layers import states_of
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.request_states import BlockTable, DeviceRows
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.trace import LayerTrace
 from model_runner_base.vllm_compat.types.attention_metadata import call_all_decodes

@@ -22,10 +22,10 @@ from model_runner_base.caches.paged import trace_groups
 from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import STARTS, ModelCall
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.trace import LayerTrace
 

@@ -33,9 +33,9 @@ from model_runner_base.attention.plan import CAUSAL, KeyRange
 from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import DecodeRows, ModelCall
 from model_runner_base.step.components import StepComponent
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.step.token_layout import PairNeed, Placed, TokenLayout
 from model_runner_base.step.trace import LayerTrace

@@ -17,10 +17,10 @@ import torch
 
 from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.attention.plan import FAN_IN, PairCount, PairGeometry, first_seen
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ChunkTiles, DecodeRows
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepLimits
 
 PLAN_IS_FULL = -1

@@ -23,10 +23,10 @@ from model_runner_base.caches.paged import PlannedCaches
 from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.step.token_layout import PairNeed, Placed
 from model_runner_base.vllm_compat.types.kv_cache import cacheless_layers

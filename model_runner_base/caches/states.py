@@ -37,10 +37,10 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.recurrent.layers import is_plain, state_tensors
 from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import DecodeRows, ModelCall
 from model_runner_base.step.components import RepeatPart
 from model_runner_base.step.packing import PackedStep, Section, pad_into
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.trace import LayerTrace
 from model_runner_base.vllm_compat.types.recurrent import (

@@ -21,9 +21,9 @@ from model_runner_base.heads.sampling.sampler import SamplingMode, draw
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import LENGTHS, NO_FIELDS, Forward, ModelCall, ModelResults
 from model_runner_base.step.components import StepComponents
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import SortLimits, WrapFunction
 from model_runner_base.step.packing import PackedStep
+from model_runner_base.step.request_states import DeviceRows
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.step.token_layout import TokenLayout
 

@@ -1,7 +1,7 @@
 """Drafter interface; this default drafts nothing.
 
 Drafts are guesses. Whatever is drafted, a request's tokens are the same as without drafts
-(``step/device_rows.py``). A drafter may make fewer drafts, or draft for some of the requests only.
+(``step/request_states.py``). A drafter may make fewer drafts, or draft for some of the requests only.
 """
 
 from typing import Any

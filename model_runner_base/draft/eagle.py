@@ -16,10 +16,9 @@ from model_runner_base.draft.device import DraftParts, DraftRows, Shared
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.device_rows import known_or
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.request_states import RequestStates, known_or
 from model_runner_base.step.sizes import StepKind, StepSize
 
 SECTION = "next_token_ids"

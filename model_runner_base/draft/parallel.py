@@ -19,8 +19,7 @@ from model_runner_base.draft.device import DraftParts, DraftRows, Shared
 from model_runner_base.draft.eagle import SECTION, Eagle3Drafter
 from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.device_rows import known_or
-from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.request_states import RequestStates, known_or
 from model_runner_base.step.sizes import StepKind
 
 

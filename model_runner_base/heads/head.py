@@ -24,9 +24,8 @@ from model_runner_base.heads.sampling.sampler import SamplingMode, Vocabulary
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall, StepResults
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction, WrapFunction
-from model_runner_base.step.request_states import RequestInfo, RequestStates
+from model_runner_base.step.request_states import DeviceRows, RequestInfo, RequestStates
 from model_runner_base.step.schedule import Arrival, Grammar
 
 Value = torch.Tensor | None

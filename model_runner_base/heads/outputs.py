@@ -18,7 +18,7 @@ from model_runner_base.heads.head import HandedOn, PooledStep
 from model_runner_base.heads.sampling.pipeline import SampledStep
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import StepResults, joined_fields
-from model_runner_base.step.device_rows import NO_TOKEN
+from model_runner_base.step.request_states import NO_TOKEN
 
 __all__ = [
     "EMPTY_MODEL_RUNNER_OUTPUT",

@@ -29,10 +29,9 @@ from model_runner_base.heads.head import HandedOn, Head
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import NO_FIELDS, Forward, ModelCall
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.device_rows import DeviceRows, ReceivedTokens
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.packing import PackedStep
-from model_runner_base.step.request_states import RequestInfo
+from model_runner_base.step.request_states import DeviceRows, ReceivedTokens, RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar, Schedule
 
 HEADER, STATES, TOKENS = 1, 2, 3

@@ -16,10 +16,9 @@ from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart, StepComponent
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.request_states import RequestInfo, RequestStates
+from model_runner_base.step.request_states import DeviceRows, RequestInfo, RequestStates
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.vllm_compat.probes.config import rotary_dims
 from model_runner_base.vllm_compat.probes.multimodal import takes_items

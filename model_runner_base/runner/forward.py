@@ -11,10 +11,10 @@ from model_runner_base.heads.head import Head
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall, ModelResults
 from model_runner_base.step.components import StepComponents
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import SizeDoor, StepFunction
 from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.repeat import Repeat
+from model_runner_base.step.request_states import DeviceRows
 from model_runner_base.step.sizes import StepSize
 from model_runner_base.step.token_layout import TokenLayout
 

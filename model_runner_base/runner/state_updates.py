@@ -9,12 +9,11 @@ import numpy as np
 from model_runner_base.heads.head import Head
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.multimodal.encoder import Encoder
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.host_loops import int_array
 from model_runner_base.step.repeat import Repeat
 from model_runner_base.step.request_failures import RequestErrors
-from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.request_states import BlockTable, RequestStates
 from model_runner_base.step.schedule import Arrival, Schedule
 
 

@@ -36,15 +36,13 @@ from model_runner_base.runner.forward import ModelGraph
 from model_runner_base.runner.kv_transfer import ConnectedCaches, transfer_components
 from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.batch import BatchBuilder
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import GraphPolicy, GraphState, HeldTensors, SizeDoor, StepFunction
 from model_runner_base.step.guard import StepGuard
 from model_runner_base.step.packing import Packer
 from model_runner_base.step.repeat import Repeat, make_repeat
 from model_runner_base.step.request_failures import RequestErrors
-from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.request_states import BlockTable, DeviceRows, RequestStates
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.token_layout import TokenLayout
 from model_runner_base.vllm_compat.probes.config import uses_slot_processors

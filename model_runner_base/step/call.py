@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.device_rows import known_or
 from model_runner_base.step.packing import PackedStep, Section, unpack
+from model_runner_base.step.request_states import known_or
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepSize
 

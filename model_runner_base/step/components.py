@@ -15,9 +15,8 @@ import torch
 
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import NO_FIELDS, Forward, ModelCall, joined_fields
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.packing import PackedStep, Section
-from model_runner_base.step.request_states import RequestInfo
+from model_runner_base.step.request_states import DeviceRows, RequestInfo
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepSize
 

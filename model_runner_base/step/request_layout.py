@@ -14,8 +14,8 @@ import torch
 from model_runner_base.step.batch import BatchOrder, InputBatch
 from model_runner_base.step.call import LENGTHS, DecodeRows, ModelCall
 from model_runner_base.step.components import RepeatPart
-from model_runner_base.step.device_rows import known_or
 from model_runner_base.step.packing import PackedStep, Section, pad_into
+from model_runner_base.step.request_states import known_or
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.token_layout import DeviceStarts, TokenLayout
 

@@ -18,7 +18,7 @@ from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.spans import NO_SPANS, SentSpans, SpanEnds
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 from model_runner_base.step.trace import LayerTrace
 

@@ -11,10 +11,9 @@ from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponent, StepComponents
-from model_runner_base.step.device_rows import DeviceRows, commit
 from model_runner_base.step.packing import PackedStep, Packer
 from model_runner_base.step.repeat import Repeat
-from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.request_states import DeviceRows, RequestStates, commit
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.trace import LayerTrace

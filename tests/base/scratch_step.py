@@ -15,8 +15,8 @@ from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches, ScratchTable, num_scratch_blocks
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 
 MAX_LENGTH = 200

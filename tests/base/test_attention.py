@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_runner_base.attention.paged import PagedAttentionImpl
 from model_runner_base.attention.plan import CAUSAL
 from model_runner_base.attention.unequal_heads import UnequalHeadsBackend, UnequalHeadsImpl
-from model_runner_base.step.block_tables import BlockTable
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.rounds import loops_run_by, unrolled
 from model_runner_base.step.sizes import Tiling
 

@@ -17,9 +17,7 @@ from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.batch import BatchBuilder, BatchOrder
-from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.device_rows import commit, known_or
-from model_runner_base.step.request_states import RequestInfo, RequestStates
+from model_runner_base.step.request_states import BlockTable, RequestInfo, RequestStates, commit, known_or
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Tiling
 

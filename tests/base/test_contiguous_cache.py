@@ -29,8 +29,7 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.step.batch import BatchBuilder
-from model_runner_base.step.block_tables import BlockTable
-from model_runner_base.step.request_states import RequestInfo
+from model_runner_base.step.request_states import BlockTable, RequestInfo
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, StepSize, Tiling
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import NEW_TOKENS, PROMPTS, check, run_with_arrivals

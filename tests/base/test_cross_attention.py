@@ -12,7 +12,7 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepKind, StepLimits, Tiling
 
 NUM_ROWS, MAX_LENGTH, BLOCK = 8, 96, 4

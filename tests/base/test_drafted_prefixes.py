@@ -15,8 +15,8 @@ from vllm import LLM
 from model_runner_base.caches.plan_updates import ring_size
 from model_runner_base.caches.states import BLOCKS, RingUpdates, fill_rings
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.packing import PackedStep, Section
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets

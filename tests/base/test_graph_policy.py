@@ -17,8 +17,8 @@ from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.caches.tiles import whole_blocks
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.graph_policy import BucketPolicy, GraphPolicy, NoGraphSizeError
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import (
     COMMON_DIMS,
     Dim,

@@ -19,13 +19,11 @@ from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.batch import BatchBuilder, InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.device_rows import ReceivedTokens
 from model_runner_base.step.graph_policy import SizeDoor
 from model_runner_base.step.packing import Entries, PackedStep
 from model_runner_base.step.repeat import make_repeat
-from model_runner_base.step.request_states import RequestInfo
+from model_runner_base.step.request_states import BlockTable, ReceivedTokens, RequestInfo
 from model_runner_base.step.schedule import Arrival, Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, StepSize, Tiling
 

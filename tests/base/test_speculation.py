@@ -23,10 +23,8 @@ from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.heads.sampling.token_masks import TokenMasks
 from model_runner_base.models.draft_loading import return_states_of_layers, share_embeddings, share_logits_head
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import DecodeRows
-from model_runner_base.step.device_rows import DeviceRows, commit
-from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.request_states import BlockTable, DeviceRows, RequestStates, commit
 from model_runner_base.step.schedule import Grammar
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation

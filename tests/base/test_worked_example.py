@@ -13,10 +13,9 @@ from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.step.batch import BatchBuilder
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.components import StepComponents
 from model_runner_base.step.packing import PackedStep
-from model_runner_base.step.request_states import RequestInfo, RequestStates
+from model_runner_base.step.request_states import BlockTable, RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import COMMON_DIMS, Tiling
 

@@ -16,12 +16,10 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import StepComponents
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.packing import PackedStep, Packer
-from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.request_states import BlockTable, DeviceRows, RequestStates
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, Tiling
 
 MAX_NUM_REQS, MAX_NUM_TOKENS, MAX_MODEL_LEN = 6, 24, 40

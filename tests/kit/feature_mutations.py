@@ -6,14 +6,14 @@ MUTATIONS = [
     # Speculation
     Mutation(
         "a draft is accepted whatever was sampled",
-        "step/device_rows.py",
+        "step/request_states.py",
         "is_right = tokens == draft\n",
         "is_right = draft >= 0\n",
         "test_greedy_tokens and wrong",
     ),
     Mutation(
         "a step counts one token fewer than were right",
-        "step/device_rows.py",
+        "step/request_states.py",
         "for _ in range(num_tokens - 1):",
         "for _ in range(num_tokens - 2):",
         "test_greedy_tokens and always-right",
@@ -34,7 +34,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what an earlier step yielded is counted again by penalties",
-        "step/device_rows.py",
+        "step/request_states.py",
         "    recent.index_put_((begins,), torch.cat((nothing, last[begins, :1]), dim=1))\n",
         "",
         "test_drawn_tokens and prompt-lookup",

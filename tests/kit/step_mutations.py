@@ -34,14 +34,14 @@ MUTATIONS = [
     ),
     Mutation(
         "resumed requests append their blocks to the old ones",
-        "step/block_tables.py",
+        "step/request_states.py",
         "        put_ints(block_ids, self.table[row])\n        self.num_blocks[row] = len(block_ids)",
         "        self.append([row], [block_ids])",
         REPEAT,
     ),
     Mutation(
         "new blocks overwrite the last one",
-        "step/block_tables.py",
+        "step/request_states.py",
         "end = num_blocks[row]",
         "end = max(0, num_blocks[row] - 1)",
         STEPS,
@@ -63,14 +63,14 @@ MUTATIONS = [
     # What the device knows
     Mutation(
         "the device records a position that is one too small",
-        "step/device_rows.py",
+        "step/request_states.py",
         "computed.index_put_((slots[0],), slots[1])",
         "computed.index_put_((slots[0],), slots[1] - 1)",
         REPEAT,
     ),
     Mutation(
         "the device answers for the next row",
-        "step/device_rows.py",
+        "step/request_states.py",
         "on_device[(-values - 1).clamp(min=0)]",
         "on_device[(-values).clamp(min=0)]",
         REPEAT,

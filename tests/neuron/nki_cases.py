@@ -17,7 +17,7 @@ from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
 from model_runner_base.caches.tiles import whole_blocks
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.block_tables import BlockTable
+from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
 
 DECODE = ((40, 1), (0, 1), (300, 1), (129, 1))

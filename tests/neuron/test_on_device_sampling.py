@@ -18,8 +18,8 @@ from vllm import SamplingParams
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.sampling.logprobs import _top
 from model_runner_base.heads.sampling.sampler import SamplingMode, SamplingStates, likeliest, sample
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import SortLimits
+from model_runner_base.step.request_states import DeviceRows
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.statistics import check_counts
 from neuron_runner import environment

@@ -17,9 +17,8 @@ from vllm.sampling_params import SamplingParams
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.sampling.stage import LogitsStage
 from model_runner_base.step.call import Forward
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import WrapFunction
-from model_runner_base.step.request_states import RequestInfo
+from model_runner_base.step.request_states import DeviceRows, RequestInfo
 
 IN_PROMPT = 1 << 23
 """Bit that marks a prompt token, in the same int32 as the output's count, which no output is long enough to reach.

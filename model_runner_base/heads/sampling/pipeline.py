@@ -39,10 +39,9 @@ from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, StepResults
-from model_runner_base.step.device_rows import DeviceRows
 from model_runner_base.step.graph_policy import SortLimits, StepFunction, WrapFunction
 from model_runner_base.step.host_loops import compiled
-from model_runner_base.step.request_states import RequestInfo, RequestStates
+from model_runner_base.step.request_states import DeviceRows, RequestInfo, RequestStates
 from model_runner_base.step.schedule import Grammar
 
 

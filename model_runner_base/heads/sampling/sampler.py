@@ -23,8 +23,8 @@ from torch.nn import functional
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.step.device_rows import NO_TOKEN, commit
 from model_runner_base.step.graph_policy import SortLimits, StepFunction, WrapFunction
+from model_runner_base.step.request_states import NO_TOKEN, commit
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperature below which a request is greedy, as in vLLM."""

@@ -15,10 +15,9 @@ from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import CheckpointError
 from model_runner_base.inputs.multimodal.encoder import Encoder, LayerCaches
-from model_runner_base.step.block_tables import BlockTable
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.graph_policy import StepFunction, WrapFunction
-from model_runner_base.step.request_states import RequestStates
+from model_runner_base.step.request_states import BlockTable, RequestStates
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.vllm_compat.probes.multimodal import group_by_modality
 from model_runner_base.vllm_compat.types.kv_cache import cross_length
