@@ -20,11 +20,10 @@ from vllm.tasks import SupportedTask
 from model_runner_base.admission import limits
 from model_runner_base.caches.allocation import allocate
 from model_runner_base.caches.contiguous import useful_memory
-from model_runner_base.caches.factory import make_caches
+from model_runner_base.caches.factory import collect_specs, make_caches
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.pair_shapes import AttentionMemory, attention_memory
 from model_runner_base.caches.spans import BidirectionalSpans
-from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.factory import supported_tasks

@@ -10,8 +10,8 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.cache_format import Float8
 from model_runner_base.attention.paged import reads_plans
+from model_runner_base.caches.attention_groups import stored_size
 from model_runner_base.caches.factory import KINDS
-from model_runner_base.caches.tiles import stored_size
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_compat.types.kv_cache import (

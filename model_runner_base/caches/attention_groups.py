@@ -1,4 +1,4 @@
-"""Attention groups of a model, the layers that are planned together, and their block tables."""
+"""Attention groups of a model, the layers that are planned together: block tables, and sizes of KV tiles."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,10 +7,9 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.paged import PagedAttentionBackend, reads_plans
-from model_runner_base.attention.plan import KeyRange, kv_tile_for
+from model_runner_base.attention.plan import KeyRange, kv_tile_for, stored_block_size
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.scratch import ScratchTable, check_serves_whole_requests
-from model_runner_base.caches.tiles import least_chunk_tile, least_tile, stored_size, whole_blocks
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.request_states import BlockTable
 from model_runner_base.vllm_compat.types.kv_cache import (
@@ -114,3 +113,29 @@ def key_range_of(layer: Any) -> KeyRange:
     """Key range of one of vLLM's attention layers whose tokens see no later keys."""
     window, chunk = getattr(layer, "sliding_window", None), getattr(layer, "attention_chunk_size", None)
     return KeyRange(window or 0, chunk or 0)
+
+
+def least_tile(vllm_config: VllmConfig, kv_tile_target: int) -> int:
+    """KV tile of decode rows for the configured block size, with which ``StepLimits`` count pairs.
+
+    vLLM multiplies the block size of groups whose layers keep less of a token; their tiles must not be smaller.
+    """
+    return kv_tile_for(vllm_config.cache_config.block_size, kv_tile_target)
+
+
+def least_chunk_tile(vllm_config: VllmConfig, tiles: tuple[int, int]) -> int:
+    """KV tile of chunks with which ``StepLimits`` count pairs; ``tiles`` are ``KV_TILE`` and ``CHUNK_KV_TILE``."""
+    return whole_blocks(stored_block_size(vllm_config.cache_config.block_size, tiles[0]), tiles[1])
+
+
+def stored_size(block_size: int, backend: type[AttentionBackend], vllm_config: VllmConfig, kv_tile_target: int) -> int:
+    """Number of tokens in a block of the cache tensors; a backend's own kernels take the scheduler's blocks as they
+    are."""
+    if not reads_plans(backend):
+        return block_size
+    return stored_block_size(block_size, kv_tile_target, least_tile(vllm_config, kv_tile_target))
+
+
+def whole_blocks(block_size: int, target: int, least: int = 1) -> int:
+    """Number of positions in as many whole blocks as fit in ``target``, and at least ``least``."""
+    return max(target // block_size, -(-least // block_size)) * block_size

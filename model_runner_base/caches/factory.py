@@ -1,4 +1,4 @@
-"""List of the kinds of caches; the kinds of a model, and the layout that all of them read."""
+"""Caches of a model: the specs that vLLM plans them by, their kinds, and the layout that all kinds read."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,27 @@ from vllm.config import VllmConfig
 
 from model_runner_base.caches.builders import BuilderCaches
 from model_runner_base.caches.built_states import BuiltStateCaches
-from model_runner_base.caches.chosen import ChosenCaches
 from model_runner_base.caches.contiguous import ContiguousDecode
 from model_runner_base.caches.cross import CrossCaches
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
-from model_runner_base.caches.paged import PagedCaches
+from model_runner_base.caches.paged import ChosenCaches, PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
 from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.caches.states import StateCaches
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.request_layout import RequestLayout
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.step.token_layout import RowsAndTiles, TokenLayout
+from model_runner_base.vllm_compat.types.kv_cache import (
+    KVCacheSpec,
+    attention_layers,
+    is_of_attention,
+    keeps_window_blocks,
+    sees_whole_context,
+    shared_caches,
+)
+from model_runner_base.vllm_compat.types.speculation import read_speculation
 
 KINDS: tuple[type[CacheKind], ...] = (
     ScratchCaches,
@@ -30,6 +39,32 @@ KINDS: tuple[type[CacheKind], ...] = (
     BuiltStateCaches,
 )
 """Kinds of caches, in the order in which a step asks those that a model has."""
+
+
+def collect_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """Collects the KV-cache spec of every layer that keeps a cache, by layer name.
+
+    Raises UnsupportedConfigError for a layer whose cache is not one of attention, or that has a window while drafts are
+    verified under an asynchronous scheduler that would free its blocks too early.
+    """
+    specs: dict[str, KVCacheSpec] = {}
+    sharing = shared_caches(vllm_config)
+    for name, layer in attention_layers(vllm_config).items():
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is None or name in sharing:
+            continue
+        if not is_of_attention(spec):
+            raise UnsupportedConfigError(
+                f"layer {name} keeps a {type(spec).__name__}; such layers are not supported yet"
+            )
+        forgets = read_speculation(vllm_config).unread and not sees_whole_context(spec)
+        if forgets and not keeps_window_blocks(vllm_config):
+            raise UnsupportedConfigError(
+                f"layer {name} forgets keys before its window, and this scheduler would free their blocks before "
+                "drafts are verified: leave out scheduler_cls, or set async_scheduling=False"
+            )
+        specs[name] = spec
+    return specs
 
 
 def make_caches(

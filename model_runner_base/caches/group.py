@@ -4,8 +4,7 @@ A kind says which layers of a model it serves, and refuses what cannot be beside
 what tensors its layers keep outside of the KV cache (``own_tensors``). caches/factory.py has the list of kinds. A model
 may have several of them side by side:
 
-- ``caches/paged.py`` plans attention in plain torch;
-- ``caches/chosen.py`` serves layers that see the keys that an indexer chose, on the plans of the paged kind;
+- ``caches/paged.py`` plans attention in plain torch, and serves layers that see the keys that an indexer chose;
 - ``caches/contiguous.py`` reads whole lines of a contiguous cache;
 - ``caches/scratch.py`` serves layers that keep nothing for a later step;
 - ``caches/cross.py`` serves layers that see an encoder's output;

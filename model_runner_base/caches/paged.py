@@ -19,6 +19,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
+from model_runner_base.attention.choice import KeyTable, SparseMetadata
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.plan import (
     FAN_IN,
@@ -30,6 +31,7 @@ from model_runner_base.attention.plan import (
     fill_node_starts,
     fill_pairs,
 )
+from model_runner_base.attention.sparse import SparseLatentBackend
 from model_runner_base.attention.trace import trace_plan
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
 from model_runner_base.caches.plan_updates import PlanUpdates, blocks_of_chunks, blocks_of_rows, fill_ring, ring_size
@@ -384,3 +386,38 @@ def node_children(levels: Sequence[torch.Tensor], num_pairs: int) -> list[torch.
         trees.append(torch.where(children < starts[1:, None], children, num_below - 1))
         num_below = len(starts) - 1
     return trees
+
+
+class ChosenCaches(CacheKind):
+    """Kind of layers that see what an indexer chose (sparse attention, DSA); called after the kind that plans them.
+
+    Latents and an indexer's keys are in blocks of the same ids, and in one attention group, so ``PagedCaches`` plans
+    both. This kind adds tables of the keys by position, which all indexers of a step read (attention/choice.py). It
+    sends nothing: the tables are made of the plans on the device.
+    """
+
+    def __init__(self, groups: Sequence[AttentionGroup], max_model_len: int) -> None:
+        self._groups, self._max_model_len = groups, max_model_len
+
+    @classmethod
+    def make(cls, model: ModelCaches) -> Self | None:
+        groups = [group for group in paged_groups(model) if issubclass(group.backend, SparseLatentBackend)]
+        return cls(groups, model.limits.max_model_len) if groups else None
+
+    def bind(self, call: ModelCall) -> None:
+        for group in self._groups:
+            metadata = self._metadata(call.metadata[group.layer_names[0]])
+            call.metadata.update(dict.fromkeys(group.layer_names, metadata))
+
+    def _metadata(self, planned: PagedAttentionMetadata) -> SparseMetadata:
+        rows = chunks = None
+        if planned.decode is not None:
+            num_rows = planned.num_decode_tokens // planned.decode.last.shape[1]
+            rows = KeyTable.of(planned.decode, num_rows, self._max_model_len)
+        if planned.chunks is not None:
+            assert planned.chunks.tile_tokens is not None
+            chunks = KeyTable.of(planned.chunks, len(planned.chunks.tile_tokens), self._max_model_len)
+        return SparseMetadata(planned, rows, chunks)
+
+    def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
+        return {}

@@ -7,9 +7,9 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from model_runner_base.attention.paged import reads_plans
+from model_runner_base.caches.attention_groups import least_chunk_tile, least_tile
 from model_runner_base.caches.builders import decode_dims
 from model_runner_base.caches.pair_shapes import AttentionMemory, pair_shapes, pairs_that_fit
-from model_runner_base.caches.tiles import least_chunk_tile, least_tile
 from model_runner_base.models.recurrent.layers import is_plain
 from model_runner_base.step.sizes import COMMON_DIMS, Dim, StepLimits, Tiling
 from model_runner_base.vllm_compat.types.kv_cache import attention_layers, cross_length

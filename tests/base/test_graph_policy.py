@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner_base.attention.plan import KeyRange, kv_tile_for
+from model_runner_base.caches.attention_groups import whole_blocks
 from model_runner_base.caches.contiguous import ContiguousDecode, contiguous_sizes
 from model_runner_base.caches.factory import make_layout
 from model_runner_base.caches.group import AttentionGroup, CacheKind
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
-from model_runner_base.caches.tiles import whole_blocks
 from model_runner_base.step.graph_policy import BucketPolicy, GraphPolicy, NoGraphSizeError
 from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import (

@@ -17,11 +17,10 @@ from vllm.v1.attention.backend import AttentionBackend
 from model_runner_base.attention.plan import KeyRange
 from model_runner_base.caches.allocation import allocate, bind
 from model_runner_base.caches.attention_groups import attention_groups
-from model_runner_base.caches.factory import make_caches
+from model_runner_base.caches.factory import collect_specs, make_caches
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.scratch import ScratchCaches
 from model_runner_base.caches.spans import NO_SPANS
-from model_runner_base.caches.specs import collect_specs
 from model_runner_base.caches.step_limits import step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from model_runner_base.attention.metadata import PagedAttentionMetadata
 from model_runner_base.attention.plan import CAUSAL, KeyRange, kv_tile_for, stored_block_size
+from model_runner_base.caches.attention_groups import whole_blocks
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.paged import PagedCaches
 from model_runner_base.caches.step_limits import plan_dims
-from model_runner_base.caches.tiles import whole_blocks
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import COMMON_DIMS, StepLimits, Tiling
