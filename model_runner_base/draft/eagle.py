@@ -1,18 +1,21 @@
-"""Heads over the target's own hidden states: EAGLE, EAGLE-3, and the layers of multi-token prediction.
+"""Heads over the target's own hidden states: EAGLE, EAGLE-3, the layers of multi-token prediction, and Medusa.
 
 For each token, a head takes the token after it and the target's hidden state of the token itself. It yields a guess of
 the next hidden state, from which the next token is drawn. In the next pass that guess takes the place of the target's
-state (EAGLE, arXiv:2401.15077). EAGLE-3 reads the states of three of the target's layers (arXiv:2503.01840).
+state (EAGLE, arXiv:2401.15077). EAGLE-3 reads the states of three of the target's layers (arXiv:2503.01840). Medusa
+has a head for each place, and no further pass (arXiv:2401.10774).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from model_runner_base.draft.chain import ChainDrafter
-from model_runner_base.draft.device import DraftParts, DraftRows, Shared
+from model_runner_base.draft.device import MODES, DeviceDrafter, DraftParts, DraftRows, Outcome, Shared
+from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
 from model_runner_base.step.components import RepeatPart
@@ -128,3 +131,34 @@ def fill_next(
             next_ids[token] = known[row, position] if position < num_known[row] else -(first_logits + chunk) - 1
             token += 1
     next_ids[token:] = 0
+
+
+class MedusaDrafter(DeviceDrafter):
+    """Medusa: heads that guess one token each, of successive tokens, from one state of the target."""
+
+    def __init__(self, parts: DraftParts) -> None:
+        super().__init__(parts)
+        self._functions = {mode: parts.wrap(partial(self._all_heads, mode), parts.rows.tensors) for mode in MODES}
+
+    def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
+        if outcome.has_rows:
+            parts = self.parts
+            given = step.on_device, step.size, outcome.yielded, outcome.features
+            self._functions[mode](*given, *parts.tables(), *parts.rows.tensors)
+
+    def _all_heads(
+        self,
+        mode: SamplingMode,
+        packed: torch.Tensor,
+        size: StepSize,
+        yielded: torch.Tensor,
+        features: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs every head over the state that each row's last token was sampled from; returns the last drafts [R]."""
+        _, rows, shared = self.unpack(packed, size, tensors)
+        hidden = features[self.last_places(rows, yielded, shared.tokens.shape[1])]
+        token = rows.row
+        for place, logits in enumerate(self.parts.model.compute_logits(self.parts.model(hidden))):
+            token = self.put(mode, rows, place, logits, shared)
+        return token

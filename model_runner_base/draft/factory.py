@@ -1,13 +1,11 @@
 """Makes the drafter that ``speculative_config`` asks for."""
 
+from model_runner_base.draft.chain import DraftModelDrafter
 from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import NO_DRAFTS, Drafter
-from model_runner_base.draft.eagle import Eagle3Drafter, EagleDrafter, MtpDrafter
-from model_runner_base.draft.medusa import MedusaDrafter
-from model_runner_base.draft.model import DraftModelDrafter
-from model_runner_base.draft.ngram import NgramDrafter
+from model_runner_base.draft.eagle import Eagle3Drafter, EagleDrafter, MedusaDrafter, MtpDrafter
+from model_runner_base.draft.host import NgramDrafter, SuffixDrafter
 from model_runner_base.draft.parallel import ParallelDraftModel, ParallelEagle3
-from model_runner_base.draft.suffix import SuffixDrafter
 from model_runner_base.step.request_states import RequestStates
 from model_runner_base.vllm_compat.types.speculation import Speculation
 

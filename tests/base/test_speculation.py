@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_p
 
 from model_runner_base import DeviceOps
 from model_runner_base.caches.plan_updates import blocks_of_rows, fill_ring, ring_size
-from model_runner_base.draft.ngram import NgramDrafter
+from model_runner_base.draft.host import NgramDrafter
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.heads.sampling.token_masks import TokenMasks
 from model_runner_base.models.draft_loading import return_states_of_layers, share_embeddings, share_logits_head

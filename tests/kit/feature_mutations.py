@@ -76,14 +76,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the draft model's cache is one token behind",
-        "draft/model.py",
+        "draft/chain.py",
         "torch.stack((rows.position - 1, rows.position), dim=1)",
         "torch.stack((rows.position - 2, rows.position - 1), dim=1)",
         "test_acceptance and always-right",
     ),
     Mutation(
         "prompts do not go through the draft model",
-        "draft/model.py",
+        "draft/chain.py",
         "pair.view(-1), call.size.kind == StepKind.MIXED",
         "pair.view(-1), call.size.kind == StepKind.DECODE_CONTIGUOUS",
         "test_acceptance and always-right",
