@@ -10,8 +10,7 @@ from vllm.tasks import SupportedTask
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.head import Head, supported_generation_tasks
 from model_runner_base.heads.pooling.head import PoolingHead
-from model_runner_base.heads.pooling.inner_activations import keep_inner_activations
-from model_runner_base.heads.pooling.placement import pooler_to_host
+from model_runner_base.heads.pooling.placement import keep_inner_activations, pooler_to_host
 from model_runner_base.heads.pooling.pooler import supported_pooling_tasks
 from model_runner_base.step.request_states import RequestStates
 

@@ -18,9 +18,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.pipeline import SampledStep, SamplingPipeline, SamplingPlan
 from model_runner_base.heads.sampling.sampler import SamplingMode, Vocabulary
+from model_runner_base.heads.sampling.stage import CustomProcessors
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall, StepResults
 from model_runner_base.step.components import StepComponent

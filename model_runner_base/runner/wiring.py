@@ -21,10 +21,10 @@ from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.factory import make_drafter
 from model_runner_base.heads.factory import make_head
 from model_runner_base.heads.head import GenerateHead, Head, make_generate_head
-from model_runner_base.heads.sampling.custom_processors import CustomProcessors
 from model_runner_base.heads.sampling.logits_processors import BatchProcessors
 from model_runner_base.heads.sampling.sampler import SamplingMode, Vocabulary
 from model_runner_base.heads.sampling.slot_processors import SlotProcessors
+from model_runner_base.heads.sampling.stage import CustomProcessors
 from model_runner_base.heads.stages import make_stage
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import make_embedding_inputs

@@ -17,8 +17,6 @@ import vllm.envs
 from vllm.config import VllmConfig
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.custom_processors import CustomProcessors
-from model_runner_base.heads.sampling.history import OutputHistory
 from model_runner_base.heads.sampling.logprobs import (
     NO_LOGPROBS,
     NONE_CHOSEN,
@@ -33,7 +31,7 @@ from model_runner_base.heads.sampling.logprobs import (
 from model_runner_base.heads.sampling.penalties import Penalties
 from model_runner_base.heads.sampling.prompt_logprobs import PromptChunk, PromptLogprobs
 from model_runner_base.heads.sampling.sampler import SamplingMode, SamplingStates, Vocabulary, sample
-from model_runner_base.heads.sampling.stage import LogitsStage
+from model_runner_base.heads.sampling.stage import CustomProcessors, LogitsStage, OutputHistory
 from model_runner_base.heads.sampling.thinking_budget import ThinkingBudget, markers_of
 from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks

@@ -15,8 +15,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.history import OutputHistory
-from model_runner_base.heads.sampling.stage import LogitsStage
+from model_runner_base.heads.sampling.stage import LogitsStage, OutputHistory
 from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestInfo, RequestStates
