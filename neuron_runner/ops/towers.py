@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from vllm.model_executor.layers.attention import MMEncoderAttention
 from vllm.model_executor.layers.conv import Conv2dLayer, Conv3dLayer
 
-from model_runner_base.inputs.multimodal.towers.patch_graphs import QUERIES
+from model_runner_base.inputs.multimodal.towers.encoder_graphs import QUERIES
 from model_runner_base.step.rounds import State, run_rounds
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from model_runner_base.admission import multimodal_limits
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.inputs.multimodal.towers.untried import check_outputs, check_tower_layers
+from model_runner_base.inputs.multimodal.encoder import check_outputs, check_tower_layers
 from model_runner_base.testing.checks.test_multimodal import ask, expected, prompts, read
 from model_runner_base.testing.further_images import glm
 from model_runner_base.testing.images import SeeingModel

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from vllm.multimodal.inputs import PlaceholderRange
 
 from model_runner_base.attention.plan import FAR
-from model_runner_base.inputs.multimodal.spans import ItemSpans
+from model_runner_base.inputs.multimodal.positions import ItemSpans
 from model_runner_base.scheduling.corrections.bidirectional_images import without_cut_image
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.testing.checks.test_multimodal import COUNT, ask, expected, read

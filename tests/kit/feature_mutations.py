@@ -265,7 +265,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tokens of an image do not see its last one",
-        "inputs/multimodal/spans.py",
+        "inputs/multimodal/positions.py",
         "ends.first[seen], ends.last[seen] = first, last",
         "ends.first[seen], ends.last[seen] = first, last - 1",
         "test_an_image_of_several_requests and gemma3",
@@ -279,7 +279,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a graph makes of a tile is put one row off",
-        "inputs/multimodal/towers/tile_graphs.py",
+        "inputs/multimodal/towers/encoder_graphs.py",
         "= rows[order != BETWEEN]",
         "= np.roll(rows, 1)[order != BETWEEN]",
         "test_tokens and llava",
@@ -287,7 +287,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what pads a graph of patches is seen by an image",
-        "inputs/multimodal/towers/patch_graphs.py",
+        "inputs/multimodal/towers/encoder_graphs.py",
         "constant_values=PADDING)",
         "constant_values=0)",
         "test_tokens and qwen3",
@@ -295,7 +295,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what pads a graph of patches is left in the pool",
-        "inputs/multimodal/towers/patch_graphs.py",
+        "inputs/multimodal/towers/encoder_graphs.py",
         "constant_values=self._pool.num_rows)",
         "constant_values=0)",
         "test_tokens and qwen3",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import engine
 
-from model_runner_base.inputs.multimodal.towers import patch_graphs
+from model_runner_base.inputs.multimodal.towers import encoder_graphs
 from model_runner_base.models.tower_placement import towers_of
 from model_runner_base.testing.adapters import EVERYWHERE, make_adapter
 from model_runner_base.testing.checks.test_multimodal import COUNT, Prompt, as_input, ask, expected, read
@@ -38,8 +38,8 @@ def pictures(model: SeeingModel, count: int, seed: int) -> list[Prompt]:
 def test_towers_of_patches_are_graphs(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Towers are graphs of 32, 64 and 128 patches. These take images that they hold, padded or not, and a video in
     several runs. Larger images are encoded on the host."""
-    monkeypatch.setattr(patch_graphs, "FEWEST", 32)
-    monkeypatch.setattr(patch_graphs, "MOST", 128)
+    monkeypatch.setattr(encoder_graphs, "FEWEST", 32)
+    monkeypatch.setattr(encoder_graphs, "MOST", 128)
     model = make_seeing_model(family, tmp_path)
     asked = pictures(model, 24, 0)
     frames = np.stack([np.array(picture(seed, 32, 32)) for seed in range(6)])

@@ -1,9 +1,10 @@
 """Runs a model's encoder on the items that the scheduler names, and keeps the outputs on the device.
 
 An item is an image, a video or a sound. A tower is the part of the model that encodes a kind of item. On devices that
-support it, some towers run as graphs (``towers/tile_graphs.py``, ``towers/patch_graphs.py``). All others run eagerly on
+support it, some towers run as graphs (``towers/encoder_graphs.py``). All others run eagerly on
 ``DeviceOps.eager_device``. So any of vLLM's towers works, and nothing is compiled for the size of an image. Outputs
-become rows of one pool on the device, from which the graphs of mixed steps gather them.
+become rows of one pool on the device, from which the graphs of mixed steps gather them. Towers of a family that was not
+tried are checked while an engine starts, and not by its first request.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
@@ -20,18 +21,21 @@ from vllm.platforms import current_platform
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.caches.spans import NO_SPANS, BidirectionalSpans
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.errors import CheckpointError
+from model_runner_base.errors import CheckpointError, UnsupportedConfigError
 from model_runner_base.inputs.multimodal.inputs import MultiModalInputs, RotaryInputs
 from model_runner_base.inputs.multimodal.layer_inputs import DeepstackBuffers, PerLayerEmbeddings
-from model_runner_base.inputs.multimodal.positions import calc_mrope_positions, calc_xdrope_positions
-from model_runner_base.inputs.multimodal.spans import ItemSpans
-from model_runner_base.inputs.multimodal.towers.encoder_graphs import EAGER, EncoderGraphs, check_rows
-from model_runner_base.inputs.multimodal.towers.patch_graphs import PatchGraphs
+from model_runner_base.inputs.multimodal.positions import ItemSpans, calc_mrope_positions, calc_xdrope_positions
+from model_runner_base.inputs.multimodal.towers.encoder_graphs import (
+    EAGER,
+    EncoderGraphs,
+    PatchGraphs,
+    TileGraphs,
+    check_rows,
+)
 from model_runner_base.inputs.multimodal.towers.patches import PATCH_TOWERS
-from model_runner_base.inputs.multimodal.towers.tile_graphs import TileGraphs
 from model_runner_base.inputs.multimodal.towers.tiles import tiled_tower
-from model_runner_base.inputs.multimodal.towers.untried import check_outputs
 from model_runner_base.inputs.pool import EmbeddingPool, EncoderRows
+from model_runner_base.models.tower_placement import towers_of
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestInfo, RequestStates
@@ -256,3 +260,33 @@ def make_graphs(
     if patches := PATCH_TOWERS.get(model_config.architecture):
         return PatchGraphs(patches(model.visual), pool, rows, wrap, device_ops)
     return EAGER
+
+
+def check_tower_layers(vllm_config: VllmConfig, model: Any) -> None:
+    """Raises UnsupportedConfigError if a tower has layers that need a step's attention metadata.
+
+    Without it vLLM's attention layers return zeros.
+    """
+    if not towers_of(model):
+        raise UnsupportedConfigError(
+            f"{type(model).__name__} is not supported yet, since vLLM's class does not say which of its modules are "
+            "towers: use its text alone"
+        )
+    needing = {id(layer) for layer in vllm_config.compilation_config.static_forward_context.values()}
+    for tower in towers_of(model):
+        for name, module in tower.named_modules():
+            if id(module) in needing:
+                raise UnsupportedConfigError(
+                    f"{type(model).__name__} is not supported yet, since layer {name} of its {type(tower).__name__} "
+                    "needs the attention metadata of a step: use its text alone"
+                )
+
+
+def check_outputs(model: Any, outputs: Sequence[torch.Tensor], width: int) -> None:
+    """Raises UnsupportedConfigError unless a tower's outputs, of an item each, have rows of ``width`` numbers."""
+    for output in outputs:
+        if output.shape[-1] != width:
+            raise UnsupportedConfigError(
+                f"{type(model).__name__} is not supported yet, since its towers make rows of {output.shape[-1]} "
+                f"numbers, and its text model takes {width}: use its text alone"
+            )

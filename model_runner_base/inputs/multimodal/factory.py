@@ -7,8 +7,7 @@ from vllm.config import VllmConfig
 from model_runner_base.admission.multimodal_limits import MULTIMODAL_ARCHITECTURES
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.multimodal.cross import CrossEncoder
-from model_runner_base.inputs.multimodal.encoder import NO_ENCODER, Encoder, ItemEncoder
-from model_runner_base.inputs.multimodal.towers.untried import check_tower_layers
+from model_runner_base.inputs.multimodal.encoder import NO_ENCODER, Encoder, ItemEncoder, check_tower_layers
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.vllm_compat.patches.items import keep_item_data
 from model_runner_base.vllm_compat.probes.multimodal import takes_items, tried
