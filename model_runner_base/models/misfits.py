@@ -12,9 +12,9 @@ from vllm.config import ModelConfig
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
 from model_runner_base.models.checkpoint_record import record_of
-from model_runner_base.models.quantized.checks import plain_shapes
 from model_runner_base.models.quantized.configuration import format_of_model, gguf_weights
 from model_runner_base.models.quantized.stored import StoredTensors
+from model_runner_base.models.quantized.stream import plain_shapes
 
 Shapes = Mapping[str, list[int]]
 

@@ -13,7 +13,7 @@ from compressed_packing import library_scheme
 from safetensors.torch import save_file
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
-from model_runner_base.models.quantized import checks
+from model_runner_base.models.quantized import stream
 from model_runner_base.models.quantized.formats import registry
 from model_runner_base.models.quantized.stored import StoredTensors
 from model_runner_base.models.quantized.stream import Dequantiser
@@ -110,8 +110,8 @@ def test_weights_are_those_of_the_packer(name: str, tmp_path: Path) -> None:
         assert_equal(dequantised(scheme, ordered), plain)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
     place = StoredTensors(tmp_path)
-    assert checks.first_fault(format_of(scheme), place) is None
-    assert checks.plain_shapes(format_of(scheme), place) == {name: list(each.shape) for name, each in plain.items()}
+    assert stream.first_fault(format_of(scheme), place) is None
+    assert stream.plain_shapes(format_of(scheme), place) == {name: list(each.shape) for name, each in plain.items()}
     for ordered in orders(stored):
         assert_equal(dequantised(scheme, ordered, place), plain)
 
@@ -188,7 +188,7 @@ def test_a_missing_part_is_named(name: str, tmp_path: Path) -> None:
         rest = {name: tensor.contiguous() for name, tensor in stored.items() if name != part}
         save_file(rest, tmp_path / "model.safetensors")
         message = f"{re.escape(part)} is missing, and .* needs it for model.layers.1.up_proj"
-        assert re.match(message, str(checks.first_fault(format_of(scheme), StoredTensors(tmp_path))))
+        assert re.match(message, str(stream.first_fault(format_of(scheme), StoredTensors(tmp_path))))
         with pytest.raises(CheckpointError, match=message):
             dequantised(scheme, rest)
 
@@ -215,7 +215,7 @@ def test_parts_that_do_not_fit_are_named(name: str, part: str, change: object, t
         dequantised(scheme, stored)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        checks.plain_shapes(format_of(scheme), StoredTensors(tmp_path))
+        stream.plain_shapes(format_of(scheme), StoredTensors(tmp_path))
 
 
 def test_a_shard_that_is_cut_off_or_missing_is_named(tmp_path: Path) -> None:
@@ -266,15 +266,15 @@ FAULTS = {
     ),
     "the scale of the neighbouring block": (
         "fp8 of blocks",
-        "formats/fp8.py",
-        'scale_values(parts["scale"])',
-        'scale_values(parts["scale"]).roll(1, 1)',
+        "formats/small_floats.py",
+        'scale_(values, scale_values(parts["scale"])',
+        'scale_(values, scale_values(parts["scale"]).roll(1, 1)',
     ),
     "scales of a weight transposed": (
         "fp8 of square blocks",
-        "formats/fp8.py",
-        'scale_values(parts["scale"])',
-        'scale_values(parts["scale"]).T',
+        "formats/small_floats.py",
+        'scale_(values, scale_values(parts["scale"])',
+        'scale_(values, scale_values(parts["scale"]).T',
     ),
     "the other order in a word": (
         "awq",
@@ -299,7 +299,7 @@ def test_deliberate_faults_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
     scheme = (SCHEMES | {"fp8 of square blocks": square})[kind]
     stored, plain = stored_and_plain(scheme)
     assert_equal(dequantised(scheme, stored), plain)
-    path = Path(checks.__file__).parent / file
+    path = Path(stream.__file__).parent / file
     assert path.read_text().count(old) == 1
     module = ModuleType("faulty")
     exec(compile(path.read_text().replace(old, new), str(path), "exec"), vars(module))

@@ -17,7 +17,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import find_matched_target
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
-from model_runner_base.models.quantized import checks
+from model_runner_base.models.quantized import stream
 from model_runner_base.models.quantized.formats import registry
 from model_runner_base.models.quantized.stored import StoredTensors
 from model_runner_base.models.quantized.stream import Dequantiser
@@ -186,9 +186,9 @@ def test_a_file_that_denies_its_config_is_refused(name: str, tmp_path: Path) -> 
     save_file(stored, tmp_path / "model.safetensors")
     form, place = registry.format_of(config), StoredTensors(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        checks.plain_shapes(form, place)
+        stream.plain_shapes(form, place)
     if name not in SEEN_IN_NUMBERS:
-        assert re.search(message, str(checks.first_fault(form, place)))
+        assert re.search(message, str(stream.first_fault(form, place)))
 
 
 def test_gptq_of_8_bits_without_their_order_is_refused() -> None:
@@ -237,7 +237,7 @@ def test_bytes_are_no_plain_weights(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         list(Dequantiser(form, torch.float32).weights(stored.items()))
     save_file(stored, tmp_path / "model.safetensors")
-    assert re.match(message, str(checks.first_fault(form, StoredTensors(tmp_path))))
+    assert re.match(message, str(stream.first_fault(form, StoredTensors(tmp_path))))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from model_runner_base.caches.states import BLOCKS, StateCaches
 from model_runner_base.models.recurrent import layers
-from model_runner_base.models.recurrent.convolution import convolve
 from model_runner_base.models.recurrent.delta_rule import (
     channel_delta_rows,
     channel_delta_tiles,
@@ -25,9 +24,8 @@ from model_runner_base.models.recurrent.delta_rule import (
     unit_lower_inverse,
 )
 from model_runner_base.models.recurrent.layers import Recurrence
-from model_runner_base.models.recurrent.mamba1 import mamba1_rows, mamba1_tiles
-from model_runner_base.models.recurrent.mamba2 import mamba2_rows, mamba2_tiles
-from model_runner_base.models.recurrent.scan import scan
+from model_runner_base.models.recurrent.mamba import mamba1_rows, mamba1_tiles, mamba2_rows, mamba2_tiles
+from model_runner_base.models.recurrent.operations import convolve, scan
 from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
 from model_runner_base.step.call import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles, DecodeRows
 from model_runner_base.step.token_layout import fill_tiles

@@ -19,14 +19,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a block has the scale of the one next to it",
-        "models/quantized/formats/fp8.py",
-        'scale_values(parts["scale"])',
-        'scale_values(parts["scale"]).roll(1, 0)',
+        "models/quantized/formats/small_floats.py",
+        'scale_(values, scale_values(parts["scale"])',
+        'scale_(values, scale_values(parts["scale"]).roll(1, 0)',
         "test_quantised_checkpoints and FP8",
     ),
     Mutation(
         "scales of experts are transposed",
-        "models/quantized/formats/mxfp4.py",
+        "models/quantized/formats/small_floats.py",
         "scale.unsqueeze(-1)",
         "scale.T.reshape(scale.shape).unsqueeze(-1)",
         "test_quantised_checkpoints and MXFP4",

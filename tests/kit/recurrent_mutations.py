@@ -12,14 +12,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a convolution leaves out its oldest input",
-        "models/recurrent/convolution.py",
+        "models/recurrent/operations.py",
         "    for back in range(1, taps):",
         "    for back in range(1, taps - 1):",
         "test_recurrent and mixed_batches",
     ),
     Mutation(
         "a token decays as the tile's first one",
-        "models/recurrent/mamba2.py",
+        "models/recurrent/mamba.py",
         "(x * torch.exp(whole - log).unsqueeze(3))",
         "(x * torch.exp(whole - log[..., :1]).unsqueeze(3))",
         "test_recurrent and mixed_batches",
@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a state passes from a request to the next one",
-        "models/recurrent/scan.py",
+        "models/recurrent/operations.py",
         "    after = scan(torch.where(is_first, 0, factors), terms, multiply)",
         "    after = scan(factors, terms, multiply)",
         "test_recurrent and mixed_batches",

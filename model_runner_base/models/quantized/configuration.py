@@ -13,13 +13,12 @@ from vllm.config import LoadConfig, ModelConfig
 from vllm.logger import init_logger
 
 from model_runner_base.errors import CheckpointError, UnsupportedConfigError
-from model_runner_base.models.quantized.checks import first_fault
-from model_runner_base.models.quantized.formats.gguf import Gguf
-from model_runner_base.models.quantized.formats.registry import FORMATS, format_of, method_of
+from model_runner_base.models.quantized.formats.registry import FORMATS, Gguf, format_of, method_of
 from model_runner_base.models.quantized.gguf.checkpoint import HubAccess, local_file
 from model_runner_base.models.quantized.gguf.file import is_gguf
 from model_runner_base.models.quantized.gguf.weights import GgufWeights
 from model_runner_base.models.quantized.stored import StoredTensors
+from model_runner_base.models.quantized.stream import first_fault
 from model_runner_base.models.quantized.weight_format import WeightFormat
 from model_runner_base.vllm_compat.probes.quantization import is_registered_by_user
 

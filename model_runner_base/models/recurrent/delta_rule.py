@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from model_runner_base.models.recurrent.mamba2 import decays
-from model_runner_base.models.recurrent.scan import chain_tiles
+from model_runner_base.models.recurrent.mamba import decays
+from model_runner_base.models.recurrent.operations import chain_tiles
 from model_runner_base.models.recurrent.step import RowSteps, TileSteps, store
 
 Inputs = tuple[torch.Tensor, ...]

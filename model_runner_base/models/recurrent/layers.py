@@ -16,15 +16,14 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
 from model_runner_base.errors import UnsupportedConfigError
-from model_runner_base.models.recurrent.convolution import convolve
 from model_runner_base.models.recurrent.delta_rule import (
     channel_delta_rows,
     channel_delta_tiles,
     delta_rows,
     delta_tiles,
 )
-from model_runner_base.models.recurrent.mamba1 import mamba1_rows, mamba1_tiles
-from model_runner_base.models.recurrent.mamba2 import mamba2_rows, mamba2_tiles
+from model_runner_base.models.recurrent.mamba import mamba1_rows, mamba1_tiles, mamba2_rows, mamba2_tiles
+from model_runner_base.models.recurrent.operations import convolve
 from model_runner_base.models.recurrent.step import RecurrentStep, TileSteps
 from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_shapes
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from model_runner_base.models.recurrent.layers import is_plain, state_tensors, tiles_at_once
-from model_runner_base.models.recurrent.mamba1 import PART
+from model_runner_base.models.recurrent.mamba import PART
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_shapes
 

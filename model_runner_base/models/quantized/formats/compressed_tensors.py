@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from model_runner_base.models.quantized.arithmetic import scale_, scale_values, shift_, unpack_fp4, unpack_integers
-from model_runner_base.models.quantized.formats.fp8 import FLOAT8
+from model_runner_base.models.quantized.formats.small_floats import FLOAT8
 from model_runner_base.models.quantized.weight_format import VALUES, Parts, WeightFormat
 
 _RENAMED = {"model", "language_model"}

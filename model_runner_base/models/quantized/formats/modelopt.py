@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from model_runner_base.models.quantized.arithmetic import in_blocks, scale_, scale_values, unpack_fp4
-from model_runner_base.models.quantized.formats.fp8 import Fp8
+from model_runner_base.models.quantized.formats.small_floats import Fp8
 from model_runner_base.models.quantized.weight_format import VALUES, Parts
 
 GROUP = 16

@@ -1,16 +1,32 @@
 """Formats by the ``quant_method`` of a config, and vLLM's names of the methods that read such files."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
+
+import torch
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.quantized.formats.compressed_tensors import CompressedTensors
-from model_runner_base.models.quantized.formats.fp8 import Fp8
-from model_runner_base.models.quantized.formats.gguf import Gguf
 from model_runner_base.models.quantized.formats.modelopt import ModelOpt
-from model_runner_base.models.quantized.formats.mxfp4 import GptOssMxfp4
 from model_runner_base.models.quantized.formats.packed_integers import Awq, Gptq
-from model_runner_base.models.quantized.weight_format import WeightFormat
+from model_runner_base.models.quantized.formats.small_floats import Fp8, GptOssMxfp4
+from model_runner_base.models.quantized.weight_format import Parts, WeightFormat
+
+
+class Gguf(WeightFormat):
+    """GGUF: no stored tensor is a part of a weight, each is a weight. ``config`` names the ``file``."""
+
+    title = "GGUF"
+    endings = {}  # noqa: RUF012
+
+    def unsupported_reason(self) -> str | None:
+        return None if self.config.get("file") else "no file in their config"
+
+    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+        return ()
+
+    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
+        raise ValueError("it has no parts")
 
 
 class Known(NamedTuple):

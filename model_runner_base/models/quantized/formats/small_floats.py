@@ -1,10 +1,14 @@
-"""FP8 checkpoints with a scale for each tensor, row or block, as vLLM, DeepSeek, FBGEMM and Mistral write them."""
+"""Checkpoints of floats with 8 or 4 bits and scales: FP8 of several libraries, and MXFP4 as gpt-oss is released.
+
+FP8 has a scale for each tensor, row or block, as vLLM, DeepSeek, FBGEMM and Mistral write them. In MXFP4 all experts of
+a layer are stacked, and everything else is plain.
+"""
 
 from collections.abc import Collection
 
 import torch
 
-from model_runner_base.models.quantized.arithmetic import scale_, scale_values
+from model_runner_base.models.quantized.arithmetic import scale_, scale_values, unpack_fp4
 from model_runner_base.models.quantized.weight_format import VALUES, Parts, WeightFormat
 
 FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
@@ -43,3 +47,21 @@ class Fp8(WeightFormat):
         values = parts[VALUES].float()
         block = tuple(self.config.get("weight_block_size") or (1, 1))
         return scale_(values, scale_values(parts["scale"]), block)
+
+
+class GptOssMxfp4(WeightFormat):
+    """MXFP4: ``gate_up_proj_blocks`` [experts, out, blocks, 16] uint8 with 32 values a block, and
+    ``gate_up_proj_scales`` [experts, out, blocks] uint8, powers of two. The weight is [experts, in, out]."""
+
+    title = "MXFP4"
+    endings = {"_blocks": (VALUES, ""), "_scales": ("scale", "")}  # noqa: RUF012
+    num_dims = 3
+
+    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+        return (VALUES, "scale")
+
+    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
+        values, scale = unpack_fp4(parts[VALUES]), scale_values(parts["scale"])
+        if values.shape[:-1] != scale.shape:
+            raise ValueError(f"scales of shape {list(scale.shape)} do not fit blocks of {list(parts[VALUES].shape)}")
+        return values.mul_(scale.unsqueeze(-1)).flatten(-2).T
