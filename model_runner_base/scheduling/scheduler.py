@@ -8,12 +8,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from model_runner_base.scheduling.corrections.bidirectional_images import BidirectionalImages
-from model_runner_base.scheduling.corrections.chunk_prefixes import ChunkPrefixes
-from model_runner_base.scheduling.corrections.external_prefixes import ExternalPrefixes
 from model_runner_base.scheduling.corrections.preempted_steps import PreemptedSteps
-from model_runner_base.scheduling.corrections.session_turns import SessionTurns
-from model_runner_base.scheduling.corrections.state_prefixes import StatePrefixes
-from model_runner_base.scheduling.corrections.state_sessions import StateSessions
+from model_runner_base.scheduling.corrections.prefixes import ChunkPrefixes, ExternalPrefixes, StatePrefixes
+from model_runner_base.scheduling.corrections.session_turns import SessionTurns, StateSessions
 from model_runner_base.scheduling.corrections.turn_params import TurnParams
 from model_runner_base.scheduling.corrections.window_blocks import WindowBlocks
 from model_runner_base.scheduling.dropped_caches import forget_dropped_caches

@@ -13,7 +13,7 @@ from test_architectures import check
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-from model_runner_base.scheduling.corrections.chunk_prefixes import look_in_earlier_chunks
+from model_runner_base.scheduling.corrections.prefixes import look_in_earlier_chunks
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import cache_bytes, core_of, generate, greedy, tokens_of
 from model_runner_base.testing.models import TinyModel

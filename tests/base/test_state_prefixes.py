@@ -10,7 +10,7 @@ from conftest import engine
 from lane import HAS_OPENXLA
 from vllm import LLM
 
-from model_runner_base.scheduling.corrections.state_prefixes import chunk_end
+from model_runner_base.scheduling.corrections.prefixes import chunk_end
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
 from model_runner_base.testing.checks.test_multimodal import Prompt, ask, expected, read

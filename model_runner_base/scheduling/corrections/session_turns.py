@@ -1,10 +1,4 @@
-"""Streaming-input sessions whose turn ends while outputs of it are under way.
-
-vLLM's rule for a session that goes on: all outputs but the last become part of its prompt, and the next input follows
-them. vLLM 0.16 takes the number of those outputs from ``num_computed_tokens``. That is right only if the turn's last
-token came alone and no step was in flight. Otherwise vLLM computes tokens at wrong positions or not at all, fails, or
-loses the session.
-"""
+"""Streaming-input sessions: those of recurrent layers, and those whose turn ends while outputs of it are under way."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -12,11 +6,34 @@ from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from model_runner_base.scheduling.corrections.turn_params import TurnParams
+
+
+class StateSessions(Scheduler):
+    """Scheduler whose sessions give up blocks and states between two turns, inherited from before vLLM's.
+
+    For models with recurrent layers: each turn is computed from the session's first token on. A turn may end while a
+    step is in flight that has read its last token. Keys and values of that step are overwritten by the next turn, but a
+    state has moved on and cannot be taken back. Idle sessions that kept their states could also hold all of them, and a
+    request at the head of the queue would keep the sessions after it from going on.
+    """
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        is_over = super()._handle_stopped_request(request)
+        if not is_over and self.has_mamba_layers:
+            self.kv_cache_manager.free(request)
+        return is_over
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        super()._update_request_as_session(session, update)
+        if self.has_mamba_layers:
+            self.kv_cache_manager.free(session)
+            session.num_computed_tokens = 0
 
 
 @dataclass
@@ -32,7 +49,13 @@ class LateOutputs:
 
 
 class SessionTurns(TurnParams):
-    """Mixin that keeps a session right if its turn ends early, listed before vLLM's scheduler among the bases."""
+    """Mixin that keeps a session right if its turn ends early, listed before vLLM's scheduler among the bases.
+
+    vLLM's rule for a session that goes on: all outputs but the last become part of its prompt, and the next input
+    follows them. vLLM 0.16 takes the number of those outputs from ``num_computed_tokens``. That is right only if the
+    turn's last token came alone and no step was in flight. Otherwise vLLM computes tokens at wrong positions or not at
+    all, fails, or loses the session.
+    """
 
     late_outputs: dict[str, LateOutputs]
 

@@ -26,8 +26,7 @@ from model_runner_base.scheduling.releases import (
     is_paused,
     take_preempted,
 )
-from model_runner_base.scheduling.rows.batch import Batch, RowEvents
-from model_runner_base.scheduling.rows.outputs import merge, plain_outputs
+from model_runner_base.scheduling.rows.outputs import Batch, RowEvents, merge, plain_outputs
 from model_runner_base.scheduling.rows.row_request import RowRequest
 from model_runner_base.scheduling.rows.scheduled_rows import ScheduledRows
 from model_runner_base.scheduling.rows.support import unsupported_reason

@@ -8,7 +8,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
 from model_runner_base.scheduling.releases import is_plain_decode, num_in_flight, stop_tokens
-from model_runner_base.scheduling.rows.batch import Batch, RowEvents
+from model_runner_base.scheduling.rows.outputs import Batch, RowEvents
 from model_runner_base.scheduling.rows.request_arrays import MAX_STOPS, NEVER, RequestArrays
 from model_runner_base.scheduling.rows.row_request import RowRequest
 
