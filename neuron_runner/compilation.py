@@ -27,8 +27,7 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.nn import functional
 from torch.utils._sympy.printers import PythonPrinter
 
-from model_runner_base.step.one_node import functions_as_one_node
-from model_runner_base.step.rounds import loops_run_by, unrolled
+from model_runner_base.step.rounds import functions_as_one_node, loops_run_by, unrolled
 from model_runner_base.step.sizes import StepSize
 from neuron_runner.communicator import run_on_host
 from neuron_runner.cutting import CutExecutable, CutGraph, donate, starts_of_pieces

@@ -28,8 +28,15 @@ from vllm.v1.attention.backend import AttentionMetadata
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.pieces import MASK_VALUE
 from model_runner_base.attention.plan import FAR
-from model_runner_base.step.one_node import OneNode
-from model_runner_base.step.rounds import MOST_UNROLLED, State, is_read_at_once, is_traced, is_unrolled, run_rounds
+from model_runner_base.step.rounds import (
+    MOST_UNROLLED,
+    OneNode,
+    State,
+    is_read_at_once,
+    is_traced,
+    is_unrolled,
+    run_rounds,
+)
 
 QUERIES_AT_ONCE = 64
 """Largest number of queries that a round scores, except for those of one query tile, and in graphs that hold each

@@ -32,8 +32,7 @@ from model_runner_base.attention.pieces import (
     exp,
     merge,
 )
-from model_runner_base.step.one_node import OneNode, is_capturing
-from model_runner_base.step.rounds import is_read_at_once, is_traced
+from model_runner_base.step.rounds import OneNode, is_capturing, is_read_at_once, is_traced
 
 
 class NoBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):

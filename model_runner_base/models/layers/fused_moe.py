@@ -28,8 +28,7 @@ from torch.nn import functional as F
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from model_runner_base.models.layers.routing import check_router, select_experts
-from model_runner_base.step.one_node import OneNode
-from model_runner_base.step.rounds import MOST_UNROLLED, State, is_traced, is_unrolled, run_rounds
+from model_runner_base.step.rounds import MOST_UNROLLED, OneNode, State, is_traced, is_unrolled, run_rounds
 from model_runner_base.vllm_compat.probes.experts import ExpertsView, activation_name, experts_layers
 
 GATHER_COST = 3
