@@ -38,7 +38,8 @@ def estimate_step_memory(
     shape that penalties and a sampler with top-p make. A pooling model has rows of hidden states for logits. In
     addition the token counts that penalties keep, and the pool of prompt embeddings, where they are enabled.
 
-    ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself.
+    ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself. Then
+    a result of each decode pair counts, and the operands of all pairs; a kernel may need less.
     ``is_unrolled`` is True where graphs hold each round of a loop (step/rounds.py), so that they are fewer and larger.
     """
     hidden = model_config.get_hidden_size()
@@ -88,7 +89,10 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
         query, keys, is_of_row = pair
         rows = query * shape.num_heads
         if not gathers_cache:
-            numbers += pairs * (2 * rows * shape.head_size + keys)
+            # A tile's pairs follow each other, so a kernel adds up their results inside of itself; those of decode
+            # rows are merged at its end. Operands: places of the keys, bounds for two heads' queries at a time.
+            numbers += pairs * (keys + (2 * rows * shape.head_size if is_of_row else 4 * query))
+            numbers += 0 if is_of_row else 2 * tiles * rows
             continue
         held = min(pairs, piece) if piece else pairs
         numbers += held * shape.numbers(*pair) + 3 * tiles * rows * shape.head_size

@@ -228,10 +228,13 @@ def attention(
     for _ in range(num_pairs):
         keys_and_values = tiling.keys * 2 * num_kv_heads * head_size
         scores = tiling.query * HEADS * tiling.keys
-        total += 2 * outputs + tiling.keys if kernel else 2 * keys_and_values + 4 * scores + 3 * laid_out
+        of_kernel = tiling.keys + (2 * outputs if is_of_rows else 4 * tiling.query)
+        total += of_kernel if kernel else 2 * keys_and_values + 4 * scores + 3 * laid_out
         if is_of_rows and not kernel:  # Whether the pair is of each row, and the maxima of those that are.
             total += num_tiles * (1 + tiling.query * HEADS)
-    return total if kernel else total + 3 * num_tiles * outputs
+    if kernel:  # Queries' and outputs' places in the tiles.
+        return total if is_of_rows else total + 2 * num_tiles * tiling.query * HEADS
+    return total + 3 * num_tiles * outputs
 
 
 def spec(num_kv_heads: int, head_size: int, window: int | None = None) -> KVCacheSpec:
@@ -288,6 +291,14 @@ def test_attention_in_pieces_takes_no_more_at_larger_limits() -> None:
     assert estimate_step_memory([size], in_pieces, specs, model_config()) == estimate_step_memory(
         [size], LIMITS, specs, model_config()
     )
+
+
+def test_a_kernel_of_chunks_keeps_nothing_for_each_pair_but_operands() -> None:
+    """A prompt of 32,768 tokens beside 255 others in chunks of 8,192, with the heads of Llama-3.1-8B."""
+    limits = replace(LIMITS, max_model_len=32768, max_num_reqs=256, max_num_tokens=8192)
+    size = limits.mixed_size(0, 0, 8192, 8192 // CHUNK.query, 255 * 32768 // CHUNK.keys)
+    memory = estimate_step_memory([size], limits, {"layer": spec(8, 128)}, model_config(), gathers_cache=False)
+    assert memory < 2**30 * 3 // 4
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "1", float("inf"), float("nan")])
