@@ -33,16 +33,14 @@ CHOSEN = ["-k", "test_presence or eos"]
 ALL = [*FEWER, "--ranks", "2"] if HAS_OPENXLA else FEWER_SCHEDULES
 LEFT_OUT = [] if HAS_OPENXLA else ["distributions", "test_ranks.py"]
 # Further cases that run with --full and --record alone. With torch_xla: what test_conformance_openxla.py and
-# project/test_server.py have. In the newest lane: what project/test_server.py has there; schedules of two
-# architectures, which vLLM's scheduler has no part in; and of EAGLE with synchronous scheduling what is no comparison
-# of tokens.
-FURTHER = [COMPILED, SIZES_COMPILED, "test_server.py"]
+# project/test_server.py have, and what the newest lane has on this device and vLLM's release has no part in. In the
+# newest lane: what project/test_server.py has there; schedules of one architecture; and of EAGLE with synchronous
+# scheduling what is no comparison of tokens.
+FURTHER = [COMPILED, SIZES_COMPILED, "test_server.py", "test_random_schedules", "test_state_schedules", "test_soak"]
+FURTHER += ["test_speculation.py", "test_draft_gaps", "test_long_contexts", "test_attention.py", "by_family"]
+FURTHER += ["test_multimodal.py", "test_recurrent.py and not wrong_drafts"]
 if not HAS_OPENXLA:
-    FURTHER = [
-        "eagle-synchronous and not (drawn or greedy)",
-        "test_server.py",
-        "test_random_schedules and (gemma3 or window)",
-    ]
+    FURTHER = ["eagle-synchronous and not (drawn or greedy)", "test_server.py", "test_random_schedules and window"]
 
 # The platform first: what comes below asks vLLM for it.
 SILENT = """
