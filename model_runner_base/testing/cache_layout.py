@@ -7,6 +7,7 @@ as it likes, with transposed keys or with fused dimensions.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.testing.engine import core_of, runner_of
 from model_runner_base.testing.precision import NotLooked
 
+MARKED = SimpleNamespace(blocks=99_991, slots=1024, heads=3, head_size=80)
+"""Sizes that tell the dimensions of a backend's cache apart."""
 BLOCKS_AT_A_TIME = 16
 """Number of blocks that ``read`` is asked for at a time, so that a device compiles one size."""
 
@@ -167,13 +170,18 @@ def cache_layers(llm: LLM) -> dict[str, CacheLayer]:
     }
 
 
-def numbers_by_shape(shape: Sequence[int], num_blocks: int, block_size: int) -> np.ndarray:
+def numbers_by_shape(shape: Sequence[int], num_blocks: int, block_size: int, backend: Any = None) -> np.ndarray:
     """Indices [slots, N] of the numbers of each slot in a flattened tensor, by the sizes of its dimensions.
 
-    This is for a backend without a ``CacheFormat``. Raises NotLooked unless one dimension alone can be that of blocks,
-    and one that of their slots.
+    This is for a backend without a ``CacheFormat``: its ``get_kv_cache_shape`` says which dimension is which, if the
+    sizes alone do not. Raises NotLooked unless one dimension alone can be that of blocks, and one that of their slots.
     """
     blocks, slots = ([dim for dim, size in enumerate(shape) if size == each] for each in (num_blocks, block_size))
+    if backend is not None and (len(blocks) != 1 or len(slots) != 1 or blocks == slots):
+        marked = backend.get_kv_cache_shape(MARKED.blocks, MARKED.slots, MARKED.heads, MARKED.head_size)
+        if len(marked) == len(shape):
+            blocks = [dim for dim in blocks if marked[dim] == MARKED.blocks]
+            slots = [dim for dim in slots if marked[dim] == MARKED.slots]
     if len(blocks) != 1 or len(slots) != 1 or blocks == slots:
         raise NotLooked(
             f"a cache of shape {tuple(shape)} has {len(blocks)} dimensions of {num_blocks} blocks and {len(slots)} of "
@@ -181,3 +189,13 @@ def numbers_by_shape(shape: Sequence[int], num_blocks: int, block_size: int) -> 
         )
     numbers = np.arange(prod(shape)).reshape(shape)
     return np.moveaxis(numbers, (blocks[0], slots[0]), (0, 1)).reshape(num_blocks * block_size, -1)
+
+
+def backend_of(cache: torch.Tensor, runner: Any, is_same: Callable[[torch.Tensor, torch.Tensor], bool]) -> Any:
+    """vLLM's attention backend of a layer that is bound to ``cache``; None if there is none."""
+    for layer in runner.vllm_config.compilation_config.static_forward_context.values():
+        bound = getattr(layer, "kv_cache", None)
+        bound = bound[0] if isinstance(bound, list) and bound else bound
+        if isinstance(bound, torch.Tensor) and bound.numel() and is_same(bound, cache):
+            return getattr(layer, "attn_backend", None)
+    return None

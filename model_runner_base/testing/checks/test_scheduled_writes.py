@@ -9,7 +9,7 @@ import torch
 from vllm import LLM
 
 from model_runner_base.step.trace import StepTrace
-from model_runner_base.testing.cache_layout import cache_layers, numbers_by_shape
+from model_runner_base.testing.cache_layout import backend_of, cache_layers, numbers_by_shape
 from model_runner_base.testing.checks.test_schedules import OPTIONS, Bench, Run, bench_of
 from model_runner_base.testing.engine import core_of, runner_of, wait_for_sizes
 from model_runner_base.testing.models import TinyModel
@@ -42,11 +42,11 @@ class Caches:
             layer = layer or next((each for each in layers if self._is_same(each.cache, cache)), None)
             key = (layer and layer.form, tuple(cache.shape), cache.dtype)
             if key not in known:
-                known[key] = (
-                    numbers_by_shape(cache.shape, self.num_blocks, self.block_size)
-                    if layer is None
-                    else layer.numbers_of_slots()
-                )
+                if layer is not None:
+                    known[key] = layer.numbers_of_slots()
+                else:
+                    backend = backend_of(cache, self._runner, self._is_same)
+                    known[key] = numbers_by_shape(cache.shape, self.num_blocks, self.block_size, backend)
             self._numbers.append(known[key])
 
     def _is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
