@@ -142,13 +142,11 @@ PROMISES_ON_THE_NEWEST = {
         "scheduled_writes or padding_of_nan or results_are_kept or copies_are_finished or host_buffers": 10,
     },
     "PlanningPlatform": {
-        "speculation and preempt and (often or lookup)": 3,
         "prefix_hits and llama and not around or interrupted or no_compilation or random_schedules and llama": 4,
     },
 }
 PROMISES_WITH_OPENXLA = {
     "KernelPlatform": {
-        "preemption and window or interrupted or host_does_not_wait": 3,
         "multimodal and qwen3 and (test_tokens or cached_prefix)": 2,
         "test_pooling and (vectors_of_tokens or preemption or mixed_batches and qwen3)": 3,
     },

@@ -32,15 +32,16 @@ CHOSEN = ["-k", "test_presence or eos"]
 # The newest lane leaves out what draws by chance alone, which vLLM has no part in, and ranks, whose server takes long.
 ALL = [*FEWER, "--ranks", "2"] if HAS_OPENXLA else FEWER_SCHEDULES
 LEFT_OUT = [] if HAS_OPENXLA else ["distributions", "test_ranks.py"]
-# Further cases that run with --full and --record alone. With torch_xla: what test_conformance_openxla.py and
-# project/test_server.py have, and what the newest lane has on this device and vLLM's release has no part in. In the
-# newest lane: what project/test_server.py has there; schedules of one architecture; and of EAGLE with synchronous
-# scheduling what is no comparison of tokens.
-FURTHER = [COMPILED, SIZES_COMPILED, "test_server.py", "test_random_schedules", "test_state_schedules", "test_soak"]
+# Further cases that run with --full and --record alone. With torch_xla: what test_conformance_openxla.py
+# has, and what the newest lane has on this device and vLLM's release has no part in. In the newest lane: what
+# tests/base/test_right_drafts_beside_windows.py and project/test_server.py have there; schedules of one architecture;
+# and of two drafters what is no comparison of greedy tokens.
+FURTHER = [COMPILED, SIZES_COMPILED, "test_random_schedules", "test_state_schedules", "test_soak"]
 FURTHER += ["test_speculation.py", "test_draft_gaps", "test_long_contexts", "test_attention.py", "by_family"]
 FURTHER += ["test_multimodal.py", "test_recurrent.py and not wrong_drafts"]
 if not HAS_OPENXLA:
     FURTHER = ["eagle-synchronous and not (drawn or greedy)", "test_server.py", "test_random_schedules and window"]
+    FURTHER += ["always-wrong and not greedy", "gpt-oss-eagle3"]
 
 # The platform first: what comes below asks vLLM for it.
 SILENT = """
@@ -149,12 +150,14 @@ def test_wrapped_functions_run_in_inference_mode(tmp_path: Path) -> None:
     assert all(result.startswith("passes") for result in results.values()), printed[-8000:]
 
 
+@pytest.mark.newest
 def test_platform_that_comes_too_late(tmp_path: Path) -> None:
     (tmp_path / "vendor.py").write_text("from vllm import LLM\nfrom examples.plain_device import PlainPlatform\n")
     status, _, printed = run(["vendor.PlainWorker", "--platform", "vendor.PlainPlatform"], tmp_path)
     assert status == 4 and "ERROR: vendor.PlainPlatform must be defined above the imports" in printed, printed[-3000:]
 
 
+@pytest.mark.once
 def test_as_a_plugin(tmp_path: Path) -> None:
     """A vendor's own tests run the checks by pytest's own command; without ``--worker`` the plugin does nothing."""
     (tmp_path / "test_own.py").write_text("def test_own() -> None:\n    pass\n")

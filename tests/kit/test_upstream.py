@@ -68,6 +68,7 @@ def test_tests_of_vllm_pass(tmp_path: Path) -> None:
     assert results["failed"] == {}
 
 
+@pytest.mark.once
 def test_a_faulty_device_fails_a_test(tmp_path: Path) -> None:
     (tmp_path / "faulty_device.py").write_text(FAULTY)
     worker = ["faulty_device.PlainWorker", *PLAIN[1:]]
@@ -76,6 +77,7 @@ def test_a_faulty_device_fails_a_test(tmp_path: Path) -> None:
     assert f"FAILS {FILE}::test_bad_words: " in printed
 
 
+@pytest.mark.once
 def test_relative_paths(tmp_path: Path) -> None:
     """Paths of the command are those of the folder that it is started in."""
     (tmp_path / "list.toml").write_text('[models]\n[files."mine/test_mine.py"]')
