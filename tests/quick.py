@@ -29,7 +29,7 @@ KINDS = {
     "a device that breaks a promise": ("kit/test_conformance.py::test_broken_device[ignores a penalty]", 25),
     "the kit on the base as it is": ("kit/test_mutations.py::test_the_base_as_it_is_passes", 20),
     "a deliberate fault": ("kit/test_mutations.py::test_the_kit_catches[a finished request keeps its row]", 5),
-    "a device of one file": ("kit/test_plain_device.py::test_serves[by entry point", 20),
+    "a device of one file": ("kit/test_plain_device.py::test_serves[by hand", 20),
 }
 """Files with their tests, by the beginning of names, and about how many seconds they take on one core."""
 

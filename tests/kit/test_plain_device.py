@@ -47,7 +47,7 @@ print("RESULT", type(vllm.platforms.current_platform).__name__, foreign, list(ou
         pytest.param(
             BY_HAND, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}, {}, marks=pytest.mark.once
         ),
-        ("", INSTALLED, {}),
+        pytest.param("", INSTALLED, {}, marks=pytest.mark.newest),
         # With torch_xla, the kit's row of ranks serves over two workers.
         pytest.param(
             "",

@@ -192,7 +192,7 @@ def check_cache_on_host(printed: str) -> None:
         (check_cache_on_host, {}),
         (check_offline_inference, {}),
         (check_openai_server, {}),
-        (check_bucketing, {}),
+        pytest.param(check_bucketing, {}, marks=pytest.mark.full),
         pytest.param(check_override_config, IN_PROCESS, marks=pytest.mark.full),
     ],
 )
