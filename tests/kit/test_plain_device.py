@@ -48,12 +48,12 @@ print("RESULT", type(vllm.platforms.current_platform).__name__, foreign, list(ou
             BY_HAND, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}, {}, marks=pytest.mark.once
         ),
         pytest.param("", INSTALLED, {}, marks=pytest.mark.newest),
-        # With torch_xla, the kit's row of ranks serves over two workers.
+        # The kit's row of ranks serves over two workers, and so do tests/base/test_*_ranks.py.
         pytest.param(
             "",
             INSTALLED,
             {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-            marks=pytest.mark.newest,
+            marks=[pytest.mark.newest, pytest.mark.full],
         ),
     ],
     ids=["by hand, in process", "by entry point, multiprocess", "over two workers"],
