@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: takes minutes for what others show in part, so it runs with --full")
     config.addinivalue_line("markers", "once: one lane is enough for it, which is the one with torch_xla")
     config.addinivalue_line("markers", "newest: one lane is enough for it, which is the newest")
-    config.addinivalue_line("markers", "in_turns: of its cases a third runs at a commit; all with --full, or by -k")
+    config.addinivalue_line("markers", "in_turns: of its cases a third runs at a commit; all with --full, or by name")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,8 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     if not config.getoption("full") and not config.getoption("quick"):
-        turn = None if config.option.keyword else _turn()
-        chosen = {item for item in items if _runs_here(item) and _is_its_turn(item, turn)}
+        is_named = config.option.keyword or any("::" in each for each in config.args)
+        turn = _turn()
+        chosen = {item for item in items if is_named or (_runs_here(item) and _is_its_turn(item, turn))}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     if config.getoption("quick"):
@@ -104,9 +105,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _runs_here(item: pytest.Item) -> bool:
     """Whether a test is of the part that this lane runs of its file: see ``IN_PART``.
 
-    Of cases with the same values all run, or none, since they share an engine.
+    Of cases with the same values all run, or none, since they share an engine. A case that a lane skips runs in the
+    other one.
     """
-    is_marked = any(map(item.get_closest_marker, ("openxla", "once", "newest")))
+    is_marked = any(map(item.get_closest_marker, ("openxla", "once", "newest", "skipif")))
     if not HAS_OPENXLA or is_marked or item.path.stem.removeprefix("test_") not in IN_PART:
         return True
     values = getattr(getattr(item, "callspec", None), "id", item.name)

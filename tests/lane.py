@@ -120,15 +120,14 @@ NEWEST = [
 """Tests that run without torch_xla; those marked ``openxla`` or ``once`` are left out there."""
 
 IN_PART = """
-    audio gemma4 gguf half_precision hunyuan image_families image_ranks kimi_linear kv_connectors
-    latent_attention later_architectures lora mistral_files mistral_large pooling pooling_images pooling_lora
-    prompt_embeds quantised_models recurrent_adapters recurrent_models recurrent_speculation reload
-    reload_images replaced_experts replicas right_drafts_beside_windows session_turns sleeping small_caches
-    sparse_attention stages state_prefixes streaming_input sweep text_alone trainer_weights transcription
-    unequal_heads untried_families written_references
+    audio gemma4 gguf hunyuan image_families kimi_linear latent_attention later_architectures lora
+    mistral_files mistral_large pooling pooling_images pooling_lora quantised_models recurrent_adapters
+    recurrent_models recurrent_speculation replaced_experts right_drafts_beside_windows small_caches
+    sparse_attention state_prefixes sweep text_alone transcription unequal_heads untried_families
+    written_references
 """.split()
 """Files of tests/base that compare models with HF transformers, of whose cases the lane with torch_xla runs a quarter
-unless ``--full`` is given. The newest lane, whose engines start sooner, runs all. The kit, which both lanes run whole,
-holds each release to the promises that these models rest on."""
+unless ``--full`` is given. The newest lane, whose engines start sooner, runs all. The kit holds each release to the
+promises that these models rest on."""
 ONLY_WITH_OPENXLA = ("bamba", "pixtral")
 """Models of these files that the newest lane does not have, so that all of their cases run."""

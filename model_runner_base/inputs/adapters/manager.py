@@ -2,7 +2,7 @@
 
 vLLM's managers load checkpoints, put LoRA layers in place of the model's own, and evict the least recently used adapter
 from slots and host. The base adds how a slot is written (``slots.py``), checks before an adapter is loaded
-(``checks.py``), and the choice of layers that take no adapters.
+(``admission/adapter_checks.py``), and the choice of layers that take no adapters.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator

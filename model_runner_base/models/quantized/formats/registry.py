@@ -1,4 +1,4 @@
-"""Formats by the ``quant_method`` of a config, and vLLM's names of the methods that read such files."""
+"""Formats by the ``quant_method`` of a config, with that of GGUF files; and vLLM's names of the methods that read them."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
