@@ -1,4 +1,4 @@
-"""Formats by the ``quant_method`` of a config, with that of GGUF files; and vLLM's names of the methods that read them."""
+"""Formats by the ``quant_method`` of a config, that of GGUF files, and vLLM's methods that read such files."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
