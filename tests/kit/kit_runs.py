@@ -26,18 +26,17 @@ FEWER = [*FEWER_SCHEDULES, *FEWER_DRAWS]
 # Cases of the release with torch_xla that run with openxla's graphs: all that share the text engine, whose start takes
 # ten seconds and more, and one engine of each feature. The example device has others on that release, and the newest
 # one has all on the example device.
-OF_TEXT = ["start", "equality.py and (llama or window or limits)", "device_operations", "repeated_numbers", "noise"]
+OF_TEXT = ["start", "equality.py and (llama or limits)", "device_operations", "repeated_numbers", "noise"]
 OF_TEXT += ["sampling.py", "combinations", "seeds.py", "logprobs.py", "logits_processors", "hostile_requests"]
 OF_TEXT += ["structured_outputs.py and not guidance", "distribution_under_penalties", "interfaces", "padding_of_nan"]
 OF_FEATURES = [
-    "attention.py and (bloom or large-scores or high_block_ids)",
+    "attention.py and (large-scores or high_block_ids)",
     "attention_memory",
     "cache_formats.py and (latents or eight_bits)",
-    "kv_connectors.py and inside and all",
     "lora.py",
     "multimodal.py and qwen3-vl",
-    "pooling.py and ([qwen3] or vectors or preemption or adapters)",
-    "quantized.py and (GPTQ or MXFP4)",
+    "pooling.py and ([qwen3] or vectors or preemption)",
+    "quantized.py and MXFP4",
     "recurrent.py and qwen3-next and not drafts",
     "sleep.py and 1-alone",
     "speculation.py and (prompt-lookup or often-right-synchronous or [eagle]) and not arrivals",

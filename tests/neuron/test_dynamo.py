@@ -49,6 +49,7 @@ def test_the_kit_holds() -> None:
     assert results == ["passes"] * 5, run.stdout[-8000:]
 
 
+@pytest.mark.full
 @in_the_newest_lane
 def test_a_copy_to_the_host_that_is_forgotten(tmp_path: Path) -> None:
     """The kit catches it, which on a device of the host it could not."""

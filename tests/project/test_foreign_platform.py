@@ -71,6 +71,7 @@ def test_requests_are_held_on_a_foreign_platform() -> None:
     assert "will end the engine" not in out
 
 
+@pytest.mark.newest
 def test_where_the_plugin_is_left_out_the_worker_says_so() -> None:
     """vLLM 0.16 queues what a device takes for an index, and an engine that ran it would end."""
     out = serve(VLLM_PLUGINS="acme")

@@ -11,6 +11,8 @@ import pytest
 from conftest import BUNDLED_MODEL
 from serving import served
 
+pytestmark = pytest.mark.newest  # The server and its checks are the same on both lanes.
+
 SMALL = ("--max-model-len", "128", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--enforce-eager")
 INTEGERS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63)]
 NUMBERS = [*INTEGERS, 0.5, 1e-38, 1e38, 1e300, float("inf"), float("nan")]

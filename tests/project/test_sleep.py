@@ -153,7 +153,6 @@ def test_sleep_mode_is_refused_at_the_start_of_a_device_without_it(monkeypatch: 
         pass
 
 
-@pytest.mark.newest
 def test_a_server_that_sleeps() -> None:
     """Requests to a sleeping server get status 400, or wait until it is awake; the text is the same after sleep."""
     body = {"model": str(BUNDLED_MODEL), "prompt": "In the", "max_tokens": 4, "temperature": 0}

@@ -14,6 +14,8 @@ from serving import served
 from model_runner_base.testing.sounds import SAMPLING_RATE, sound
 from model_runner_base.testing.transcription import START, Transcriber, make_transcriber
 
+pytestmark = pytest.mark.newest  # The server and its checks are the same on both lanes.
+
 COUNT, NUM_CLIENTS = 16, 12
 LIMITS = {
     "max-num-seqs": 4,
