@@ -197,7 +197,7 @@ def make_checkpoint(name: str, directory: Path) -> TinyModel:
     path = directory / name
     if not path.exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = AutoModelForCausalLM.from_config(ChainMap(*_TEXTS)[name]())
+        model = AutoModelForCausalLM.from_config(ChainMap(*reversed(_TEXTS))[name]())  # The last one wins.
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name == IGNORED_BY_VLLM.get(name):
                 torch.nn.init.zeros_(tensor)
