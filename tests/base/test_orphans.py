@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 from conftest import BUNDLED_MODEL
 from lane import ROOT, WITH_PLAIN_PLATFORM
 
@@ -120,6 +121,7 @@ def num_tied(pid: int) -> int:
     return sum(bool(each & os.O_ASYNC) for each in flags) // 2
 
 
+@pytest.mark.once
 def test_a_script(tmp_path: Path) -> None:
     """A script is killed while its engine loads, warms up or steps, and ends by SIGTERM when its engine is idle.
 
@@ -144,6 +146,7 @@ def test_a_script(tmp_path: Path) -> None:
         assert scripts.wait(30) == 0
 
 
+@pytest.mark.once
 def test_ranks(tmp_path: Path) -> None:
     """Two ranks that are in a step end with the script that has the engine, and leave no shared memory.
 
@@ -174,6 +177,7 @@ def test_ranks(tmp_path: Path) -> None:
     assert not (mapped - shared) & set(os.listdir("/dev/shm"))
 
 
+@pytest.mark.newest
 def test_ranks_that_start(tmp_path: Path) -> None:
     """Two ranks that are still importing end with the script, whose engine core is a process of its own."""
     (tmp_path / "script.py").write_text(RANKS)
@@ -188,6 +192,7 @@ def test_ranks_that_start(tmp_path: Path) -> None:
         check_all_end(psutil.Process(script.pid))
 
 
+@pytest.mark.newest
 def test_a_server_that_starts(tmp_path: Path) -> None:
     """An engine core and two API servers that are still importing vLLM end with ``vllm serve``."""
     options = ["--max-model-len", "64", "--api-server-count", "2"]
