@@ -123,7 +123,7 @@ IN_PART = """
     audio gemma4 gguf hunyuan image_families kimi_linear latent_attention later_architectures lora
     mistral_files mistral_large pooling pooling_images pooling_lora quantised_models recurrent_adapters
     recurrent_models recurrent_speculation replaced_experts right_drafts_beside_windows small_caches
-    sparse_attention state_prefixes sweep text_alone transcription unequal_heads untried_families
+    sparse_attention stages state_prefixes sweep text_alone transcription unequal_heads untried_families
     written_references
 """.split()
 """Files of tests/base that compare models with HF transformers, of whose cases the lane with torch_xla runs a quarter

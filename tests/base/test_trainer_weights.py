@@ -532,6 +532,7 @@ def test_backends_that_write_parameters_are_refused(old: TinyModel) -> None:
         small_engine(old, weight_transfer_config=config).__enter__()
 
 
+@pytest.mark.newest
 def test_the_loop_of_the_example() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "trainer_loop.py"], capture_output=True, text=True, timeout=300
