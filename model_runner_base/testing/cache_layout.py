@@ -7,7 +7,6 @@ as it likes, with transposed keys or with fused dimensions.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from model_runner_base.attention.metadata import PairPlan
 from model_runner_base.testing.engine import core_of, runner_of
 from model_runner_base.testing.precision import NotLooked
 
-MARKED = SimpleNamespace(blocks=99_991, slots=1024, heads=3, head_size=80)
-"""Sizes that tell the dimensions of a backend's cache apart."""
+MARKED_BLOCKS, MARKED_SLOTS = 99_991, 1024
+"""Sizes that tell the dimensions of a backend's cache apart, from three heads of 80 numbers."""
 BLOCKS_AT_A_TIME = 16
 """Number of blocks that ``read`` is asked for at a time, so that a device compiles one size."""
 
@@ -47,9 +46,7 @@ class CacheLayer:
     @property
     def cache(self) -> torch.Tensor:
         """The tensor that the layer is bound to."""
-        bound = self.layer.kv_cache
-        cache: torch.Tensor = bound[0] if isinstance(bound, list) else bound
-        return cache
+        return bound_cache(self.layer)
 
     @property
     def num_slots(self) -> int:
@@ -142,6 +139,12 @@ class CacheLayer:
         return contents != 0
 
 
+def bound_cache(layer: Any) -> torch.Tensor:
+    """The tensor that a layer of vLLM is bound to, which some releases keep in a list."""
+    cache: torch.Tensor = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
+    return cache
+
+
 def _plan_of(blocks: np.ndarray, size: int, to_device: Callable[[np.ndarray], torch.Tensor]) -> PairPlan:
     """Plan of pairs whose KV tiles are the blocks, all of whose keys are seen."""
     padded = np.zeros(BLOCKS_AT_A_TIME, np.int32)
@@ -178,10 +181,10 @@ def numbers_by_shape(shape: Sequence[int], num_blocks: int, block_size: int, bac
     """
     blocks, slots = ([dim for dim, size in enumerate(shape) if size == each] for each in (num_blocks, block_size))
     if backend is not None and (len(blocks) != 1 or len(slots) != 1 or blocks == slots):
-        marked = backend.get_kv_cache_shape(MARKED.blocks, MARKED.slots, MARKED.heads, MARKED.head_size)
+        marked = backend.get_kv_cache_shape(MARKED_BLOCKS, MARKED_SLOTS, 3, 80)
         if len(marked) == len(shape):
-            blocks = [dim for dim in blocks if marked[dim] == MARKED.blocks]
-            slots = [dim for dim in slots if marked[dim] == MARKED.slots]
+            blocks = [dim for dim in blocks if marked[dim] == MARKED_BLOCKS]
+            slots = [dim for dim in slots if marked[dim] == MARKED_SLOTS]
     if len(blocks) != 1 or len(slots) != 1 or blocks == slots:
         raise NotLooked(
             f"a cache of shape {tuple(shape)} has {len(blocks)} dimensions of {num_blocks} blocks and {len(slots)} of "
@@ -193,9 +196,6 @@ def numbers_by_shape(shape: Sequence[int], num_blocks: int, block_size: int, bac
 
 def backend_of(cache: torch.Tensor, runner: Any, is_same: Callable[[torch.Tensor, torch.Tensor], bool]) -> Any:
     """vLLM's attention backend of a layer that is bound to ``cache``; None if there is none."""
-    for layer in runner.vllm_config.compilation_config.static_forward_context.values():
-        bound = getattr(layer, "kv_cache", None)
-        bound = bound[0] if isinstance(bound, list) and bound else bound
-        if isinstance(bound, torch.Tensor) and bound.numel() and is_same(bound, cache):
-            return getattr(layer, "attn_backend", None)
-    return None
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    attention = (layer for layer in layers if hasattr(layer, "attn_backend") and hasattr(layer, "kv_cache"))
+    return next((layer.attn_backend for layer in attention if is_same(bound_cache(layer), cache)), None)

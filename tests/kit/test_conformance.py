@@ -29,19 +29,17 @@ from model_runner_base.testing.table import refusal
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = ["-k", "test_presence or eos"]
-# The newest lane leaves out what draws by chance alone, which vLLM has no part in, and ranks, whose server takes long.
 ALL = [*FEWER, "--ranks", "2"] if HAS_OPENXLA else FEWER_SCHEDULES
-LEFT_OUT = [] if HAS_OPENXLA else ["distributions", "test_ranks.py"]
-# Further cases that run with --full and --record alone. With torch_xla: what test_conformance_openxla.py has, and what
-# the newest lane has on this device and vLLM's release has no part in. In the newest lane: what
-# tests/base/test_right_drafts_beside_windows.py and project/test_server.py have there; schedules of one architecture;
-# and of two drafters what is no comparison of greedy tokens.
+# The newest lane leaves out what draws by chance alone, which vLLM has no part in, and ranks, whose server takes long.
+LEFT_OUT_OF_THE_NEWEST = ["distributions", "test_ranks.py"]
+# Further cases that run with --full and --record alone. In the newest lane: what project/test_server.py has there;
+# schedules of one architecture; and of two drafters what is no comparison of greedy tokens. With torch_xla: what
+# test_conformance_openxla.py has, and what the newest lane has on this device and vLLM's release has no part in.
+FURTHER_ON_THE_NEWEST = ["eagle-synchronous and not (drawn or greedy)", "test_server.py"]
+FURTHER_ON_THE_NEWEST += ["test_random_schedules and window", "always-wrong and not greedy"]
 FURTHER = [COMPILED, SIZES_COMPILED, "test_random_schedules", "test_state_schedules", "test_soak", "test_draft_gaps"]
 FURTHER += ["test_speculation.py and not (always-wrong or eagle-synchronous)", "test_long_contexts", "by_family"]
 FURTHER += ["test_attention.py", "test_multimodal.py", "test_recurrent.py and not wrong_drafts"]
-if not HAS_OPENXLA:
-    FURTHER = ["eagle-synchronous and not (drawn or greedy)", "test_server.py", "test_random_schedules and window"]
-    FURTHER += ["always-wrong and not greedy", "gpt-oss-eagle3"]
 
 # The platform first: what comes below asks vLLM for it.
 SILENT = """
@@ -72,10 +70,17 @@ class PlainWorker(Finished):
 """
 
 
+def but(left_out: list[str]) -> str:
+    """Pytest's -k expression for all that none of the expressions chooses."""
+    return " and ".join(f"not ({each})" for each in left_out)
+
+
 def test_keeps_every_promise(pytestconfig: pytest.Config) -> None:
     is_recorded = pytestconfig.getoption("record")
-    left_out = LEFT_OUT + ([] if IS_FULL or is_recorded else FURTHER)
-    chosen = ["-k", " and ".join(f"not ({each})" for each in left_out)] if left_out else []
+    further = FURTHER if HAS_OPENXLA else FURTHER_ON_THE_NEWEST
+    left_out = [] if HAS_OPENXLA else LEFT_OUT_OF_THE_NEWEST
+    left_out = left_out + ([] if IS_FULL or is_recorded else further)
+    chosen = ["-k", but(left_out)] if left_out else []
     status, results, printed = measure("example device (torch CPU)", [*PLAIN, *ALL, *chosen], is_recorded)
     assert_all_pass(status, results, printed)
     assert "Warning" not in printed and "leaked" not in printed, "lines that a vendor cannot do anything about"

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import test_conformance
 from _pytest.mark.expression import Expression
 from counts import IS_FULL
 from kit_runs import CHOSEN, COMPILED, FEWER, OF_SIZES, SIZES_COMPILED, assert_all_pass, collected, measure
@@ -40,3 +41,12 @@ def test_each_part_of_the_selection_has_cases() -> None:
     for part in [*CHOSEN, SIZES_COMPILED]:
         chosen = Expression.compile(part)
         assert any(chosen.evaluate(lambda word, case=case, **_: word.lower() in case) for case in cases), part
+
+
+def test_a_check_that_one_device_leaves_out_runs_on_another() -> None:
+    """Each case runs here or on the example device, on this release or on the newest."""
+    ours, newest = test_conformance.FURTHER, test_conformance.FURTHER_ON_THE_NEWEST
+    example = collected(test_conformance.but(ours))
+    example |= collected(test_conformance.but([*test_conformance.LEFT_OUT_OF_THE_NEWEST, *newest]))
+    here = collected(f"({COMPILED}) and {ALL_BUT_SIZES}") | collected(SIZES_COMPILED)
+    assert collected("test_") - example - here == set() and example and here

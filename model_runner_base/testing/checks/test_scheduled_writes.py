@@ -40,13 +40,14 @@ class Caches:
         for cache in self._runner.parts.kv_caches:
             layer = next((each for each in layers if each.cache is cache), None)
             layer = layer or next((each for each in layers if self._is_same(each.cache, cache)), None)
-            key = (layer and layer.form, tuple(cache.shape), cache.dtype)
+            form = layer.form if layer else backend_of(cache, self._runner, self._is_same)
+            key = (form, tuple(cache.shape), cache.dtype)
             if key not in known:
-                if layer is not None:
-                    known[key] = layer.numbers_of_slots()
-                else:
-                    backend = backend_of(cache, self._runner, self._is_same)
-                    known[key] = numbers_by_shape(cache.shape, self.num_blocks, self.block_size, backend)
+                known[key] = (
+                    layer.numbers_of_slots()
+                    if layer
+                    else numbers_by_shape(cache.shape, self.num_blocks, self.block_size, form)
+                )
             self._numbers.append(known[key])
 
     def _is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
