@@ -44,7 +44,7 @@ def test_each_part_of_the_selection_has_cases() -> None:
 
 
 def test_a_check_that_one_device_leaves_out_runs_on_another() -> None:
-    """Each case runs here or on the example device, on this release or on the newest."""
+    """Cases run here or on the example device, on this release or on the newest."""
     ours, newest = test_conformance.FURTHER, test_conformance.FURTHER_ON_THE_NEWEST
     example = collected(test_conformance.but(ours))
     example |= collected(test_conformance.but([*test_conformance.LEFT_OUT_OF_THE_NEWEST, *newest]))
