@@ -1,12 +1,12 @@
 """Runs both runners through the same steps, compares what they make of them, and times them in turns."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -34,20 +34,38 @@ WARM_UP_STEPS = 20
 OUTLIER = 10
 
 
-class Sides:
-    """Sides of both runners, set up for one way of scheduling."""
+class Maker(NamedTuple):
+    """Parts of a lane that all races share: a runner with its config, and the class of its scheduler."""
 
-    def __init__(self, is_async: bool) -> None:
+    side: Side
+    scheduler_cls: Callable[..., Scheduler]
+    config: VllmConfig
+
+
+class Sides:
+    """Sides of one of vLLM's runners and of ours, set up for one way of scheduling."""
+
+    def __init__(self, is_async: bool, is_second: bool = False) -> None:
+        """``is_second``: vLLM's second runner, not its first."""
         self.is_async = is_async
-        stock_config = layered_config(is_async, StockBackend)
+        runner_cls: type[Any] = StockRunner
+        if is_second:
+            from benchmarks.host.second_runner import SecondRunner, second_config
+
+            runner_cls, stock_config = SecondRunner, second_config(is_async)
+        else:
+            stock_config = layered_config(is_async, StockBackend)
         with set_current_vllm_config(stock_config):
-            runner = StockRunner(stock_config)
+            runner = runner_cls(stock_config)
             runner.initialize_kv_cache(cache_config(NUM_BLOCKS))
-        self.config = layered_config(is_async, PagedAttentionBackend)
+        config = layered_config(is_async, PagedAttentionBackend)
         self.stock = Side(runner, runner.fake_device, watch_stock)
-        self.ours = Side.ours(self.config)
-        self.makers = (self.stock, AsyncScheduler if is_async else Scheduler), (self.ours, make_row_scheduler)
-        """Sides, with makers of their schedulers: vLLM's own, and ours."""
+        self.ours = Side.ours(config)
+        self.makers = (
+            Maker(self.stock, AsyncScheduler if is_async else Scheduler, stock_config),
+            Maker(self.ours, make_row_scheduler, config),
+        )
+        """Makers of both lanes: vLLM's own, and ours."""
 
 
 class Race:
@@ -59,9 +77,9 @@ class Race:
     def __init__(self, sides: Sides, num_blocks: int = NUM_BLOCKS, max_num_tokens: int = MAX_NUM_TOKENS) -> None:
         name, Race._count = str(Race._count), Race._count + 1
         self.lanes = []
-        for side, maker in sides.makers:
+        for side, scheduler_cls, config in sides.makers:
             side.device.is_live = True
-            scheduler = make_scheduler(maker, sides.config, num_blocks, max_num_tokens)
+            scheduler = make_scheduler(scheduler_cls, config, num_blocks, max_num_tokens)
             self.lanes.append(Lane(side, scheduler, sides.is_async, name))
 
     def add(self, length: int, max_tokens: int, has_features: bool = False) -> None:
@@ -73,11 +91,12 @@ class Race:
             lane.watch()
 
     def step(self) -> SchedulerOutput:
+        """Steps both lanes; returns what our scheduler asked for."""
         (scheduled, stock), (ours_scheduled, ours) = (lane.step() for lane in self.lanes)
         assert scheduled.num_scheduled_tokens == ours_scheduled.num_scheduled_tokens
         if stock is not None and ours is not None:
             self._compare(stock, ours)
-        return scheduled
+        return ours_scheduled
 
     def close(self) -> None:
         for stock, ours in zip(*(lane.drain() for lane in self.lanes), strict=True):
@@ -120,10 +139,10 @@ def _told(request: RequestTrace) -> Iterator[tuple[str, Any]]:
         yield f"slots that token {token} sees", keys.slots
 
 
-def check_random(sides: Sides, has_features: bool, num_requests: int = 80) -> None:
+def check_random(sides: Sides, has_features: bool, num_requests: int) -> None:
     """Checks a crowded engine: prompts longer than a step's budget, and half the blocks that would be needed."""
     random = np.random.default_rng(0)
-    race = Race(sides, num_blocks=250, max_num_tokens=200)
+    race = Race(sides, num_blocks=10 + 3 * num_requests, max_num_tokens=200)
     race.watch()
     lengths, counts = random.integers(1, 400, num_requests), random.integers(1, 120, num_requests)
     num_steps = num_preempted = num_resumed = num_chunks = 0
@@ -137,7 +156,7 @@ def check_random(sides: Sides, has_features: bool, num_requests: int = 80) -> No
         num_resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
         num_chunks += sum(1 < count < 200 for count in output.num_scheduled_tokens.values())
     race.close()
-    assert num_steps > 300 and num_preempted and num_resumed and num_chunks > num_requests
+    assert num_steps > 3 * num_requests and num_preempted and num_resumed and num_chunks > num_requests
 
 
 # ---- Time ----
@@ -164,8 +183,20 @@ def measure(sides: Sides, case: Case, num_steps: int, turn: int) -> dict[str, fl
             _timed_step(lane, case)
     steps = {f"{index}": partial(_timed_step, lane, case) for index, lane in enumerate(race.lanes)}
     times = steps_in_turns(steps, num_steps, turn)
+    launched = _launched(race.lanes[0], case)
     race.close()
-    return _summary(*times.values())
+    return _summary(*times.values()) | launched
+
+
+def _launched(lane: Lane, case: Case) -> dict[str, float]:
+    """Launches of kernels and copies to the device a step, of a runner that counts them."""
+    if not hasattr(lane.side.runner, "launched"):
+        return {}
+    before = lane.side.runner.launched()
+    for _ in range(WARM_UP_STEPS):
+        _timed_step(lane, case)
+    counts = zip(before.items(), lane.side.runner.launched().values(), strict=True)
+    return {name: round((after - count) / WARM_UP_STEPS, 2) for (name, count), after in counts}
 
 
 def _summary(stock: "list[Times]", ours: "list[Times]") -> dict[str, float]:

@@ -1,6 +1,8 @@
 """Host time a step of an engine core: vLLM's own scheduler and runner against ours, in one process.
 
-    python -m benchmarks.host.step [--cases NAME ...] [--steps N] [--turn N] [--plot FILE]
+    python -m benchmarks.host.step [--stock first|second] [--cases NAME ...] [--steps N] [--turn N] [--plot FILE]
+
+vLLM's second runner, the default where vLLM has it, or its first, which older releases have alone.
 
 Time is the thread's CPU time in ``schedule``, in the runner (execute_model, sample_tokens and, under asynchronous
 scheduling, get_output, less what the model, the logits and the sampler take, which are fakes of
@@ -16,11 +18,13 @@ Before a case is timed, and in schedules of random arrivals with chunked prompts
 schedulers must ask for the same steps, and both runners hand over the same token ids, positions, cache slots, visible
 keys and sampled places for each request (``StepTrace``), and return the same tokens.
 
-What favours the stock runner: see stock_runner.py.
+What favours vLLM's runners: see stock_runner.py and second_runner.py.
 """
 
 import argparse
 import json
+
+from vllm.config import VllmConfig
 
 from benchmarks.harness.report import make_parser, progress, show_row
 from benchmarks.harness.runners import init_process
@@ -33,9 +37,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=CASES, help="; ".join(CASES))
     parser.add_argument("--steps", type=int, default=512, help="timed steps a case")
     parser.add_argument("--turn", type=int, default=64, help="counted steps of a runner before it is the other's turn")
+    stocks = ["second", "first"] if hasattr(VllmConfig, "use_v2_model_runner") else ["first"]
+    parser.add_argument("--stock", choices=stocks, default=stocks[0], help="which of vLLM's runners is raced")
     args = parser.parse_args()
     if args.quick:
         args.cases, args.steps = args.cases or ["decode_8"], 4
+    # What sampling costs the second runner's host are launches and copies, of which no fake could keep account.
+    fit = [name for name, case in CASES.items() if args.stock == "first" or not case.has_features]
+    if args.cases and (unfit := [name for name in args.cases if name not in fit]):
+        parser.error(f"{', '.join(unfit)}: cases with features need --stock first")
+    args.cases = args.cases or fit
     return args
 
 
@@ -43,13 +54,13 @@ def main() -> None:
     args = arguments()
     init_process()
     results: dict[str, dict[str, float]] = {}
-    chosen = {name: CASES[name] for name in args.cases or CASES}
-    with progress((), "checks that both runners do the same", total=len(chosen)) as bar:
+    chosen = {name: CASES[name] for name in args.cases}
+    with progress((), f"checks that ours and vLLM's {args.stock} runner do the same", total=len(chosen)) as bar:
         for is_async in sorted({case.is_async for case in chosen.values()}):
             cases = {name: case for name, case in chosen.items() if case.is_async == is_async}
-            sides = Sides(is_async)
+            sides = Sides(is_async, args.stock == "second")
             for has_features in sorted({case.has_features for case in cases.values()}):
-                check_random(sides, has_features)
+                check_random(sides, has_features, 24 if args.quick else 80)
             for name, case in cases.items():
                 bar.set_description(name)
                 results[name] = measure(sides, case, args.steps, args.turn)

@@ -33,13 +33,10 @@ class _Stream:
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def record(self) -> None:
+    def record(self, stream: "_Stream | None" = None) -> None:
         pass
 
-    synchronize = record
-
-    def wait_stream(self, other: "_Stream") -> None:
-        pass
+    synchronize = wait_stream = record
 
 
 class _Generator(torch.Generator):
@@ -59,6 +56,7 @@ def stand_in_for_cuda() -> None:
     torch.Event = torch.cuda.Event = torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
     torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment, return-value]
     torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment, return-value]
+    torch.cuda.set_stream = lambda _: None  # type: ignore[assignment]
 
 
 class FakeSampler(Sampler):
@@ -109,7 +107,7 @@ class StockRunner(GPUModelRunner):
 class WatchedModel(FakeModel):
     """The model of the runner, which tells what live steps hand over."""
 
-    def __init__(self, runner: StockRunner) -> None:
+    def __init__(self, runner: Any) -> None:
         super().__init__(runner.fake_device)
         self.steps: list[StockTrace] | None = None
         """Traces of steps, which grow while steps are watched; None otherwise."""
@@ -156,7 +154,7 @@ class StockTrace(NamedTuple):
 
 
 @contextmanager
-def watch_stock(runner: StockRunner) -> Iterator[list[StockTrace]]:
+def watch_stock(runner: Any) -> Iterator[list[StockTrace]]:
     """``watch_steps`` of vLLM's runner."""
     steps = runner.model.steps = []
     try:
