@@ -1,15 +1,13 @@
 """Fixtures: tiny checkpoints, and real engines that are shut down after use."""
 
 import os
-import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lane import HAS_OPENXLA, IN_PART, NEWEST, ONLY_WITH_OPENXLA, ROOT
+from lane import HAS_OPENXLA, NEWEST, ROOT
 
 # One process, so that tests can look into the engine; tests of the other ways to run start processes of their own.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -30,6 +28,7 @@ import pytest
 import quick
 import torch
 from transformers import PreTrainedModel
+from turns import is_due, parts_of
 from vllm import LLM
 
 from model_runner_base.models.misfits import misfit_of_reload
@@ -74,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: takes minutes for what others show in part, so it runs with --full")
     config.addinivalue_line("markers", "once: one lane is enough for it, which is the one with torch_xla")
     config.addinivalue_line("markers", "newest: one lane is enough for it, which is the newest")
-    config.addinivalue_line("markers", "in_turns: of its cases a third runs at a commit; all with --full, or by name")
+    config.addinivalue_line("markers", "in_turns: a third of its cases runs at a commit; all with --full, or by name")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -84,8 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     if not config.getoption("full") and not config.getoption("quick"):
         is_named = config.option.keyword or any("::" in each for each in config.args)
-        turn = _turn()
-        chosen = {item for item in items if is_named or (_runs_here(item) and _is_its_turn(item, turn))}
+        chosen = {item for item in items if is_named or is_due(*parts_of(item))}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     if config.getoption("quick"):
@@ -100,30 +98,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
     files = [f"test_{name}" for name in LONGEST]
     items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
-
-
-def _runs_here(item: pytest.Item) -> bool:
-    """Whether a test is of the part that this lane runs of its file: see ``IN_PART``.
-
-    Of cases with the same values all run, or none, since they share an engine. A case that a lane skips runs in the
-    other one.
-    """
-    is_marked = any(map(item.get_closest_marker, ("openxla", "once", "newest", "skipif")))
-    if not HAS_OPENXLA or is_marked or item.path.stem.removeprefix("test_") not in IN_PART:
-        return True
-    values = getattr(getattr(item, "callspec", None), "id", item.name)
-    is_drawn = zlib.crc32(f"{item.path.stem}[{values}]".encode()) % 4 == 0
-    return is_drawn or any(model in values for model in ONLY_WITH_OPENXLA)
-
-
-def _turn() -> int | None:
-    """Third of the cases marked ``in_turns`` that this commit runs; None for all, where git tells no commit."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return int(done.stdout, 16) % 3 if done.returncode == 0 else None
-
-
-def _is_its_turn(item: pytest.Item, turn: int | None) -> bool:
-    return turn is None or not item.get_closest_marker("in_turns") or zlib.crc32(item.name.encode()) % 3 == turn
 
 
 @pytest.fixture(scope="module", autouse=True)

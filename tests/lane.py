@@ -104,6 +104,7 @@ NEWEST = [
     "gpu/test_gpu_runner.py",
     "neuron/test_dynamo.py",
     "neuron/test_pieces.py",
+    "project/test_benchmarks.py",
     "project/test_foreign_platform.py",
     "project/test_hostile_server.py",
     "project/test_plugins.py",
@@ -118,16 +119,3 @@ NEWEST = [
     "project/test_wheel.py",
 ]
 """Tests that run without torch_xla; those marked ``openxla`` or ``once`` are left out there."""
-
-IN_PART = """
-    audio gemma4 gguf hunyuan image_families kimi_linear latent_attention later_architectures lora
-    mistral_files mistral_large pooling pooling_images pooling_lora quantised_models recurrent_adapters
-    recurrent_models recurrent_speculation replaced_experts right_drafts_beside_windows small_caches
-    sparse_attention stages state_prefixes sweep text_alone transcription unequal_heads untried_families
-    written_references
-""".split()
-"""Files of tests/base that compare models with HF transformers, of whose cases the lane with torch_xla runs a quarter
-unless ``--full`` is given. The newest lane, whose engines start sooner, runs all. The kit holds each release to the
-promises that these models rest on."""
-ONLY_WITH_OPENXLA = ("bamba", "pixtral")
-"""Models of these files that the newest lane does not have, so that all of their cases run."""

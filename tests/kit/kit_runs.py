@@ -11,6 +11,7 @@ from pathlib import Path
 
 from counts import IS_FULL
 from forks import ROOT, run_kit
+from turns import due_of
 
 from docs_build import kit_results
 
@@ -24,29 +25,60 @@ FEWER_DRAWS = [] if IS_FULL else ["--draws", "500"]
 FEWER = [*FEWER_SCHEDULES, *FEWER_DRAWS]
 
 # Cases of the release with torch_xla that run with openxla's graphs: all that share the text engine, whose start takes
-# ten seconds and more, and one engine of each feature. The example device has others on that release, and the newest
-# one has all on the example device.
+# ten seconds and more, and one engine of each feature, of which a third runs at a commit. The example device has others
+# on that release, and the newest one has all on the example device.
 OF_TEXT = ["start", "equality.py and (llama or limits)", "device_operations", "repeated_numbers", "noise"]
 OF_TEXT += ["sampling.py", "combinations", "seeds.py", "logprobs.py", "logits_processors", "hostile_requests"]
 OF_TEXT += ["structured_outputs.py and not guidance", "distribution_under_penalties", "interfaces", "padding_of_nan"]
 OF_FEATURES = [
+    "speculation.py and prompt-lookup and not arrivals",
+    "speculation.py and often-right-synchronous and not arrivals",
+    "speculation.py and [eagle] and not arrivals",
+    "recurrent.py and qwen3-next and not drafts",
+    "multimodal.py and qwen3-vl",
+    "cache_formats.py and (latents or eight_bits)",
     "attention.py and (large-scores or high_block_ids)",
     "attention_memory",
-    "cache_formats.py and (latents or eight_bits)",
     "lora.py",
-    "multimodal.py and qwen3-vl",
     "pooling.py and ([qwen3] or vectors or preemption)",
-    "quantized.py and MXFP4",
-    "recurrent.py and qwen3-next and not drafts",
     "sleep.py and 1-alone",
-    "speculation.py and (prompt-lookup or often-right-synchronous or [eagle]) and not arrivals",
+    "quantized.py and MXFP4",
 ]
-CHOSEN = [f"test_{each}" for each in [*OF_TEXT, *OF_FEATURES]]
-COMPILED = " or ".join(CHOSEN)
+TEXT_COMPILED = [f"test_{each}" for each in OF_TEXT]
+FEATURES_COMPILED = [f"test_{each}" for each in OF_FEATURES]
+COMPILED = " or ".join([*TEXT_COMPILED, *FEATURES_COMPILED])
+COMPILED_NOW = " or ".join([*TEXT_COMPILED, *due_of(FEATURES_COMPILED, 3)])
+# Cases of the example device of which a third runs at a commit, on either release, those that take longest.
+IN_TURNS = [
+    "test_speculation.py and eagle",
+    "test_speculation.py and draft-",
+    "test_speculation.py and not (eagle or draft-)",
+    "test_random_schedules and gemma3",
+    "test_random_schedules and chunks",
+    "test_random_schedules and not (gemma3 or chunks)",
+    "test_ranks.py",
+    "test_server.py",
+    "test_distributions.py and not under_penalties",
+    "test_state_schedules.py or test_soak.py",
+    "test_recurrent.py or test_draft_gaps.py",
+    "test_multimodal.py or test_mixed_prompts.py",
+    "test_later_parameters.py",
+    "test_sleep.py or test_reload.py",
+    "test_unequal_heads.py or test_attention",
+    "test_preemption.py",
+    "test_equality.py and not (llama or limits)",
+    "test_transcription.py or test_half_precision.py or test_quantized.py",
+]
+NOT_NOW = [each for each in IN_TURNS if each not in due_of(IN_TURNS, 3)]
 # These steps choose among several sizes. Schedules with chunked attention, and with windows in some layers, take two
-# minutes with graphs; tests/base compares both architectures on openxla with transformers.
+# minutes with graphs; tests/base compares both architectures on openxla with transformers. A third runs at a commit.
 OF_SIZES = "(test_compilation or test_schedules or test_scheduled_writes)"
-SIZES_COMPILED = f"{OF_SIZES} and not (test_random_schedules and (gemma3 or chunks))"
+SIZES_COMPILED = [
+    "test_compilation",
+    "test_scheduled_writes or test_random_schedules and llama",
+    "test_schedules.py and not (llama or gemma3 or chunks)",
+]
+SIZES_COMPILED_NOW = due_of(SIZES_COMPILED, 3)
 
 
 def results_of(printed: str) -> dict[str, str]:

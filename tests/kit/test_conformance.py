@@ -15,6 +15,7 @@ from kit_runs import (
     FEWER,
     FEWER_SCHEDULES,
     FEWEST_SCHEDULES,
+    NOT_NOW,
     PLAIN,
     SIZES_COMPILED,
     assert_all_pass,
@@ -37,7 +38,7 @@ LEFT_OUT_OF_THE_NEWEST = ["distributions", "test_ranks.py"]
 # test_conformance_openxla.py has, and what the newest lane has on this device and vLLM's release has no part in.
 FURTHER_ON_THE_NEWEST = ["eagle-synchronous and not (drawn or greedy)", "test_server.py"]
 FURTHER_ON_THE_NEWEST += ["test_random_schedules and window", "always-wrong and not greedy"]
-FURTHER = [COMPILED, SIZES_COMPILED, "test_random_schedules", "test_state_schedules", "test_soak", "test_draft_gaps"]
+FURTHER = [COMPILED, *SIZES_COMPILED, "test_random_schedules", "test_state_schedules", "test_soak", "test_draft_gaps"]
 FURTHER += ["test_speculation.py and not (always-wrong or eagle-synchronous)", "test_long_contexts", "by_family"]
 FURTHER += ["test_attention.py", "test_multimodal.py", "test_recurrent.py and not wrong_drafts"]
 
@@ -79,7 +80,7 @@ def test_keeps_every_promise(pytestconfig: pytest.Config) -> None:
     is_recorded = pytestconfig.getoption("record")
     further = FURTHER if HAS_OPENXLA else FURTHER_ON_THE_NEWEST
     left_out = [] if HAS_OPENXLA else LEFT_OUT_OF_THE_NEWEST
-    left_out = left_out + ([] if IS_FULL or is_recorded else further)
+    left_out = left_out + ([] if IS_FULL or is_recorded else [*further, *NOT_NOW])
     chosen = ["-k", but(left_out)] if left_out else []
     status, results, printed = measure("example device (torch CPU)", [*PLAIN, *ALL, *chosen], is_recorded)
     assert_all_pass(status, results, printed)
@@ -105,6 +106,7 @@ def test_a_promise_that_is_kept_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     ("module", "status", "result", "words"),
     [
@@ -125,6 +127,7 @@ def test_broken_device(module: str, status: int, result: str, words: str, tmp_pa
 
 
 @pytest.mark.once
+@pytest.mark.in_turns
 @pytest.mark.parametrize("module", [FROM_SCRATCH, PADDED], ids=["from scratch", "padded"])
 def test_schedules_hold_on_variants_of_a_device(module: str, tmp_path: Path) -> None:
     """Checks of schedules pass with every step built from scratch, as they do with repeated steps. They pass where
