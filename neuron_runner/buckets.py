@@ -87,10 +87,10 @@ class NeuronBuckets(BucketPolicy):
             most_pairs, fewest = num_tiles * limits.max_chunk_kv_tiles, max(8, 2 * num_tokens // limits.chunk.query)
             num_shares = max(1, (most_pairs // fewest).bit_length() // bits)
             shares = [1 << (bits * power) for power in range(num_shares)]
-            for rows, share in product(decode_rows, shares):
-                decode_pairs, chunk_pairs = max(rows, rows * limits.max_kv_tiles // share), most_pairs // share
+            for num_rows, share in product(decode_rows, shares):
+                decode_pairs, chunk_pairs = max(num_rows, num_rows * limits.max_kv_tiles // share), most_pairs // share
                 tiles = min(num_tiles, chunk_pairs)  # Each has a pair at least.
-                sizes.append(limits.mixed_size(rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, tiles))
+                sizes.append(limits.mixed_size(num_rows, decode_pairs, num_tokens, num_chunks, chunk_pairs, tiles))
             if len(shares) > 1:
                 sizes.append(prompts_alone(limits, num_tokens, requests))
         return sizes

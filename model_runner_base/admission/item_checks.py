@@ -46,13 +46,15 @@ def check_fields(data: Mapping[str, Any], modality: str) -> None:
     embeds = data.get(modality + SUFFIX, ())
     if isinstance(embeds, torch.Tensor) and embeds.ndim != 2:
         raise RequestError(f"{modality}{SUFFIX} must have shape [rows, width] with {name}, got {[*embeds.shape]}")
-    rows = len(embeds)
+    num_rows = len(embeds)
     for sizes in grid.tolist():
         if min(sizes) < 1:
             raise RequestError(f"{name} must be positive, got {sizes}")
         # No model merges more than 64 patches into a row; check_shares compares the exact number.
-        if sizes[0] * sizes[1] * sizes[2] > 64 * max(rows, 1):
-            raise RequestError(f"{name} {sizes} has more patches than {rows} rows of {modality}{SUFFIX} can be made of")
+        if sizes[0] * sizes[1] * sizes[2] > 64 * max(num_rows, 1):
+            raise RequestError(
+                f"{name} {sizes} has more patches than {num_rows} rows of {modality}{SUFFIX} can be made of"
+            )
 
 
 def check_shares(data: Mapping[str, Any], modality: str, fields: Mapping[str, MultiModalFieldConfig]) -> None:

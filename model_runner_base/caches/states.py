@@ -218,10 +218,10 @@ def place_of(blocks: Any, counts: Any, num_places: int) -> Any:
 def fill_rings(table: BlockTable, unread: int, positions: np.ndarray, batch: InputBatch, rings: np.ndarray) -> None:
     """Writes the blocks that decode rows may read or write, if their positions are ``positions`` [R] or up to
     ``unread`` before them."""
-    rows = len(positions)
+    num_rows = len(positions)
     first = np.maximum(positions - unread - 1, 0)
-    stop = positions + batch.query_len[:rows]
-    fill_ring(table.block_size, first, stop, batch.rows[:rows], table.table, table.num_blocks, rings)
+    stop = positions + batch.query_len[:num_rows]
+    fill_ring(table.block_size, first, stop, batch.rows[:num_rows], table.table, table.num_blocks, rings)
 
 
 class RingUpdates:

@@ -72,12 +72,12 @@ class RequestLayout(TokenLayout):
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         """Fills in requests that share the tokens evenly, none longer than the model allows, with nothing in the
         cache."""
-        rows, query_start_loc = self._num_rows(size), views[QUERY_START]
-        in_rows = rows * self._query
-        query_start_loc[:rows] = np.arange(rows) * self._query
-        chunks = np.arange(size.num_reqs - rows + 1)
-        even = chunks * (size.num_tokens - in_rows) // max(1, size.num_reqs - rows)
-        query_start_loc[rows:] = in_rows + np.minimum(even, chunks * self.limits.max_model_len)
+        num_rows, query_start_loc = self._num_rows(size), views[QUERY_START]
+        in_rows = num_rows * self._query
+        query_start_loc[:num_rows] = np.arange(num_rows) * self._query
+        chunks = np.arange(size.num_reqs - num_rows + 1)
+        even = chunks * (size.num_tokens - in_rows) // max(1, size.num_reqs - num_rows)
+        query_start_loc[num_rows:] = in_rows + np.minimum(even, chunks * self.limits.max_model_len)
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
         return [DeviceStarts(step.views[STARTS], batch.rows)]

@@ -268,12 +268,12 @@ class StepLimits:
         In the mixed step, each request may have a decode row, ``max_chunks`` requests may have a chunk, and
         ``max_chunk_tokens`` tokens may be in chunks.
         """
-        rows, chunks, tokens = self.max_num_reqs, self.max_chunks, self.max_chunk_tokens
-        pairs, tiles = rows * self.max_kv_tiles, self.num_tiles(tokens, chunks)
+        num_rows, chunks, tokens = self.max_num_reqs, self.max_chunks, self.max_chunk_tokens
+        pairs, tiles = num_rows * self.max_kv_tiles, self.num_tiles(tokens, chunks)
         chunk_pairs = tiles * self.max_chunk_kv_tiles
         if not self.decodes:
             return (self.mixed_size(0, 0, tokens, chunks, chunk_pairs),)
-        return self.decode_size(rows, pairs), self.mixed_size(rows, pairs, tokens, chunks, chunk_pairs)
+        return self.decode_size(num_rows, pairs), self.mixed_size(num_rows, pairs, tokens, chunks, chunk_pairs)
 
 
 def _pairs_of(piece: int, keys: int, kv_tile: int) -> int:

@@ -127,30 +127,30 @@ class RowsAndTiles(TokenLayout):
     # ---- On the host ----
 
     def needs(self, batch: InputBatch) -> list[StepSize]:
-        rows, chunks = batch.num_decodes, None
+        num_rows, chunks = batch.num_decodes, None
         if not batch.is_decode:
-            chunks = Requests(batch.query_len[rows:], batch.num_computed[rows:], batch.rows[rows:])
+            chunks = Requests(batch.query_len[num_rows:], batch.num_computed[num_rows:], batch.rows[num_rows:])
         placed = Placed(batch, self._reach_of(batch), chunks)
         needs = [kind.need(placed) for kind in self._kinds]
         pairs, chunk_pairs, tiles = needs[0] if len(needs) == 1 else map(max, zip(PairNeed(), *needs, strict=True))
         if chunks is None:
-            size = self.limits.decode_size(rows, pairs)
+            size = self.limits.decode_size(num_rows, pairs)
         else:
-            num_chunks, num_tokens = batch.num_reqs - rows, int(chunks.num_tokens.sum())
+            num_chunks, num_tokens = batch.num_reqs - num_rows, int(chunks.num_tokens.sum())
             # Kinds without plans count no tiles.
             tiles = tiles or int((-(-chunks.num_tokens // self.limits.chunk.query)).sum())
-            size = self.limits.mixed_size(rows, pairs, num_tokens, num_chunks, chunk_pairs, tiles)
+            size = self.limits.mixed_size(num_rows, pairs, num_tokens, num_chunks, chunk_pairs, tiles)
         return [size, *(other for kind in self._kinds for other in kind.other_sizes(batch))]
 
     def _reach_of(self, batch: InputBatch) -> Requests:
         """Decode rows, with the number of positions that each may touch in this step, and the first of them."""
-        limits, rows = self.limits, batch.num_decodes
-        query_len, num_computed = batch.query_len[:rows], batch.num_computed[:rows]
+        limits, num_rows = self.limits, batch.num_decodes
+        query_len, num_computed = batch.query_len[:num_rows], batch.num_computed[:num_rows]
         if limits.decode_reach > 1:
             stop = np.minimum(num_computed + query_len + limits.ahead, limits.max_model_len)
             num_computed = np.maximum(num_computed - limits.unread, 0)
             query_len = stop - num_computed
-        return Requests(query_len, num_computed, batch.rows[:rows])
+        return Requests(query_len, num_computed, batch.rows[:num_rows])
 
     def chunk_start(self, size: StepSize, num_decode_tokens: int) -> int:
         if size.kind != StepKind.MIXED:

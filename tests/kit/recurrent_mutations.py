@@ -41,8 +41,8 @@ MUTATIONS = [
     Mutation(
         "a repeated step takes the states of the rows before",
         "caches/states.py",
-        "stop, batch.rows[:rows], table.table",
-        "stop, np.arange(rows), table.table",
+        "stop, batch.rows[:num_rows], table.table",
+        "stop, np.arange(num_rows), table.table",
         "test_recurrent and arrivals",
     ),
     Mutation(
