@@ -3,7 +3,7 @@
     python3.11 dev.py generate [options]   text from the bundled model, through vLLM
     python3.11 dev.py rank [options]       sentences by how close they are to a query, with the bundled embedding model
     python3.11 dev.py test [options]       the tests in up to four processes, with pytest's options (-n 0: in one)
-    python3.11 dev.py test --quick         a test of each kind, about five minutes; --full: every random case, too
+    python3.11 dev.py test --quick         a test of each kind, about five minutes; --full: those that take turns, too
     python3.11 dev.py check                style and types, by ruff and mypy, and the docs, by mkdocs
     python3.11 dev.py docs                 the docs as a site, served on this machine; --build: built only
     python3.11 dev.py run COMMAND ...      any command of the environment, such as `vllm serve`
@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> None:
     if arguments[0] in ("test", "check", "docs"):
         os.chdir(ROOT)
     if arguments == ["test"]:
-        print(f"Lane {lane.name} on two cores: all tests take about {lane.minutes} minutes, --quick 5", flush=True)
+        print(f"Lane {lane.name} on two cores: about {lane.minutes} minutes, with --quick 5", flush=True)
     os.execvpe(command[0], command, environment)
 
 

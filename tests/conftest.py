@@ -60,7 +60,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tests of this repository")
     group.addoption("--quick", action="store_true", help="a test of each kind, with a bar: about five minutes")
-    group.addoption("--full", action="store_true", help="every random case, not a quarter, and the longest tests")
+    group.addoption(
+        "--full", action="store_true", help="every random case, not a quarter, the longest tests, and all turns"
+    )
     group.addoption("--record", action="store_true", help="write the kit's results to docs_build/kit_results.json")
 
 
@@ -82,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     if not config.getoption("full") and not config.getoption("quick"):
-        is_named = config.option.keyword or any("::" in each for each in config.args)
+        is_named = config.option.keyword or any("::" in each or each.endswith(".py") for each in config.args)
         chosen = {item for item in items if is_named or is_due(*parts_of(item))}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]

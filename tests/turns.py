@@ -1,9 +1,10 @@
-"""Tests that run in turns: a part of them at each commit. Which part it is follows from the commit."""
+"""Tests that run in turns: a part of them at each commit, which is drawn by the commit's hash."""
 
 import subprocess
 import zlib
 from collections.abc import Sequence
 from functools import cache
+from shutil import which
 
 import pytest
 from lane import HAS_OPENXLA, ROOT
@@ -27,7 +28,7 @@ WHOLE_IN_THIRDS = """
     embeddings_server engine_ends foreign_platform hostile_server image_server lora_server plugins pooling_server ray
     sleep transcription_server ways_to_run wheel
 """.split()
-"""Files whose tests share a server. A third of the files runs at a commit."""
+"""Files that run whole: their tests share a server, or are few and long. A third of the files runs at a commit."""
 
 
 def parts_of(item: pytest.Item) -> tuple[str, int]:
@@ -47,6 +48,8 @@ def parts_of(item: pytest.Item) -> tuple[str, int]:
 @cache
 def _commit() -> int | None:
     """Number of the commit; None where git tells none, so that all tests run."""
+    if which("git") is None:
+        return None
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return int(done.stdout, 16) if done.returncode == 0 else None
 

@@ -70,7 +70,8 @@ class Layer(AttentionLayerBase):
 def init_process() -> None:
     """Sets the process up as a worker does: one rank, one thread for tensor code so that thread time is all of it.
 
-    vLLM's engine and scheduler serve its first model runner, which is the one that is measured.
+    vLLM's engine and scheduler serve its first model runner, unless a config asks for the second
+    (host/second_runner.py).
     """
     torch.set_num_threads(1)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"

@@ -1,4 +1,4 @@
-"""Cases of ``benchmarks.host.step``."""
+"""Cases of ``benchmarks.host.step``, with targets of the race against vLLM's first runner."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -35,10 +35,10 @@ OUTLIER = 10
 
 
 class Maker(NamedTuple):
-    """Parts of a lane that all races share: a runner with its config, and the class of its scheduler."""
+    """Parts of a lane that all races share: a runner with its config, and what makes its scheduler."""
 
     side: Side
-    scheduler_cls: Callable[..., Scheduler]
+    scheduler: Callable[..., Scheduler]
     config: VllmConfig
 
 
@@ -77,10 +77,10 @@ class Race:
     def __init__(self, sides: Sides, num_blocks: int = NUM_BLOCKS, max_num_tokens: int = MAX_NUM_TOKENS) -> None:
         name, Race._count = str(Race._count), Race._count + 1
         self.lanes = []
-        for side, scheduler_cls, config in sides.makers:
+        for side, scheduler, config in sides.makers:
             side.device.is_live = True
-            scheduler = make_scheduler(scheduler_cls, config, num_blocks, max_num_tokens)
-            self.lanes.append(Lane(side, scheduler, sides.is_async, name))
+            made = make_scheduler(scheduler, config, num_blocks, max_num_tokens)
+            self.lanes.append(Lane(side, made, sides.is_async, name))
 
     def add(self, length: int, max_tokens: int, has_features: bool = False) -> None:
         for lane in self.lanes:
@@ -189,7 +189,7 @@ def measure(sides: Sides, case: Case, num_steps: int, turn: int) -> dict[str, fl
 
 
 def _launched(lane: Lane, case: Case) -> dict[str, float]:
-    """Launches of kernels and copies to the device a step, of a runner that counts them."""
+    """Launches of Triton kernels, and copies to the device, a step, of a runner that counts them."""
     if not hasattr(lane.side.runner, "launched"):
         return {}
     before = lane.side.runner.launched()

@@ -168,10 +168,6 @@ def compute_slot_mappings(
         slots[group, num_tokens:] = -1
 
 
-def bincount(grid: Grid, *_: Any, **__: Any) -> None:
-    """Leaves out the counts of tokens for penalties, which no case of this runner has."""
-
-
 def _table(address: torch.Tensor, width: torch.Tensor, num_rows: int) -> np.ndarray:
     """The block table [num_rows, width] that lies at an address."""
     numbers = (ctypes.c_int32 * (num_rows * int(width))).from_address(int(address))
@@ -188,7 +184,6 @@ KERNELS: dict[str, Callable[..., None]] = {
         post_update,
         gather_block_tables,
         compute_slot_mappings,
-        bincount,
     )
 }
 """Functions by the names that vLLM gives the kernels."""

@@ -62,10 +62,9 @@ IN_TURNS = [
     "test_state_schedules.py or test_soak.py",
     "test_recurrent.py or test_draft_gaps.py",
     "test_multimodal.py or test_mixed_prompts.py",
-    "test_later_parameters.py",
     "test_sleep.py or test_reload.py",
     "test_unequal_heads.py or test_attention",
-    "test_preemption.py",
+    "test_preemption.py or test_later_parameters.py",
     "test_equality.py and not (llama or limits)",
     "test_transcription.py or test_half_precision.py or test_quantized.py",
 ]
@@ -131,9 +130,10 @@ def measure(device: str, arguments: list[str], is_recorded: bool) -> tuple[int |
     return status, results, printed
 
 
-def assert_all_pass(status: int | None, results: dict[str, str], printed: str, *refused: str) -> None:
-    """Asserts that each promise of the table is kept, and none refused but those that begin as ``refused`` do."""
+def assert_all_pass(status: int | None, results: dict[str, str], printed: str, *refused: str, fewest: int = 40) -> None:
+    """Asserts that the table has ``fewest`` promises or more, that all are kept, and that none is refused but those
+    that begin as ``refused`` do."""
     assert status == 0, printed[-8000:]
-    assert len(results) > 40, printed[-8000:]
+    assert len(results) >= fewest, printed[-8000:]
     not_kept = {promise for promise, result in results.items() if not result.startswith("passes")}
     assert {promise for promise in not_kept if not promise.startswith(refused)} == set()

@@ -83,9 +83,10 @@ def test_keeps_every_promise(pytestconfig: pytest.Config) -> None:
     left_out = left_out + ([] if IS_FULL or is_recorded else [*further, *NOT_NOW])
     chosen = ["-k", but(left_out)] if left_out else []
     status, results, printed = measure("example device (torch CPU)", [*PLAIN, *ALL, *chosen], is_recorded)
-    assert_all_pass(status, results, printed)
+    # With torch_xla few are left, of which a part runs at a commit.
+    assert_all_pass(status, results, printed, fewest=20 if HAS_OPENXLA else 40)
     assert "Warning" not in printed and "leaked" not in printed, "lines that a vendor cannot do anything about"
-    assert re.search(r"^\d+ checks; on the example device about \d+ minutes$", printed, re.M)
+    assert re.search(r"^\d+ checks; on the example device about (a minute|\d+ \w+)$", printed, re.M)
 
 
 def test_a_promise_that_is_kept_no_more(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ def test_each_part_of_the_selection_has_cases() -> None:
     for part in [*TEXT_COMPILED, *FEATURES_COMPILED, *IN_TURNS, *SIZES_COMPILED]:
         chosen = Expression.compile(part)
         assert any(chosen.evaluate(lambda word, case=case, **_: word.lower() in case) for case in cases), part
+    for case in cases:
+        turns = [part for part in IN_TURNS if Expression.compile(part).evaluate(lambda word, **_: word.lower() in case)]  # noqa: B023
+        assert len(turns) < 2, f"{case} would wait for two turns: {turns}"
 
 
 def test_a_check_that_one_device_leaves_out_runs_on_another() -> None:
