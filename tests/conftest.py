@@ -75,7 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: takes minutes for what others show in part, so it runs with --full")
     config.addinivalue_line("markers", "once: one lane is enough for it, which is the one with torch_xla")
     config.addinivalue_line("markers", "newest: one lane is enough for it, which is the newest")
-    config.addinivalue_line("markers", "in_turns: a third of its cases runs at a commit; all with --full, or by name")
+    config.addinivalue_line(
+        "markers", "in_turns(parts=3): one part of its cases runs at a commit; all with --full, or by name"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

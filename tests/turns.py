@@ -10,9 +10,10 @@ import pytest
 from lane import HAS_OPENXLA, ROOT
 
 IN_THIRDS = """
-    acme_device architectures contiguous_cache drafted_prefixes drafts drafts_with_images dynamo examples gpu_lora
-    gpu_recurrent gpu_runner images latent_adapters orphans plain_device quantization reload_images smallest_limits
-    suffix_decoding tensor_parallel trained_heads unequal_layers upstream
+    acme_device architectures contiguous_cache drafted_prefixes drafts drafts_with_images dynamo examples expert_ranks
+    gpu_lora gpu_recurrent gpu_runner image_ranks images latent_adapters orphans plain_device quantization
+    recurrent_ranks reload_images serving_while_compiling smallest_limits suffix_decoding tensor_parallel
+    trained_heads unequal_layers upstream
 """.split()
 """Files whose cases take long. A third of their cases runs at a commit."""
 IN_QUARTERS = """
@@ -25,8 +26,8 @@ IN_QUARTERS = """
 """Files of tests/base that compare models with HF transformers. At a commit a quarter of their
 cases runs with torch_xla, and a half in the newest lane, whose engines start sooner."""
 WHOLE_IN_THIRDS = """
-    embeddings_server engine_ends foreign_platform hostile_server image_server lora_server plugins pooling_server ray
-    sleep transcription_server ways_to_run wheel
+    embeddings_server engine_ends foreign_platform hostile_engine hostile_server image_embeddings image_server
+    lora_server plugins pooling_ranks pooling_server ray runtime_control sleep transcription_server ways_to_run wheel
 """.split()
 """Files that run whole: their tests share a server, or are few and long. A third of the files runs at a commit."""
 
@@ -34,8 +35,8 @@ WHOLE_IN_THIRDS = """
 def parts_of(item: pytest.Item) -> tuple[str, int]:
     """Name of what runs or waits together with a test, and of how many parts one runs at a commit."""
     file = item.path.stem.removeprefix("test_")
-    if item.get_closest_marker("in_turns"):
-        return item.name, 3
+    if marker := item.get_closest_marker("in_turns"):
+        return item.name, *(marker.args or (3,))
     # Cases with the same values share an engine.
     values = f"{file}[{getattr(getattr(item, 'callspec', None), 'id', item.name)}]"
     if file in IN_THIRDS:

@@ -41,7 +41,7 @@ def run_with(fault: DeviceFault, directory: Path) -> Run:
     return run_kit([*device, *options], directory, timeout_s=600, VLLM_PLUGINS="", COLUMNS="1000")
 
 
-@pytest.mark.in_turns
+@pytest.mark.in_turns(5)
 @pytest.mark.parametrize("fault", HERE, ids=lambda fault: fault.name)
 def test_the_kit_catches(fault: DeviceFault, verdicts: dict[str, Future[Run]]) -> None:
     """A fault of a device fails a row of the kit's table, whose message helps to find it."""

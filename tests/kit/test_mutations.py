@@ -59,7 +59,7 @@ def test_the_base_as_it_is_passes(verdicts: dict[str, Future[Run]]) -> None:
     assert len(re.findall(r" passes ", run.printed)) >= 2
 
 
-@pytest.mark.in_turns
+@pytest.mark.in_turns(5)
 @pytest.mark.parametrize("mutation", HERE, ids=lambda mutation: mutation.name)
 def test_the_kit_catches(mutation: Mutation, verdicts: dict[str, Future[Run]]) -> None:
     """A deliberate fault fails a row of the kit's table, which says what is wrong."""
