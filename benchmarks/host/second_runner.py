@@ -10,6 +10,7 @@ would spare.
 """
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,6 @@ from vllm.triton_utils import triton
 if not hasattr(triton, "next_power_of_2"):  # vLLM's placeholder, without a GPU, lacks it.
     triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
 
-from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu import buffer_utils, model_runner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -90,6 +90,18 @@ class Copies:
         return staged.clone() if out is None else out.copy_(staged)
 
 
+class SharedBuffer:
+    """Stand-in for memory that host and device share, vLLM's ``UvaBuffer``."""
+
+    def __init__(self, size: int | Sequence[int], dtype: torch.dtype) -> None:
+        self.cpu = torch.zeros(size, dtype=dtype)
+        self.np = self.cpu.numpy()
+
+    def uva(self, count: int | None = None) -> torch.Tensor:
+        """The first ``count`` numbers, or all, as the device sees them."""
+        return self.cpu if count is None else self.cpu[:count]
+
+
 class _Unmeasured:
     """Stand-in for the profiler of the device's memory."""
 
@@ -113,7 +125,7 @@ def stand_in_for_triton() -> None:
                 setattr(module, name, Copies.copy)
             elif name.endswith("_kernel"):
                 setattr(module, name, kernels.setdefault(name, Kernel(name)))
-    buffer_utils.UvaBuffer = UvaBuffer  # type: ignore[misc]
+    buffer_utils.UvaBuffer = SharedBuffer  # type: ignore[misc, assignment]
     buffer_utils.is_uva_available = lambda: True  # type: ignore[assignment]
     model_runner.DeviceMemoryProfiler = _Unmeasured  # type: ignore[misc, assignment]
     model_runner.init_kv_cache = lambda *_, **__: {}  # No tensors, since no layer runs.
