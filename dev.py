@@ -87,8 +87,8 @@ def show_progress(done: int, what: str, total: int = 3) -> None:
 LANES = {
     lane.name: lane
     for lane in (
-        Lane("0.16", ".venv", "0.16.0", "neuron,test", 50),
-        Lane("newest", ".venv-newest", "0.33.0", "newest,test", 28, "newest-overrides.txt"),
+        Lane("0.16", ".venv", "0.16.0", "neuron,test", 40),
+        Lane("newest", ".venv-newest", "0.33.0", "newest,test", 20, "newest-overrides.txt"),
     )
 }
 """The first is the default."""

@@ -90,7 +90,7 @@ class Repeat:
         else:
             put_ints(schedule.num_computed, batch.num_computed)
             batch.seq_lens[:] = batch.num_computed + batch.row_len
-        if not (all(part.advance(batch.num_computed) for part in self._parts) and self._runs_at(step.size)):
+        if not (self._advance_parts(batch.num_computed) and self._runs_at(step.size)):
             if batch.row_len == 1:
                 self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.
             self._batch = None
@@ -100,6 +100,14 @@ class Repeat:
         else:
             step.send_entries()
         return batch, step
+
+    def _advance_parts(self, num_computed: np.ndarray) -> bool:
+        """Moves the parts on; False as soon as the buffer has no space for one's changes."""
+        # A generator in ``all`` takes three times as long.
+        for part in self._parts:  # noqa: SIM110
+            if not part.advance(num_computed):
+                return False
+        return True
 
     def _runs_at(self, size: StepSize) -> bool:
         """Whether a step that can be repeated runs at the size that it was packed at. Called before it is sent."""
