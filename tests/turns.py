@@ -23,8 +23,8 @@ IN_QUARTERS = """
     sparse_attention stages state_prefixes sweep text_alone transcription unequal_heads untried_families
     written_references
 """.split()
-"""Files of tests/base that compare models with HF transformers. At a commit a quarter of their
-cases runs with torch_xla, and a half in the newest lane, whose engines start sooner."""
+"""Files of tests/base that compare models with HF transformers. At a commit a quarter of their cases runs with
+torch_xla, and a half in the newest lane, whose engines start sooner."""
 WHOLE_IN_THIRDS = """
     embeddings_server engine_ends foreign_platform hostile_engine hostile_server image_embeddings image_server
     lora_server plugins pooling_ranks pooling_server ray runtime_control sleep transcription_server ways_to_run wheel

@@ -7,6 +7,7 @@ launched again.
 
 import time
 from collections.abc import MutableSequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,27 +46,25 @@ class FakeDevice:
         self._results.clear()
 
     def run(self, function: StepFunction, *args: Any, **kwargs: Any) -> Any:
-        """Runs work live, in replayed steps, too."""
+        """Runs work of the device, and takes its time out."""
         before, start = self.taken_ns, time.thread_time_ns()
         result = function(*args, **kwargs)
+        # Calls of this method inside this one are part of it.
         self.taken_ns = before + time.thread_time_ns() - start + CLOCK_NS
         return result
 
     def wrap(self, function: StepFunction) -> StepFunction:
-        def call(*args: Any) -> Any:
-            before, start = self.taken_ns, time.thread_time_ns()
-            key = (call, *(getattr(arg, "shape", arg) for arg in args))
+        def replayed(*args: Any) -> Any:
+            key = (replayed, *(getattr(arg, "shape", arg) for arg in args))
             if self.is_live:
                 result = function(*args)
             else:
                 result = self._results.get(key)
                 if result is None:
                     result = self._results[key] = function(*args)
-            # Wrapped calls inside this one are part of it.
-            self.taken_ns = before + time.thread_time_ns() - start + CLOCK_NS
             return result
 
-        return call
+        return partial(self.run, replayed)
 
 
 class FakeModel(nn.Module):

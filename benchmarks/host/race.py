@@ -156,7 +156,7 @@ def check_random(sides: Sides, has_features: bool, num_requests: int) -> None:
         num_resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
         num_chunks += sum(1 < count < 200 for count in output.num_scheduled_tokens.values())
     race.close()
-    assert num_steps > 3 * num_requests and num_preempted and num_resumed and num_chunks > num_requests
+    assert num_steps > 3.75 * num_requests and num_preempted and num_resumed and num_chunks > num_requests
 
 
 # ---- Time ----
