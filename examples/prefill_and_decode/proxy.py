@@ -1,15 +1,21 @@
 """Proxy of a prefill engine and a decode engine: the first computes a prompt's blocks, the second one answers.
 
 python examples/prefill_and_decode/proxy.py PORT PREFILL_URL DECODE_URL
+
+If the prefill engine does not answer, the decode engine computes the prompt. If the decode engine does not answer, the
+client gets status 503; if it ends while it answers, the client's connection breaks, so that no answer looks whole.
 """
 
+import contextlib
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
-from aiohttp import ClientSession, ClientTimeout, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 SESSION = web.AppKey("session", ClientSession)
 ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "n": 1, "stream": False}
+NO_ANSWER = {"error": {"message": "the decode engine does not answer", "type": "ServiceUnavailable", "code": 503}}
 
 
 def make_proxy(prefill: str, decode: str) -> web.Application:
@@ -18,20 +24,34 @@ def make_proxy(prefill: str, decode: str) -> web.Application:
             app[SESSION] = session
             yield
 
-    async def answer(request: web.Request) -> web.StreamResponse:
-        body, session = await request.json(), request.app[SESSION]
+    async def refusal(session: ClientSession, path: str, body: dict[str, Any]) -> web.Response | None:
+        """The prefill engine's answer if the request is at fault; else None, with or without blocks of the prompt."""
         short = {name: value for name, value in body.items() if name != "stream_options"} | ONE_TOKEN
-        async with session.post(prefill + request.path, json=short) as prefilled:
-            if prefilled.status != 200:
+        with contextlib.suppress(ClientError):
+            async with session.post(prefill + path, json=short) as prefilled:
                 text = await prefilled.read()
-                return web.Response(body=text, status=prefilled.status, content_type=prefilled.content_type)
-        async with session.post(decode + request.path, json=body) as decoded:
-            response = web.StreamResponse(status=decoded.status)
-            response.content_type = decoded.content_type
-            await response.prepare(request)
-            async for piece in decoded.content.iter_any():
-                await response.write(piece)
-            return response
+                if 400 <= prefilled.status < 500:
+                    return web.Response(body=text, status=prefilled.status, content_type=prefilled.content_type)
+        return None
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body, session, response = await request.json(), request.app[SESSION], web.StreamResponse()
+        if refused := await refusal(session, request.path, body):
+            return refused
+        try:
+            async with session.post(decode + request.path, json=body) as decoded:
+                response.set_status(decoded.status)
+                response.content_type = decoded.content_type
+                async for piece in decoded.content.iter_any():
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(piece)
+        except ClientError:
+            if not response.prepared:
+                return web.json_response(NO_ANSWER, status=503)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
 
     app = web.Application(client_max_size=1 << 30)
     app.cleanup_ctx.append(connect)

@@ -1,0 +1,122 @@
+"""Two servers and a proxy as the docs start them, each a process of its own; what a client sees if one is killed."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from conftest import BUNDLED_MODEL
+from lane import ROOT
+from serving import served
+
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.server import gauge
+
+pytestmark = pytest.mark.newest
+EXAMPLE = ROOT / "examples" / "prefill_and_decode"
+PROMPTS = random_prompts(34, [90, 5, 33])
+SMALL = ["--max-model-len", "128", "--max-num-seqs", "4", "--block-size", "16", "--enforce-eager"]
+LOADED = "vllm:external_prefix_cache_hits_total"
+
+
+def options(role: str, directory: Path) -> list[str]:
+    transfer = {
+        "kv_connector": "BlockFiles",
+        "kv_connector_module_path": "block_files",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"directory": str(directory)},
+    }
+    return [*SMALL, "--kv-cache-memory-bytes", str(1 << 26), "--kv-transfer-config", json.dumps(transfer)]
+
+
+@contextmanager
+def proxied(prefill: str, decode: str) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(EXAMPLE / "proxy.py"), str(port), prefill, decode])
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(url)
+                break
+            except httpx.ConnectError:
+                assert time.monotonic() < deadline, "the proxy does not answer"
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def body(prompt: tuple[int, ...], count: int, **others: Any) -> dict[str, Any]:
+    what = {"model": str(BUNDLED_MODEL), "prompt": list(prompt), "max_tokens": count, "temperature": 0}
+    return what | {"ignore_eos": True, "return_token_ids": True} | others
+
+
+def ask(url: str, prompt: tuple[int, ...], count: int = 12) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=body(prompt, count), timeout=60)
+
+
+def tokens_of(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def processes_of(url: str) -> list[psutil.Process]:
+    """The server at a port, and the processes that it has started."""
+    port = url.rsplit(":", 1)[1]
+    children = psutil.Process().children(recursive=True)
+    (server,) = (each for each in children if "serve" in each.cmdline() and port in each.cmdline())
+    return [server, *server.children(recursive=True)]
+
+
+def engine_of(url: str) -> psutil.Process:
+    """The engine core's process."""
+    (core,) = (each for each in processes_of(url) if "EngineCore" in " ".join(each.cmdline()))
+    return core
+
+
+def test_two_servers(tmp_path: Path) -> None:
+    model = TinyModel(BUNDLED_MODEL)
+    wanted = [model.greedy(prompt, 12) for prompt in PROMPTS]
+    path = {"PYTHONPATH": f"{EXAMPLE}:{':'.join(filter(None, sys.path))}"}
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(served(BUNDLED_MODEL, *options(role, tmp_path), **path))
+            for role in ("kv_producer", "kv_consumer")
+        )
+        proxy = stack.enter_context(proxied(prefill, decode))
+        assert [tokens_of(ask(proxy, prompt)) for prompt in PROMPTS] == wanted
+        assert gauge(decode, LOADED) == sum((len(prompt) - 1) // 16 * 16 for prompt in PROMPTS)
+        assert ask(proxy, PROMPTS[0], 1000).status_code == 400, "the client's fault"
+
+        engine_of(prefill).kill()
+        (new,) = random_prompts(35, [70])
+        assert tokens_of(ask(proxy, new)) == model.greedy(new, 12), "the decode engine computes the prompt"
+
+        lines = []
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            httpx.stream("POST", f"{proxy}/v1/completions", json=body(new, 50, stream=True), timeout=60) as answer,
+        ):
+            for line in answer.iter_lines():
+                if not lines:
+                    for process in processes_of(decode):
+                        process.kill()
+                lines.append(line)
+        assert lines and not any("[DONE]" in line for line in lines), "an answer that is cut looks whole"
+        refused = ask(proxy, new)
+        assert refused.status_code == 503 and "does not answer" in refused.json()["error"]["message"]
