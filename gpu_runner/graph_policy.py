@@ -45,12 +45,12 @@ class CudaGraphPolicy(GraphPolicy):
         self._token_sizes = list(config.cudagraph_capture_sizes or ()) if mode != CUDAGraphMode.NONE else []
         most, query = limits.max_num_reqs, limits.decode.query
         whole = self._decode == CUDAGraphMode.FULL and limits.decodes
-        self._row_sizes = sorted(
+        self._decode_num_reqs = sorted(
             {size // query for size in self._token_sizes if whole and query <= size <= most * query}
         )
         """Numbers of requests for which pure decode has a graph; each request has the tokens of one decode row."""
         steps = [self._mixed_size(num_tokens, min(num_tokens, most)) for num_tokens in self._token_sizes]
-        steps += map(self._decode_size, self._row_sizes)
+        steps += map(self._decode_size, self._decode_num_reqs)
         self.sizes = sorted({size for size in map(self.dispatch, steps) if self.mode_of(size) != CUDAGraphMode.NONE})
 
     def _decode_size(self, num_reqs: int) -> StepSize:
@@ -76,9 +76,9 @@ class CudaGraphPolicy(GraphPolicy):
 
     def dispatch(self, need: StepSize) -> StepSize:
         if need.kind == StepKind.DECODE:
-            index = bisect_left(self._row_sizes, need.num_reqs)
-            if index < len(self._row_sizes):
-                return self._decode_size(self._row_sizes[index])
+            index = bisect_left(self._decode_num_reqs, need.num_reqs)
+            if index < len(self._decode_num_reqs):
+                return self._decode_size(self._decode_num_reqs[index])
         index = bisect_left(self._token_sizes, need.num_tokens)
         if index == len(self._token_sizes) or self._mixed == CUDAGraphMode.NONE:
             return need
@@ -93,7 +93,7 @@ class CudaGraphPolicy(GraphPolicy):
     def mode_of(self, size: StepSize) -> CUDAGraphMode:
         """How a step of a dispatched size runs: FULL, PIECEWISE or NONE."""
         if size.kind == StepKind.DECODE:
-            return CUDAGraphMode.FULL if size.num_reqs in self._row_sizes else CUDAGraphMode.NONE
+            return CUDAGraphMode.FULL if size.num_reqs in self._decode_num_reqs else CUDAGraphMode.NONE
         return self._mixed if size.num_tokens in self._token_sizes else CUDAGraphMode.NONE
 
     def num_compilations(self) -> int:

@@ -291,7 +291,7 @@ class ModelRunnerBase:
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None) -> Output | None:
         """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless this returns an output.
 
-        ``intermediate_tensors`` are None: stages of a pipeline send them themselves (``heads/stages.py``).
+        ``intermediate_tensors`` are None: stages of a pipeline send them themselves (``heads/pipeline_stages.py``).
         """
         parts, schedule = self.parts, self._update_states(read_schedule(scheduler_output))
         self._execute_encoder(schedule)

@@ -53,8 +53,8 @@ class PagedPlatform(Platform):
     """Share of the host's free memory for the KV cache, if the user sets no size and no share."""
 
     serves_stages = False
-    """Whether workers can be stages of a pipeline (``heads/stages.py``). A device says so whose graphs take and return
-    further tensors, and whose ranks choose equal sizes: not one that compiles sizes while it serves."""
+    """Whether workers can be stages of a pipeline (``heads/pipeline_stages.py``). A device says so whose graphs take
+    and return further tensors, and whose ranks choose equal sizes: not one that compiles sizes while it serves."""
 
     serves_replicas = False
     """Whether engines can be replicated (``data_parallel_size``). A device says so whose workers take the device at

@@ -206,19 +206,19 @@ class ModelRunnerWorker(WorkerBase):
             # they may have taken their part of it already.
             free = memory.free // self._num_sharing()
             if memory.total and asked + states + step_memory + offloaded > free:
-                kept = f", {offloaded / GiB_bytes:.2f} GiB for blocks on the host" if offloaded else ""
+                on_host = f", {offloaded / GiB_bytes:.2f} GiB for blocks on the host" if offloaded else ""
                 remedy = "kv_offloading_size, " if offloaded else ""
                 raise ValueError(
-                    f"a KV cache of {(asked + states) / GiB_bytes:.2f} GiB{kept} and {step_memory / GiB_bytes:.2f} GiB "
-                    f"for the largest step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: lower "
-                    f"{remedy}kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len (-1 fits it "
-                    "to the KV cache alone: give a number)"
+                    f"a KV cache of {(asked + states) / GiB_bytes:.2f} GiB{on_host} and {step_memory / GiB_bytes:.2f} "
+                    f"GiB for the largest step do not fit the {free / GiB_bytes:.2f} GiB that are free for a worker: "
+                    f"lower {remedy}kv_cache_memory_bytes, max_num_batched_tokens, max_num_seqs or max_model_len (-1 "
+                    "fits it to the KV cache alone: give a number)"
                 )
             return asked
         if self._shares_host_memory():
-            parts = self._num_sharing() * self.num_local_replicas
+            num_sharing = self._num_sharing() * self.num_local_replicas
             share = current_platform.default_memory_share
-            memory = MemoryInfo(free=memory.free // parts, total=memory.total // parts)
+            memory = MemoryInfo(free=memory.free // num_sharing, total=memory.total // num_sharing)
             specs, needed = self.model_runner.get_kv_cache_spec(), step_memory + states
             weights = self._weights_memory
             available = host_cache_memory(self.vllm_config, specs, memory, weights, needed, share, offloaded)

@@ -109,10 +109,10 @@ class _HostTransport:
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self._world_size)]
+        shards = [torch.empty_like(x) for _ in range(self._world_size)]
         with _told_plainly():
-            dist.all_gather(parts, x, group=self._group)
-        return torch.cat(parts, dim)
+            dist.all_gather(shards, x, group=self._group)
+        return torch.cat(shards, dim)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return self.all_reduce(x).chunk(self._world_size, dim)[self._rank].clone()

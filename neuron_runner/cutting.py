@@ -140,7 +140,7 @@ def _update_a_clone(graph: fx.Graph, placeholder: fx.Node) -> fx.Node:
 
 
 @dataclass
-class _Part:
+class _Call:
     """A call of the cut graph: a piece, or one collective."""
 
     module: fx.GraphModule
@@ -160,59 +160,59 @@ class CutGraph:
         self._inputs = cut.graph.find_nodes(op="placeholder")
         self._state = [self._inputs[index] for index in state_inputs]
         self._outputs: list[fx.Node] = list(cut.graph.output_node().args[0])  # type: ignore[arg-type]
-        calls = cut.graph.find_nodes(op="call_module")
-        self._parts = [self._part(call, cut.get_submodule(call.target)) for call in calls]
+        nodes = cut.graph.find_nodes(op="call_module")
+        self._calls = [self._call(node, cut.get_submodule(node.target)) for node in nodes]
         self._finish()
 
-    def _part(self, call: fx.Node, module: Any) -> _Part:
+    def _call(self, node: fx.Node, module: Any) -> _Call:
         output = module.graph.output_node()
-        outputs = [call]
+        outputs = [node]
         if isinstance(output.args[0], tuple | list):
-            by_index = {user.args[1]: user for user in call.users}
+            by_index = {user.args[1]: user for user in node.users}
             outputs = [by_index[index] for index in range(len(output.args[0]))]
         else:
             output.args = ((output.args[0],),)
             module.recompile()
-        inputs: Any = list(call.args)
-        for node in filter(is_collective, module.graph.nodes):
-            source = inputs[module.graph.find_nodes(op="placeholder").index(node.args[0])]
-            return _Part(module, [source], outputs, [], _Collective(node.target, node.args[1:]))
-        return _Part(module, inputs, outputs, [node for node in inputs if node in self._state], None)
+        inputs: Any = list(node.args)
+        for each in filter(is_collective, module.graph.nodes):
+            source = inputs[module.graph.find_nodes(op="placeholder").index(each.args[0])]
+            return _Call(module, [source], outputs, [], _Collective(each.target, each.args[1:]))
+        return _Call(module, inputs, outputs, [each for each in inputs if each in self._state], None)
 
     def _finish(self) -> None:
         """Makes the pieces' updates in place functional."""
-        gathered = {part.outputs[0] for part in self._parts if part.collective}
-        for part in self._parts:
-            if part.collective:
+        gathered = {call.outputs[0] for call in self._calls if call.collective}
+        for call in self._calls:
+            if call.collective:
                 continue
-            placeholders = part.module.graph.find_nodes(op="placeholder")
-            for source, placeholder in zip(part.inputs, placeholders, strict=True):
+            placeholders = call.module.graph.find_nodes(op="placeholder")
+            for source, placeholder in zip(call.inputs, placeholders, strict=True):
                 if source in gathered and len(source.users) == 1:
-                    _update_a_clone(part.module.graph, placeholder)
-            donate(part.module, [part.inputs.index(node) for node in part.state])
+                    _update_a_clone(call.module.graph, placeholder)
+            donate(call.module, [call.inputs.index(node) for node in call.state])
 
     def at(self, compiler: Compiler, arguments: list[Any], varying: dict[int, int], num_given: int) -> "CutExecutable":
         """Compiles the pieces, as ``Compiler.make`` does a graph; a run is given ``num_given`` tensors."""
         values: dict[fx.Node, Any] = dict(zip(self._inputs, arguments, strict=True))
         place = {self._inputs[index]: given for index, given in varying.items()}
         steps: list[_Piece | _HostCollective] = []
-        for part in self._parts:
-            given = [values[node] for node in part.inputs]
+        for call in self._calls:
+            given = [values[node] for node in call.inputs]
             new: list[Any]
-            if part.collective:
-                new = [part.collective.stand_in(*given)]
+            if call.collective:
+                new = [call.collective.stand_in(*given)]
             else:
-                traced = _Traced(part.module)
-                at = {index: place[node] for index, node in enumerate(part.inputs) if node in place}
+                traced = _Traced(call.module)
+                at = {index: place[node] for index, node in enumerate(call.inputs) if node in place}
                 executable = compiler.make(traced, given, at)
-                new = traced.with_stand_ins(executable, len(part.state))
-            values.update(zip(part.outputs, new, strict=True))
-            crossing = [node for node in part.outputs if isinstance(values[node], torch.Tensor)]
+                new = traced.with_stand_ins(executable, len(call.state))
+            values.update(zip(call.outputs, new, strict=True))
+            crossing = [node for node in call.outputs if isinstance(values[node], torch.Tensor)]
             place.update({node: num_given + index for index, node in enumerate(crossing)})
             num_given += len(crossing)
-            into = [place[node] for node in (*part.state, *crossing)]
-            if part.collective:
-                steps.append(_HostCollective(part.collective, [place[part.inputs[0]]], *into))
+            into = [place[node] for node in (*call.state, *crossing)]
+            if call.collective:
+                steps.append(_HostCollective(call.collective, [place[call.inputs[0]]], *into))
             else:
                 steps.append(_Piece(executable, list(at.values()), into))
         outputs = [*self._state, *self._outputs]
@@ -306,7 +306,7 @@ class _Traced:
         return [x.clone() if contents_of(x) in known else x for x in tensors]
 
     def with_stand_ins(self, executable: Executable, start: int) -> list[Any]:
-        """The results of the trace from ``start`` on, the first that is no state, with zeros in place of tensors.
+        """The traced results from ``start`` on, the first that is no state, with zeros in place of tensors.
 
         The traced tensors are dropped.
         """
@@ -317,17 +317,17 @@ class _Traced:
 
 def _split(graph: fx.GraphModule, starts: set[fx.Node]) -> fx.GraphModule:
     """Splits a graph into submodules, each a piece or a collective, in the order of the graph."""
-    part_of: dict[fx.Node, int] = {}
+    number_of: dict[fx.Node, int] = {}
     current = 0
     for node in graph.graph.nodes:
         source = node.args[0] if node.target is operator.getitem else None
         current += node in starts
         if isinstance(source, fx.Node) and isinstance(_example(source), tuple | list):
-            part_of[node] = part_of[source]  # An element of a tuple: tuples do not cross.
+            number_of[node] = number_of[source]  # An element of a tuple: tuples do not cross.
         else:
-            part_of[node] = current
+            number_of[node] = current
     # The order matters: pieces update in place.
-    return split_module(graph, graph, part_of.__getitem__, keep_original_order=True)
+    return split_module(graph, graph, number_of.__getitem__, keep_original_order=True)
 
 
 def _example(node: fx.Node) -> Any:

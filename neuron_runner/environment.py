@@ -99,8 +99,8 @@ def check_torch_xla() -> None:
 
 def xla_is_running() -> bool:
     """Whether this process has XLA's devices open: then it has threads that a process forked from it would wait for."""
-    bindings = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
-    return bindings is not None and bindings._xla_runtime_is_initialized()
+    extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    return extension is not None and extension._xla_runtime_is_initialized()
 
 
 def check_device(hardware: str) -> None:

@@ -63,20 +63,20 @@ class OpenXlaPolicy(NeuronBuckets):
                 for compilation in compilations[:last]:
                     compilation.result()
                 yield
-        made, kept = self._compiler.num_graphs, _XLAC._xla_get_num_cached_compilation_graph()
-        if made > kept:
+        made, cached = self._compiler.num_graphs, _XLAC._xla_get_num_cached_compilation_graph()
+        if made > cached:
             raise RuntimeError(
-                f"{made} graphs were compiled, and torch_xla keeps {kept}: set {CACHE_SIZE} above {made}, or give "
+                f"{made} graphs were compiled, and torch_xla keeps {cached}: set {CACHE_SIZE} above {made}, or give "
                 "fewer sizes"
             )
         for run in runs:
             run()
 
     def compile_in_background(self, run: Callable[[], None]) -> Wait:
-        made, kept = self._compiler.num_graphs, int(os.environ[CACHE_SIZE])
-        if made + GRAPHS_A_SIZE > kept:
+        made, most = self._compiler.num_graphs, int(os.environ[CACHE_SIZE])
+        if made + GRAPHS_A_SIZE > most:
             enough = GRAPHS_A_SIZE * len(self.sizes)
-            raise RuntimeError(f"torch_xla keeps {kept} graphs: set {CACHE_SIZE} to {enough}, or leave it out")
+            raise RuntimeError(f"torch_xla keeps {most} graphs: set {CACHE_SIZE} to {enough}, or leave it out")
         with self._compiler.in_background() as compilations:
             run()
 

@@ -1,6 +1,6 @@
 """Assignments to what a boolean mask selects, such as ``x[mask] = 0``, in captured graphs.
 
-A lazy trace turns a mask into the indices at which it is true while it is traced: right for that mask, and wrong for
+Lazy tracing turns a mask into the indices at which it is true at that time: right for that mask, and wrong for
 every other. ``torch.where`` means the same, and has no shape that depends on data. vLLM's layers of multi-token
 prediction have such assignments.
 """

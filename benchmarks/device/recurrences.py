@@ -18,7 +18,7 @@ from scipy.stats import linregress
 from benchmarks.harness.report import make_parser, progress, show, take_turns
 from model_runner_base.models.recurrent.layers import RECURRENCES
 from model_runner_base.models.recurrent.step import TileSteps
-from model_runner_base.step.call import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles
+from model_runner_base.step.call import TILE_POSITIONS, TILE_SLOTS, TILE_STARTS, ChunkTiles
 from model_runner_base.step.token_layout import fill_tiles
 
 LENGTHS, QUICK = (128, 256, 512, 1024), (64, 128)
@@ -48,7 +48,7 @@ def steps_of(length: int, tile: int) -> TileSteps:
     arrays = {
         TILE_STARTS: np.zeros(count + 1, np.int32),
         TILE_POSITIONS: np.zeros(count, np.int32),
-        TOKEN_SLOTS: np.zeros(length, np.int32),
+        TILE_SLOTS: np.zeros(length, np.int32),
     }
     fill_tiles(tile, np.array([length]), np.zeros(1, np.int64), *arrays.values())
     tiles = ChunkTiles.of({name: torch.from_numpy(each) for name, each in arrays.items()}, tile)

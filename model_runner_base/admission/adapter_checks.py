@@ -30,8 +30,8 @@ Widths = tuple[int, int]
 def widths_of(layers: Mapping[str, BaseLayerWithLoRA], packed: Mapping[str, list[str]]) -> dict[str, Widths]:
     """Widths of layers by the names that an adapter's checkpoint has for them, whole over all ranks.
 
-    A packed layer is listed under the names of its parts. Example: ``qkv_proj`` of 4 heads and 2 KV heads of size 8,
-    with inputs of 32 numbers, gives q_proj (32, 32), k_proj (32, 16), v_proj (32, 16).
+    A packed layer is listed under the names of its sublayers. Example: ``qkv_proj`` of 4 heads and 2 KV heads of size
+    8, with inputs of 32 numbers, gives q_proj (32, 32), k_proj (32, 16), v_proj (32, 16).
     """
     found: dict[str, Widths] = {}
     for name, layer in layers.items():
@@ -41,12 +41,12 @@ def widths_of(layers: Mapping[str, BaseLayerWithLoRA], packed: Mapping[str, list
         elif isinstance(layer, LogitsProcessorWithLoRA):
             found[name] = layer.hidden_size, layer.vocab_size
         elif name in packed:
-            outputs, parts = _outputs_of(base), packed[name]
-            assert len(outputs) >= len(parts), name
-            # The first part may be several outputs: queries, keys and values of a gated delta net are one matrix.
-            first = len(outputs) - len(parts) + 1
+            outputs, sublayers = _outputs_of(base), packed[name]
+            assert len(outputs) >= len(sublayers), name
+            # The first sublayer may be several outputs: queries, keys and values of a gated delta net are one matrix.
+            first = len(outputs) - len(sublayers) + 1
             outputs = [sum(outputs[:first]), *outputs[first:]]
-            found.update({part: (base.input_size, width) for part, width in zip(parts, outputs, strict=True)})
+            found.update({each: (base.input_size, width) for each, width in zip(sublayers, outputs, strict=True)})
         else:
             found[name] = base.input_size, sum(_outputs_of(base))
     return found

@@ -73,9 +73,9 @@ class _SleepCall:
     def level(self, engine: Any, *args: Any, **kwargs: Any) -> int | None:
         """Level that workers must be able to sleep at, None if they need not be asked; raises RefusedCallError if the
         engine was not started for sleep."""
-        bound = self._parameters.bind(engine, *args, **kwargs)
-        bound.apply_defaults()
-        level = bound.arguments.get("level", 1)
+        call = self._parameters.bind(engine, *args, **kwargs)
+        call.apply_defaults()
+        level = call.arguments.get("level", 1)
         if self._has_pause_level and level == 0:
             return None
         pause = " (level 0 pauses requests)" if self._has_pause_level else ""

@@ -251,16 +251,16 @@ def plan_of_chosen(table: KeyTable, positions: torch.Tensor) -> PairPlan:
     """
     plan, (num_tiles, num_queries, count) = table.plan, positions.shape
     size = min(plan.kv_tile, count)
-    num_parts, num_tokens = -(-count // size), num_tiles * num_queries
-    num_pairs, device = num_tokens * num_parts, positions.device
+    num_kv_tiles, num_tokens = -(-count // size), num_tiles * num_queries
+    num_pairs, device = num_tokens * num_kv_tiles, positions.device
     entries = F.pad(table.entries(positions.flatten(1)).view(num_tokens, count), (0, -count % size)).view(-1, size)
     num_seen = (table.last.flatten() + 1).clamp(0, count)
     pair = torch.arange(num_pairs, dtype=torch.int32, device=device)
-    is_pair = pair % num_parts * size < num_seen[pair // num_parts]
+    is_pair = pair % num_kv_tiles * size < num_seen[pair // num_kv_tiles]
     place = torch.where(is_pair, is_pair.cumsum(0, dtype=torch.int32) - 1, num_pairs)
     order = torch.full((num_pairs + 1,), -1, dtype=torch.int32, device=device).index_put((place,), pair)[:-1]
     is_pair, order = order >= 0, torch.where(order >= 0, order, num_pairs - 1)
-    query, start = order // num_parts, order % num_parts * size
+    query, start = order // num_kv_tiles, order % num_kv_tiles * size
     return PairPlan(
         block_size=1,
         kv_tile=size,

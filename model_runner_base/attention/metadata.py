@@ -40,7 +40,7 @@ class PairPlan:
     tile_tokens: torch.Tensor | None = None
     """[NT, Q] tokens of each tile, counted from the plan's first token; arbitrary after a tile's last token. None: tile
     i has the tokens from i * Q on."""
-    token_slots: torch.Tensor | None = None
+    tile_slots: torch.Tensor | None = None
     """[C] place of each token's output in the flattened tiles; None: tokens are in the tiles' order."""
     line_tiles: int = 0
     """Number of KV tiles that are read at the front of each cache line, where ``pair_blocks`` is None."""

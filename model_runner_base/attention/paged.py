@@ -209,7 +209,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         else:
             partial = attend_in_pieces(attend, query, kv_cache, plan, shape)
         out = self._finish(partial, plan)
-        return (out if plan.token_slots is None else out[plan.token_slots]).to(query.dtype)
+        return (out if plan.tile_slots is None else out[plan.tile_slots]).to(query.dtype)
 
     def _attend_rows(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
         """Partial results of every pair, with rows' queries [rows, H * D]."""
@@ -261,7 +261,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
     def attend_chunks(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
         """Attention of chunks' tokens. Takes [C, H * D], and returns [C, H * V]."""
-        assert plan.tile_tokens is not None and plan.token_slots is not None
+        assert plan.tile_tokens is not None and plan.tile_slots is not None
         kv_heads = self.num_kv_heads
         num_tiles, tile = plan.tile_tokens.shape
         tiles = query.view(-1, kv_heads, self.num_heads // kv_heads, self.head_size)[plan.tile_tokens.view(-1)]
@@ -273,7 +273,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         else:
             shape = self._tiles_shape(num_tiles, plan)
             partial = attend_in_pieces(self._attend_pairs, tiles, kv_cache, plan, shape)
-        return self._finish(partial, plan)[plan.token_slots].to(query.dtype)
+        return self._finish(partial, plan)[plan.tile_slots].to(query.dtype)
 
     def _attend_tiles(self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> Partial:
         """Results of query tiles [NT, K, Q * G, D].
@@ -327,7 +327,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         products = torch.matmul(tiles.float(), keys.transpose(2, 3))
         slopes = self._slopes(tiles.device)
         if slopes is not None:
-            slopes = self._by_row(slopes, query_tile)
+            slopes = self._by_query(slopes, query_tile)
         first = None if plan.first is None else _by_query(plan.first, group)
         last = _by_query(plan.last, group)
         scores, visible = self._mask(products, position.view(1, 1, 1, -1), first, last, slopes)
@@ -379,12 +379,12 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         """
         assert self.sinks is not None
         tile = maximum.shape[2] * self.num_kv_heads // self.num_heads
-        sinks = self._by_row(self.sinks.float(), tile)
+        sinks = self._by_query(self.sinks.float(), tile)
         new_max = torch.maximum(maximum, sinks)
         scale = exp(maximum - new_max)
         return scale, total * scale + exp(sinks - new_max)
 
-    def _by_row(self, values: torch.Tensor, tile: int) -> torch.Tensor:
+    def _by_query(self, values: torch.Tensor, tile: int) -> torch.Tensor:
         """Expands one value for each head, [H], to the rows of a tile, [1, K, Q * G, 1]."""
         values = values.view(1, self.num_kv_heads, 1, -1).expand(1, self.num_kv_heads, tile, -1)
         return values.reshape(1, self.num_kv_heads, -1, 1)

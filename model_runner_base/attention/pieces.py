@@ -54,13 +54,13 @@ class PairShape:
     num_halves: int = 2
     """2 for keys and values; 1 where one row of a cache is both, as with latents."""
 
-    def numbers(self, query: int, keys: int, is_of_row: bool) -> int:
+    def numbers(self, query: int, keys: int, is_decode: bool) -> int:
         """Largest number of float32 numbers that a pair of ``query`` tokens and ``keys`` cache positions takes.
 
         Keys and values are counted twice, since they are gathered and then masked or transposed; scores four times;
         queries and outputs three times, for all KV heads where those of decode rows are laid out block-diagonally.
         """
-        heads = self.num_kv_heads if is_of_row and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS else 1
+        heads = self.num_kv_heads if is_decode and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS else 1
         gathered = 2 * keys * self.num_halves * self.num_kv_heads * self.head_size
         return gathered + query * self.num_heads * (4 * keys + 3 * heads * self.head_size)
 
@@ -93,9 +93,9 @@ def attend_in_pieces(
         index = piece * size + torch.arange(size, dtype=torch.int32, device=piece.device)
         is_pair, index = index < num_pairs, index.clamp(max=num_pairs - 1)
         of_piece: dict[str, Any] = {name: array[index] for name, array in zip(names, arrays, strict=True)}
-        part = replace(plan, merge_tree=[], chosen=next(iter(reads[2 + len(names) :]), None), **of_piece)
-        part.last = torch.where(is_pair.unsqueeze(1), part.last, NEVER)
-        return tuple(_add(Partial(*state), attend(query, kv_cache, part), part.pair_tile))
+        own = replace(plan, merge_tree=[], chosen=next(iter(reads[2 + len(names) :]), None), **of_piece)
+        own.last = torch.where(is_pair.unsqueeze(1), own.last, NEVER)
+        return tuple(_add(Partial(*state), attend(query, kv_cache, own), own.pair_tile))
 
     state = tuple(_empty(shape, query.device))
     rounds = ((plan.pair_start < FAR).sum(dtype=torch.int32) + (size - 1)) // size
@@ -107,9 +107,9 @@ def _add(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Partial:
     overwritten."""
     if pair_tile.is_cpu and not is_traced():
         return _add_in_place(state, piece, pair_tile)
-    maximum, kept, scale = _scales(state, piece, pair_tile)
-    out = (state.out * kept).index_add_(0, pair_tile, piece.out * scale)
-    total = (state.total * kept).index_add_(0, pair_tile, piece.total * scale)
+    maximum, state_scale, piece_scale = _scales(state, piece, pair_tile)
+    out = (state.out * state_scale).index_add_(0, pair_tile, piece.out * piece_scale)
+    total = (state.total * state_scale).index_add_(0, pair_tile, piece.total * piece_scale)
     return Partial(out, maximum, total)
 
 
@@ -117,9 +117,9 @@ def _add_in_place(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Pa
     """Adds as ``_add`` does, and touches only tiles from the first to the last that the piece has."""
     begin, end = int(pair_tile.amin()), int(pair_tile.amax()) + 1
     tiles, tile_of = Partial(*(each[begin:end] for each in state)), pair_tile - begin
-    maximum, kept, scale = _scales(tiles, piece, tile_of)
-    tiles.out.mul_(kept).index_add_(0, tile_of, piece.out.mul_(scale))
-    tiles.total.mul_(kept).index_add_(0, tile_of, piece.total.mul_(scale))
+    maximum, state_scale, piece_scale = _scales(tiles, piece, tile_of)
+    tiles.out.mul_(state_scale).index_add_(0, tile_of, piece.out.mul_(piece_scale))
+    tiles.total.mul_(state_scale).index_add_(0, tile_of, piece.total.mul_(piece_scale))
     tiles.maximum.copy_(maximum)
     return state
 

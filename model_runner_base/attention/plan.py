@@ -149,8 +149,8 @@ def kv_tile_for(block_size: int, target: int = 64, least: int = 1) -> int:
         return max(target // block_size, -(-least // block_size)) * block_size
     # A kernel whose tiles are multiples of 128 multiplies 128 positions at a time.
     granule = 128 if target % 128 == 0 and block_size % 128 == 0 else 1
-    parts = [size for size in range(granule, block_size + 1, granule) if block_size % size == 0 and size >= least]
-    tile = min(parts, key=lambda size: max(size / target, target / size))
+    tiles = [size for size in range(granule, block_size + 1, granule) if block_size % size == 0 and size >= least]
+    tile = min(tiles, key=lambda size: max(size / target, target / size))
     if not target // 4 <= tile <= 4 * target:
         suitable = -(-block_size // target) * target
         raise ValueError(

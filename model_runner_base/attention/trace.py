@@ -6,22 +6,22 @@ from model_runner_base.attention.metadata import PagedAttentionMetadata, PairPla
 from model_runner_base.step.trace import LayerTrace, SeenKeys
 
 
-def trace_plan(metadata: PagedAttentionMetadata, parts: int) -> LayerTrace:
-    """Trace made from metadata on the host; ``parts`` is that of the ``BlockTable``.
+def plan_trace(metadata: PagedAttentionMetadata, blocks_per_kv_block: int) -> LayerTrace:
+    """Trace made from metadata on the host; ``blocks_per_kv_block`` is that of the ``BlockTable``.
 
     Raises ValueError where a plan contradicts itself.
     """
     decode, chunks, rows = metadata.decode, metadata.chunks, metadata.num_decode_tokens
     seen = []
     if decode is not None:
-        seen += _seen(decode, rows, parts)
+        seen += _seen(decode, rows, blocks_per_kv_block)
     if chunks is not None:
-        seen += _seen(chunks, len(metadata.slot_offsets) - rows, parts)
+        seen += _seen(chunks, len(metadata.slot_offsets) - rows, blocks_per_kv_block)
     slots = metadata.slot_blocks.numpy().astype(np.int64) * metadata.block_size + metadata.slot_offsets.numpy()
     return LayerTrace(slots, seen)
 
 
-def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
+def _seen(plan: PairPlan, num_tokens: int, blocks_per_kv_block: int) -> list[SeenKeys]:
     """Keys that each of a plan's tokens sees."""
     size = plan.block_size
     last, pair_tile = plan.last.numpy(), plan.pair_tile.numpy()
@@ -30,7 +30,7 @@ def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
     if plan.pair_blocks is None:
         # Each cache line is a tile with one pair; the null line comes before the first.
         lines = np.arange(len(pair_tile))
-        blocks = (1 + lines[:, None]) * parts + np.arange(plan.line_tiles)
+        blocks = (1 + lines[:, None]) * blocks_per_kv_block + np.arange(plan.line_tiles)
         tile_tokens, pair_tile = pair_tile[:, None] * last.shape[1] + np.arange(last.shape[1]), lines
     else:
         blocks = plan.pair_blocks.numpy()
@@ -39,7 +39,7 @@ def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
         else:
             tile_tokens = np.arange(num_tokens).reshape(-1, last.shape[1])
     position = np.arange(blocks.shape[1] * size)
-    token_slots = np.arange(num_tokens) if plan.token_slots is None else plan.token_slots.numpy()
+    tile_slots = np.arange(num_tokens) if plan.tile_slots is None else plan.tile_slots.numpy()
     query_tile = tile_tokens.shape[1]
     # The pairs that each node of the merge tree adds up, from the leaves up. Pairs that no query sees are neutral.
     nodes = [[pair] if (last[pair] >= 0).any() else [] for pair in range(len(pair_tile))]
@@ -49,7 +49,7 @@ def _seen(plan: PairPlan, num_tokens: int, parts: int) -> list[SeenKeys]:
         _check_sums(plan, nodes)
     seen = []
     for token in range(num_tokens):
-        tile, index = divmod(int(token_slots[token]), query_tile)
+        tile, index = divmod(int(tile_slots[token]), query_tile)
         if tile_tokens[tile, index] != token:
             seen.append(SeenKeys(np.zeros(0, np.int64), np.zeros(0, np.int64)))  # Padding.
             continue

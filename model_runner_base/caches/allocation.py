@@ -34,17 +34,17 @@ def allocate(
     The contents must be finite from the start: masked positions are multiplied by zero, not skipped.
     """
     layers = attention_layers(vllm_config)
-    kept = {name: (group.block_size, cache) for group in layout.groups for name, cache in group.layers.items()}
+    caches_of = {name: (group.block_size, cache) for group in layout.groups for name, cache in group.layers.items()}
     caches: list[torch.Tensor] = []
     index_of: dict[str, tuple[int, ...]] = {}
-    backends = {name: layers[name].get_attn_backend() for name in kept}
+    backends = {name: layers[name].get_attn_backend() for name in caches_of}
     tensors = layout.tensors
     if layout.make_views is not None and not all(hasattr(each, "get_kv_cache_shape") for each in backends.values()):
         views_of = layout.make_views(vllm_config, backends, device_ops.device)
         index_of, caches, tensors = {name: (at,) for at, name in enumerate(views_of)}, list(views_of.values()), []
     for tensor in tensors:
         forms = {
-            name: _Form.of(*kept[name], tensor.num_blocks, layers[name], vllm_config, kv_tile_target)
+            name: _Form.of(*caches_of[name], tensor.num_blocks, layers[name], vllm_config, kv_tile_target)
             for name in tensor.layer_names
         }
         if device_ops.has_float8_caches:
@@ -131,7 +131,9 @@ class _Form(NamedTuple):
         return memory.permute(*(self.order.index(dim) for dim in range(len(self.order))))
 
 
-def bind(caches: Sequence[torch.Tensor], index_of: Mapping[str, Sequence[int]], vllm_config: VllmConfig) -> None:
+def bind_kv_caches(
+    caches: Sequence[torch.Tensor], index_of: Mapping[str, Sequence[int]], vllm_config: VllmConfig
+) -> None:
     """Gives every layer its cache: the tensors at its indices."""
     layers = attention_layers(vllm_config) | recurrent_layers(vllm_config)
     for name, indices in index_of.items():

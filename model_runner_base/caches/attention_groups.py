@@ -44,17 +44,18 @@ def attention_groups(
             )
         first = layers[next(iter(group.layers))]
         cut = _Cut.of(group.block_size, first.get_attn_backend(), vllm_config, tiles)
-        parts = group.block_size // cut.block_size
+        blocks_per_kv_block = group.block_size // cut.block_size
         cross_len = cross_length(vllm_config) if attends_to_encoder(first) else 0
-        table = BlockTable(max_num_reqs, cross_len or max_model_len, cut.block_size, cut.blocks_per_tile, parts)
+        max_len = cross_len or max_model_len
+        table = BlockTable(max_num_reqs, max_len, cut.block_size, cut.blocks_per_tile, blocks_per_kv_block)
         tables.append(table)
         readers = {name: group.layers[target] for name, target in sharing.items() if target in group.layers}
-        kept = group.layers | readers
-        seen = {name: key_range_of(layers[name]) for name in kept}
-        for (backend, key_range, _), names in _alike(seen, layers, kept).items():
-            spec = kept[names[0]].spec
-            parts_of_group = cut.kv_tile, cut.chunk_kv_tile, key_range, backend, spec, cross_len
-            groups.append(AttentionGroup(names, table, *parts_of_group))
+        caches = group.layers | readers
+        seen = {name: key_range_of(layers[name]) for name in caches}
+        for (backend, key_range, _), names in _alike(seen, layers, caches).items():
+            spec = caches[names[0]].spec
+            shared = cut.kv_tile, cut.chunk_kv_tile, key_range, backend, spec, cross_len
+            groups.append(AttentionGroup(names, table, *shared))
     return tables, groups + _scratch_groups(vllm_config, max_num_reqs, max_model_len, tiles)
 
 
@@ -98,13 +99,13 @@ class _Cut(NamedTuple):
 
 
 def _alike(
-    seen: dict[str, KeyRange], layers: dict[str, Any], kept: dict[str, LayerCache]
+    seen: dict[str, KeyRange], layers: dict[str, Any], caches: dict[str, LayerCache]
 ) -> dict[tuple[type[AttentionBackend], KeyRange, Any], list[str]]:
     """Names of layers by backend, key range, and the spec that a metadata builder is made with (None without one)."""
     alike: dict[tuple[type[AttentionBackend], KeyRange, Any], list[str]] = {}
     for name, key_range in seen.items():
         backend = layers[name].get_attn_backend()
-        spec = None if reads_plans(backend) else kept[name].spec
+        spec = None if reads_plans(backend) else caches[name].spec
         alike.setdefault((backend, key_range, spec), []).append(name)
     return alike
 

@@ -20,7 +20,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.packing import PackedStep, unpack
 from model_runner_base.step.request_layout import QUERY_START, STARTS
 from model_runner_base.step.request_states import BlockTable, DeviceRows, known_or
@@ -124,7 +124,7 @@ class BuilderCaches(CacheKind):
         """[rows + 1, blocks] int32 block table of the group on the device."""
         return self._tables[id(group.block_table)].tensor
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         """Returns nothing: the kind has no section of the buffer, and sends rows of block tables as they change."""
         return ()
 
@@ -140,17 +140,17 @@ class BuilderCaches(CacheKind):
             self._metadata = self._plan(self._requests_of_step(step.size, arrays, computed))
 
     def bind(self, call: ModelCall) -> None:
-        self._bind_slots(call)
+        self._set_slot_mapping(call)
         metadata = self._metadata
         if not self._plans_each_step:
             metadata = self._build(self._requests_of_step(call.size, call.arrays, call.row_computed))
         call.metadata.update(metadata)
 
     def bind_rows(self, call: ModelCall) -> None:
-        self._bind_slots(call)
+        self._set_slot_mapping(call)
         call.metadata.update(self._plan(self._requests_of_rows(call)))
 
-    def _bind_slots(self, call: ModelCall) -> None:
+    def _set_slot_mapping(self, call: ModelCall) -> None:
         for group, buffer in zip(self.groups, self._slots, strict=True):
             slots = buffer[: len(call.token_rows)]
             block_size = group.block_table.block_size
@@ -193,7 +193,7 @@ class BuilderCaches(CacheKind):
 
     def _requests_of_rows(self, call: ModelCall) -> StepRequests:
         """Requests of a pass of drafting; only the device knows where their rows are."""
-        batch, rows, has_chunks = self._batch, call.rows, call.has_chunks
+        batch, rows, has_chunks = self._batch, call.decode_rows, call.has_chunks
         assert rows is not None
         num_rows, query = rows.positions.shape
         num_reqs = call.size.num_reqs if has_chunks else num_rows

@@ -84,7 +84,7 @@ class BuiltStateCaches(BuilderCaches):
                 for state in states_of(layer):
                     state.index_fill_(0, on_device, 0)
 
-    def _bind_slots(self, call: ModelCall) -> None:
+    def _set_slot_mapping(self, call: ModelCall) -> None:
         """Does nothing: states have no slots of tokens."""
 
     def _common_metadata(self, requests: StepRequests, index: int) -> Any:

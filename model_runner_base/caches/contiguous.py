@@ -16,10 +16,10 @@ from vllm.config import VllmConfig
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
-from model_runner_base.caches.paged import paged_groups, trace_groups
+from model_runner_base.caches.paged import group_traces, paged_groups
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import STARTS, ModelCall
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from model_runner_base.step.trace import LayerTrace
@@ -136,7 +136,7 @@ class ContiguousDecode(CacheKind):
             for index in range(len(self._groups)):
                 views[f"line_tokens.{index}"][:] = NO_TOKEN
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         if step.size.kind != StepKind.DECODE_CONTIGUOUS:
             return ()
         return [_StandingLines(self._kv_tiles(step.size) * self._limits.decode.keys)]
@@ -159,11 +159,11 @@ class ContiguousDecode(CacheKind):
                 last=torch.where(is_used, positions[tokens], NEVER).unsqueeze(1),
                 first=None if first is None else first[tokens].unsqueeze(1),
                 merge_tree=[],
-                token_slots=(lines - 1).clamp(min=0),
+                tile_slots=(lines - 1).clamp(min=0),
                 line_tiles=self._kv_tiles(call.size),
             )
             metadata = PagedAttentionMetadata(
-                slot_blocks=lines * group.block_table.parts + positions // tile,
+                slot_blocks=lines * group.block_table.blocks_per_kv_block + positions // tile,
                 slot_offsets=positions % tile,
                 num_decode_tokens=positions.shape[0],
                 decode=plan,
@@ -175,12 +175,12 @@ class ContiguousDecode(CacheKind):
         if call.size.kind != StepKind.DECODE_CONTIGUOUS:
             return {}
         self.bind(call)
-        return trace_groups(self._groups, call)
+        return group_traces(self._groups, call)
 
 
 def lines_of(group: AttentionGroup, rows: np.ndarray) -> np.ndarray:
     """Numbers of the requests' cache lines, from 1 on: 0 is the null block."""
-    return group.block_table.table[rows, 0] // group.block_table.parts
+    return group.block_table.table[rows, 0] // group.block_table.blocks_per_kv_block
 
 
 class _StandingLines:

@@ -18,12 +18,12 @@ import torch
 
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
-from model_runner_base.caches.paged import trace_groups
+from model_runner_base.caches.paged import group_traces
 from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import STARTS, ModelCall
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
@@ -71,25 +71,25 @@ class CrossCaches(CacheKind):
                 rows = batch.rows[decodes:].repeat(tiles)
                 _fill_blocks(group.block_table, rows, views[f"{TILE_BLOCKS}.{index}"])
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         """Returns nothing: sections stay as they are while a step is repeated."""
         return ()
 
     # ---- On the device ----
 
     def bind(self, call: ModelCall) -> None:
-        rows, tiles = call.rows, call.tiles
+        rows, tiles = call.decode_rows, call.tiles
         assert rows is not None
         nowhere = torch.zeros_like(call.positions)
-        is_row = torch.ones_like(rows.positions, dtype=torch.bool)
+        is_token = torch.ones_like(rows.positions, dtype=torch.bool)
         for index, group in enumerate(self._groups):
             chunks = None
             if tiles is not None:
                 tile_blocks = call.arrays[f"{TILE_BLOCKS}.{index}"]
                 chunks = _plan(group, group.chunk_kv_tile, tile_blocks, tiles.is_token)
-                chunks.tile_tokens, chunks.token_slots = tiles.tokens, tiles.slots
+                chunks.tile_tokens, chunks.tile_slots = tiles.tokens, tiles.slots
                 chunks.piece = self._limits.chunk_pairs_at_once(group.chunk_kv_tile)
-            decode = _plan(group, group.kv_tile, call.arrays[f"{ROW_BLOCKS}.{index}"], is_row)
+            decode = _plan(group, group.kv_tile, call.arrays[f"{ROW_BLOCKS}.{index}"], is_token)
             decode.piece = self._limits.decode_pairs_at_once(group.kv_tile)
             metadata = PagedAttentionMetadata(
                 slot_blocks=nowhere,
@@ -102,7 +102,7 @@ class CrossCaches(CacheKind):
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
         self.bind(call)
-        return trace_groups(self._groups, call)
+        return group_traces(self._groups, call)
 
 
 def _fill_blocks(table: BlockTable, rows: np.ndarray, view: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from model_runner_base.caches.cache_rows import CacheRows
+from model_runner_base.caches.cache_blocks import CacheBlocks
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.vllm_compat.types.kv_offload import (
     CPUOffloadingSpec,
@@ -22,17 +22,17 @@ from model_runner_base.vllm_compat.types.kv_offload import (
     transfer_result,
 )
 
-Rows = torch.Tensor | CacheRows
+Blocks = torch.Tensor | CacheBlocks
 """Blocks of a cache on the device."""
 
 
 class HostBlocks:
     """Memory on the host for blocks of some cache tensors, in chunks of several blocks."""
 
-    def __init__(self, tensors: Sequence[Rows], num_chunks: int, blocks_per_chunk: int) -> None:
+    def __init__(self, tensors: Sequence[Blocks], num_chunks: int, blocks_per_chunk: int) -> None:
         """
         Args:
-            tensors: each [blocks, numbers], views of the caches, or their rows.
+            tensors: each [blocks, numbers], views of the caches, or ``CacheBlocks``.
             num_chunks: number of chunks on the host.
             blocks_per_chunk: number of blocks in a chunk.
         """
@@ -66,7 +66,7 @@ class HostBlocks:
         return len(blocks) * host.shape[1]
 
     def _places(self, chunks: np.ndarray, first: int, count: int) -> torch.Tensor:
-        """[count] int64 rows of the host's memory."""
+        """[count] int64 indices of blocks in the host's memory."""
         index = first + np.arange(count)
         places = chunks[index // self._per_chunk].astype(np.int64) * self._per_chunk + index % self._per_chunk
         return torch.from_numpy(places)
@@ -137,18 +137,18 @@ class HostOffloadingSpec(CPUOffloadingSpec):
         tensors = [each.tensor for each in kv_caches.tensors]
         return self._make(tensors, [sorted({ref.tensor_idx for ref in group}) for group in kv_caches.group_data_refs])
 
-    def get_handlers(self, kv_caches: Mapping[str, Rows], attn_backends: Any) -> Iterator[tuple[Any, Any, Any]]:
+    def get_handlers(self, kv_caches: Mapping[str, Blocks], attn_backends: Any) -> Iterator[tuple[Any, Any, Any]]:
         """Yields the same where vLLM asks for a handler of each direction; such releases have one KV-cache group."""
         tensors = {_memory_of(cache): cache for cache in kv_caches.values()}
         transfers, (on_device, on_host) = self._make([*tensors.values()], [range(len(tensors))]), block_specs()
         yield on_device, on_host, transfers
         yield on_host, on_device, transfers
 
-    def _make(self, tensors: Sequence[Rows], tensors_of: Sequence[Sequence[int]]) -> HostTransfers:
+    def _make(self, tensors: Sequence[Blocks], tensors_of: Sequence[Sequence[int]]) -> HostTransfers:
         num_chunks, blocks_per_chunk = host_chunks(self)
         return HostTransfers(HostBlocks(tensors, num_chunks, blocks_per_chunk), tensors_of, blocks_per_chunk)
 
 
-def _memory_of(cache: Rows) -> int:
+def _memory_of(cache: Blocks) -> int:
     """A number that is the same for layers that share a cache."""
     return cache.data_ptr() if isinstance(cache, torch.Tensor) else id(cache)

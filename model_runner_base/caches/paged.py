@@ -32,13 +32,13 @@ from model_runner_base.attention.plan import (
     fill_pairs,
 )
 from model_runner_base.attention.sparse import SparseLatentBackend
-from model_runner_base.attention.trace import trace_plan
+from model_runner_base.attention.trace import plan_trace
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
 from model_runner_base.caches.plan_updates import PlanUpdates, blocks_of_chunks, blocks_of_rows, fill_ring, ring_size
 from model_runner_base.caches.spans import NO_ENDS, NO_SPANS, BidirectionalSpans, SpanEnds
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import STARTS, ChunkTiles, DecodeRows, ModelCall
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.packing import Array, PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.token_layout import PairNeed, Placed, Requests
@@ -216,10 +216,10 @@ class PlannedCaches(CacheKind):
             if size.kind == StepKind.MIXED:
                 views[planned.chunk_names.pair_start][:] = FAR
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater] | None:
         return () if step.size.kind == StepKind.DECODE_CONTIGUOUS else list(self._growing(batch, step))
 
-    def _growing(self, batch: InputBatch, step: PackedStep) -> Iterator[RepeatPart]:
+    def _growing(self, batch: InputBatch, step: PackedStep) -> Iterator[SectionUpdater]:
         for planned, count in zip(self._planned, self._counted.decode_counts, strict=True):
             names = planned.decode_names
             sections = names.own_blocks, names.pair_tile, names.pair_start, names.pair_blocks, names.levels
@@ -231,7 +231,7 @@ class PlannedCaches(CacheKind):
     def bind(self, call: ModelCall) -> None:
         if call.size.kind == StepKind.DECODE_CONTIGUOUS:
             return
-        arrays, rows, tiles = call.arrays, call.rows, call.tiles
+        arrays, rows, tiles = call.arrays, call.decode_rows, call.tiles
         assert rows is not None
         for planned in self._planned:
             chunks = None
@@ -252,7 +252,7 @@ class PlannedCaches(CacheKind):
 
     def trace(self, call: ModelCall, batch: InputBatch) -> dict[str, LayerTrace]:
         self.bind(call)
-        return {} if call.size.kind == StepKind.DECODE_CONTIGUOUS else trace_groups(self.groups, call)
+        return {} if call.size.kind == StepKind.DECODE_CONTIGUOUS else group_traces(self.groups, call)
 
 
 class PagedCaches(PlannedCaches):
@@ -269,11 +269,11 @@ def paged_groups(model: ModelCaches) -> list[AttentionGroup]:
     return [each for each in model.groups if each.reads_plans and not each.key_range.is_whole and not each.cross_len]
 
 
-def trace_groups(groups: Sequence[AttentionGroup], call: ModelCall) -> dict[str, LayerTrace]:
+def group_traces(groups: Sequence[AttentionGroup], call: ModelCall) -> dict[str, LayerTrace]:
     """Traces of the plans that were bound for the layers of ``groups``."""
     traces = {}
     for group in groups:
-        layer = trace_plan(call.metadata[group.layer_names[0]], group.block_table.parts)
+        layer = plan_trace(call.metadata[group.layer_names[0]], group.block_table.blocks_per_kv_block)
         traces.update(dict.fromkeys(group.layer_names, layer))
     return traces
 
@@ -358,7 +358,7 @@ def _chunk_plan(planned: _Planned, call: ModelCall, tiles: ChunkTiles, spans: Bi
         first=first,
         merge_tree=_merge_tree(call, names),
         tile_tokens=tiles.tokens,
-        token_slots=tiles.slots,
+        tile_slots=tiles.slots,
         piece=planned.chunk_piece,
     )
 

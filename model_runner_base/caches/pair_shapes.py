@@ -64,10 +64,10 @@ def pair_shapes(specs: Iterable[Any], model_config: ModelConfig) -> set[PairShap
     return shapes or {PairShape(heads, model_config.get_total_num_kv_heads(), model_config.get_head_size())}
 
 
-def pairs_that_fit(memory: int, shapes: Iterable[PairShape], query: int, keys: int, is_of_row: bool) -> int:
+def pairs_that_fit(memory: int, shapes: Iterable[PairShape], query: int, keys: int, is_decode: bool) -> int:
     """Largest number of pairs of any layer that fit ``memory`` bytes, 0 for any number: no layer has attention.
 
     The other arguments are as in ``PairShape.numbers``.
     """
-    largest = max([shape.numbers(query, keys, is_of_row) for shape in shapes], default=0)
+    largest = max([shape.numbers(query, keys, is_decode) for shape in shapes], default=0)
     return max(1, memory // (4 * largest)) if largest else 0

@@ -23,7 +23,7 @@ from model_runner_base.caches.paged import PlannedCaches
 from model_runner_base.caches.spans import NO_SPANS
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_states import BlockTable
@@ -95,9 +95,9 @@ class ScratchCaches(PlannedCaches):
     def need(self, placed: Placed) -> PairNeed:
         """Counts the pairs of a step; raises UnsupportedConfigError for a request that is not whole in it."""
         batch = placed.batch
-        is_part = (batch.num_computed > 0) | ~batch.is_sampled
-        if is_part.any():
-            index = int(is_part.argmax())
+        is_partial = (batch.num_computed > 0) | ~batch.is_sampled
+        if is_partial.any():
+            index = int(is_partial.argmax())
             start, end = batch.num_computed[index], batch.seq_lens[index]
             raise UnsupportedConfigError(
                 f"request {batch.req_ids[index]} comes in parts (tokens {start} to {end - 1} in this step), and layers "
@@ -110,7 +110,7 @@ class ScratchCaches(PlannedCaches):
             table.hand_out(batch.rows, batch.query_len)
         super().fill(batch, size, views)
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater] | None:
         """Returns None: no request is in two steps, so no step is repeated."""
         return None
 

@@ -35,10 +35,10 @@ from model_runner_base.caches.group import CacheKind, ModelCaches, OwnTensors
 from model_runner_base.caches.plan_updates import Changes, fill_ring, ring_size, write
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.recurrent.layers import is_plain, state_tensors
-from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
+from model_runner_base.models.recurrent.step import DecodeSteps, RecurrentStep, TileSteps
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import DecodeRows, ModelCall
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
@@ -163,33 +163,33 @@ class StateCaches(CacheKind):
         num_tiles = -(-batch.query_len[rows:] // self._limits.chunk.query)
         pad_into(view, np.repeat(states, num_tiles), 0)
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater] | None:
         return () if self._has_one_block else [RingUpdates(self._table, self._limits, batch, step)]
 
     def bind(self, call: ModelCall) -> None:
-        assert call.rows is not None, "states are read in the layout of rows and tiles"
+        assert call.decode_rows is not None, "states are read in the layout of rows and tiles"
         tiles = None
         if call.tiles is not None:
             sources = call.arrays[STATES if self._stays else SOURCES]
             tiles = TileSteps.of(call.tiles, call.arrays[STATES], sources)
-        step = RecurrentStep(self._rows(call, call.rows), tiles)
+        step = RecurrentStep(self._rows(call, call.decode_rows), tiles)
         call.metadata.update(dict.fromkeys(self._layer_names, step))
 
     def bind_rows(self, call: ModelCall) -> None:
         """Does nothing: no layer of a draft model is recurrent."""
 
-    def _rows(self, call: ModelCall, rows: DecodeRows) -> tuple[RowSteps, ...]:
+    def _rows(self, call: ModelCall, rows: DecodeRows) -> tuple[DecodeSteps, ...]:
         """States that each token of the decode rows reads and writes."""
         blocks, positions, num_places = call.arrays[BLOCKS], rows.positions, self._num_places
         if self._stays:
-            return (RowSteps(blocks[:, 0], blocks[:, 0], positions[:, 0] > 0),)
+            return (DecodeSteps(blocks[:, 0], blocks[:, 0], positions[:, 0] > 0),)
         sources = place_of(self._blocks_at(blocks, positions - 1), positions, num_places)
         written = place_of(self._blocks_at(blocks, positions), positions + 1, num_places)
         if rows.is_token is not None:
             # Tokens that are missing come last. What is computed for them goes to padding.
             written = torch.where(rows.is_token, written, 0)
         return tuple(
-            [RowSteps(written[:, token], sources[:, token], positions[:, token] > 0) for token in range(num_places)]
+            [DecodeSteps(written[:, token], sources[:, token], positions[:, token] > 0) for token in range(num_places)]
         )
 
     def _blocks_at(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,8 @@ def in_pieces(limits: StepLimits, memory: AttentionMemory, specs: Iterable[Any],
     shapes = pair_shapes(specs, vllm_config.model_config)
     return replace(
         limits,
-        decode_piece=pairs_that_fit(memory.rows, shapes, limits.longest_row, limits.decode.keys, is_of_row=True),
-        chunk_piece=pairs_that_fit(memory.chunks, shapes, limits.chunk.query, limits.chunk.keys, is_of_row=False),
+        decode_piece=pairs_that_fit(memory.rows, shapes, limits.longest_row, limits.decode.keys, is_decode=True),
+        chunk_piece=pairs_that_fit(memory.chunks, shapes, limits.chunk.query, limits.chunk.keys, is_decode=False),
     )
 
 

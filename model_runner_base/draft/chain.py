@@ -70,10 +70,10 @@ class ChainDrafter(DeviceDrafter):
 
     def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
         parts, sent = self.parts, (step.on_device, step.size)
-        began, *others = outcome.kept
+        began, *others = outcome.for_drafts
         given = outcome.yielded, began, *(others or [outcome.features])
         token = self._first[mode](*sent, *given, *parts.tables(), *parts.rows.tensors)
-        if outcome.has_rows and not self.unrolls:
+        if outcome.has_decode_rows and not self.unrolls:
             for place in self._places[1:]:
                 token = self._later[mode](*sent, place, token, *parts.tables(), *parts.rows.tensors)
 
@@ -160,7 +160,7 @@ class ChainDrafter(DeviceDrafter):
             The positions of all tokens [T].
         """
         last = self.parts.max_length - 1
-        is_token = rows.is_row.unsqueeze(1) & (positions <= last) & (positions >= 0)
+        is_token = rows.is_real.unsqueeze(1) & (positions <= last) & (positions >= 0)
         if counts is not None:
             is_token = is_token & counts
         call = call.again()

@@ -60,7 +60,7 @@ class DraftRows(NamedTuple):
 
     row: torch.Tensor
     """[R] int32 request row; the padding row for padding."""
-    is_row: torch.Tensor
+    is_real: torch.Tensor
     """[R] bool, False for padding."""
     position: torch.Tensor
     """[R] int32 position of the request's last token, which no model has taken as input yet."""
@@ -85,9 +85,9 @@ class Outcome(NamedTuple):
     """[S] int32 tokens sampled, -1 where a token does not count because a draft before it was wrong."""
     features: torch.Tensor
     """[T, hidden] hidden states of the target."""
-    kept: tuple[torch.Tensor, ...]
+    for_drafts: tuple[torch.Tensor, ...]
     """Further tensors, as returned by ``Drafter.keep``."""
-    has_rows: bool
+    has_decode_rows: bool
     """Whether the step has decode rows."""
 
 
@@ -107,13 +107,15 @@ class DeviceDrafter(Drafter):
         if forward is not None:
             self._last_batch, sampled = forward.batch, forward.results
             assert isinstance(sampled, SampledStep), "a pooling model has no drafter"
-            outcome = Outcome(sampled.tokens, forward.hidden_states, forward.kept, forward.batch.num_decodes > 0)
+            outcome = Outcome(sampled.tokens, forward.hidden_states, forward.for_drafts, forward.batch.num_decodes > 0)
             self.launch(forward.step, max(sampled.mode, SamplingMode.RANDOM), outcome)
         return NO_FIELDS
 
     def warm_up_at(self, step: PackedStep, results: ModelResults) -> None:
         yielded = self.parts.device_ops.to_device(np.zeros(results.sample_slots.shape[1], np.int32))
-        outcome = Outcome(yielded, results.hidden_states, results.kept, has_rows=len(step.views[LENGTHS]) > 0)
+        outcome = Outcome(
+            yielded, results.hidden_states, results.for_drafts, has_decode_rows=len(step.views[LENGTHS]) > 0
+        )
         for mode in MODES:
             self.launch(step, mode, outcome)
 
@@ -135,11 +137,11 @@ class DeviceDrafter(Drafter):
         """Takes a step's packed buffer apart, and finds its decode rows. ``tensors`` are those of ``Shared``."""
         shared = Shared(*tensors)
         call = ModelCall.unpack(size, packed, self.parts.components.sections(size), shared.tokens, shared.computed)
-        is_row = call.arrays[LENGTHS] > 0
-        num_rows, num_places = is_row.shape[0], shared.tokens.shape[1]
+        is_real = call.arrays[LENGTHS] > 0
+        num_rows, num_places = is_real.shape[0], shared.tokens.shape[1]
         row = call.arrays["sample_rows"][: num_rows * num_places].view(num_rows, num_places)[:, 0]
-        row = torch.where(is_row, row, shared.tokens.shape[0] - 1)
-        return call, DraftRows(row, is_row, shared.computed[row]), shared
+        row = torch.where(is_real, row, shared.tokens.shape[0] - 1)
+        return call, DraftRows(row, is_real, shared.computed[row]), shared
 
     def last_places(self, rows: DraftRows, yielded: torch.Tensor, num_places: int) -> torch.Tensor:
         """Finds the input token after which each row's last token was sampled; returns its index in the step, [R]."""

@@ -18,7 +18,7 @@ from model_runner_base.draft.device import MODES, DeviceDrafter, DraftParts, Dra
 from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.request_states import RequestStates, known_or
@@ -52,7 +52,7 @@ class EagleDrafter(ChainDrafter):
             chunks = batch.rows[rows:], batch.num_computed[rows:], batch.query_len[rows:]
             fill_next(*chunks, batch.num_decode_tokens, requests.num_known, requests.token_ids, views[SECTION])
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         return ()
 
     def begin(
@@ -141,7 +141,7 @@ class MedusaDrafter(DeviceDrafter):
         self._functions = {mode: parts.wrap(partial(self._all_heads, mode), parts.rows.tensors) for mode in MODES}
 
     def launch(self, step: PackedStep, mode: SamplingMode, outcome: Outcome) -> None:
-        if outcome.has_rows:
+        if outcome.has_decode_rows:
             parts = self.parts
             given = step.on_device, step.size, outcome.yielded, outcome.features
             self._functions[mode](*given, *parts.tables(), *parts.rows.tensors)

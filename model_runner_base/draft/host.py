@@ -11,7 +11,7 @@ import numpy as np
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.heads.outputs import DraftTokenIds, ModelRunnerOutput
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_states import RequestInfo, RequestStates
@@ -43,7 +43,7 @@ class HostDrafter(Drafter):
             first = int(batch.query_start[batch.req_id_to_index[req_id]]) + 1
             token_ids[first : first + len(drafts)] = drafts
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater] | None:
         """Returns None, since each step has other drafts in its buffer and cannot be repeated."""
         return None
 

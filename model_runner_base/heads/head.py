@@ -18,9 +18,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.heads.sampling.logits_stage import CustomProcessors
 from model_runner_base.heads.sampling.pipeline import SampledStep, SamplingPipeline, SamplingPlan
 from model_runner_base.heads.sampling.sampler import SamplingMode, Vocabulary
-from model_runner_base.heads.sampling.stage import CustomProcessors
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall, StepResults
 from model_runner_base.step.components import StepComponent
@@ -89,7 +89,7 @@ class Head(ABC):
         """Runs once every function whose shapes depend on a step's number of tokens."""
 
     def warm_up_logits(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:  # noqa: B027
-        """Runs once every function whose shapes depend on a step's number of rows of logits."""
+        """Runs once every function whose shapes depend on a step's number of logits rows."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ModelLogits:
         return self.vocabulary.own(self.model.compute_logits(hidden_states[indices]).float())
 
     def whole(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Computes whole rows of logits, gathered from all ranks; takes what ``own`` takes."""
+        """Computes whole logits rows, gathered from all ranks; takes what ``own`` takes."""
         return self.vocabulary.whole(self.own(hidden_states, indices))
 
 

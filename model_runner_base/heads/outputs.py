@@ -66,7 +66,7 @@ class StepOutput(AsyncModelRunnerOutput):
         self._req_ids = batch.req_ids
         self._req_id_to_index = batch.req_id_to_index
         self._unsampled = batch.unsampled
-        self._num_decodes, self._row_len = batch.num_decodes, batch.row_len
+        self._num_decodes, self._decode_query_len = batch.num_decodes, batch.decode_query_len
         self._sampled = sampled
         self._tokens = device_ops.begin_to_host(sampled.tokens)
         logprobs, num_nans = sampled.logprobs, sampled.num_nans
@@ -84,7 +84,7 @@ class StepOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         sampled, num_reqs = self._sampled, len(self._req_ids)
         values = self._tokens()[: self._num_logits]
-        tokens = values[:num_reqs, None].tolist() if self._row_len == 1 else self._yielded(values)
+        tokens = values[:num_reqs, None].tolist() if self._decode_query_len == 1 else self._yielded(values)
         for index in self._unsampled:
             tokens[index] = []
         fields = sampled.fields
@@ -96,7 +96,9 @@ class StepOutput(AsyncModelRunnerOutput):
             sampled_token_ids=tokens,
         )
         if self._logprobs is not None:
-            output.logprobs = self._logprobs() if self._row_len == 1 else self._of_yielded(self._logprobs(), tokens)
+            output.logprobs = (
+                self._logprobs() if self._decode_query_len == 1 else self._of_yielded(self._logprobs(), tokens)
+            )
         for chunk in sampled.prompt_chunks:
             chunk.store(self._device_ops)
             if chunk.is_last:
@@ -116,23 +118,23 @@ class StepOutput(AsyncModelRunnerOutput):
     # ---- Where drafts are verified: several tokens a request, as many as were right and one more ----
 
     def _yielded(self, tokens: np.ndarray) -> list[list[int]]:
-        """Lists the yielded tokens of each request; ``tokens`` [S] are by row of logits, -1 after those that count."""
-        num_decode_tokens = self._num_decodes * self._row_len
-        decodes = tokens[:num_decode_tokens].reshape(-1, self._row_len)
+        """Lists the yielded tokens of each request; ``tokens`` [S] are by logits row, -1 after those that count."""
+        num_decode_tokens = self._num_decodes * self._decode_query_len
+        decodes = tokens[:num_decode_tokens].reshape(-1, self._decode_query_len)
         yielded = decodes.tolist()
         (partly,) = (decodes[:, -1] == -1).nonzero()
-        for row, count in zip(partly.tolist(), (decodes[partly] != -1).sum(axis=1).tolist(), strict=True):
-            del yielded[row][count:]
+        for request, count in zip(partly.tolist(), (decodes[partly] != -1).sum(axis=1).tolist(), strict=True):
+            del yielded[request][count:]
         chunks = tokens[num_decode_tokens : num_decode_tokens + len(self._req_ids) - self._num_decodes, None]
         return yielded + chunks.tolist()
 
     def _of_yielded(self, every: LogprobsLists, tokens: list[list[int]]) -> LogprobsLists:
         """Picks the log probabilities of the yielded tokens, one request after another."""
         owner, place = self._places(tokens)
-        kept = self._logits_start[owner] + place
+        index = self._logits_start[owner] + place
         ids, values, ranks = every.logprob_token_ids, every.logprobs, every.sampled_token_ranks
         first = np.searchsorted(owner, np.arange(len(tokens)))
-        return LogprobsLists(ids[kept], values[kept], ranks[kept], first.tolist())
+        return LogprobsLists(ids[index], values[index], ranks[index], first.tolist())
 
     def _places(self, tokens: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Request of each token, and number of its tokens that come before, [N] each; one request after another."""
@@ -143,7 +145,7 @@ class StepOutput(AsyncModelRunnerOutput):
     def _count_nans(self, num_nans: np.ndarray, tokens: list[list[int]]) -> np.ndarray:
         """Counts NaNs in the logits of each request's yielded tokens: [R], from ``num_nans`` [S].
 
-        The first row of logits counts even if its request yields no token.
+        The first logits row counts even if its request yields no token.
         """
         counts = num_nans[self._logits_start]
         owner, place = self._places(tokens)

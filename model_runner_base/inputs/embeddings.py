@@ -15,7 +15,7 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.pool import EmbeddingPool
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.components import SectionUpdater, StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.request_states import DeviceRows, RequestInfo, RequestStates
@@ -63,7 +63,7 @@ class EmbeddingInputs(StepComponent):
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         views[SECTION][:] = LOOKED_UP
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         return [_LookedUp(step.views[SECTION])]
 
     def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:

@@ -63,7 +63,7 @@ class EmbeddingPool:
             self.write(np.full(length, self.num_rows, np.int32), torch.zeros((length, width)))
 
 
-class EncoderRows:
+class PoolRows:
     """Assigns rows 0 to ``num_rows`` - 1 to items, by identifier.
 
     The scheduler counts rows, too, and gives items up before it asks for more rows than there are. Until then an item

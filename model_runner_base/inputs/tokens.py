@@ -6,7 +6,7 @@ import numpy as np
 
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.components import SectionUpdater, StepComponent
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.request_states import RequestStates
@@ -37,7 +37,7 @@ class TokenInputs(StepComponent):
             batch.num_computed,
             batch.is_sampled,
             batch.num_decodes,
-            batch.row_len,
+            batch.decode_query_len,
             requests.num_known,
             requests.token_ids,
             views["token_ids"],
@@ -48,8 +48,8 @@ class TokenInputs(StepComponent):
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         views["rows"][:] = views["sample_rows"][:] = self._requests.max_num_reqs
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
-        return [_DeviceTokens(step.views["token_ids"], batch.rows, batch.row_len)]
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
+        return [_DeviceTokens(step.views["token_ids"], batch.rows, batch.decode_query_len)]
 
     def bind(self, call: ModelCall) -> None:
         call.kwargs["input_ids"] = call.token_ids
@@ -60,13 +60,13 @@ class TokenInputs(StepComponent):
 class _DeviceTokens:
     """Refers all tokens of a repeated step to the device's rows, where all of them are known."""
 
-    def __init__(self, token_ids: np.ndarray, rows: np.ndarray, row_len: int) -> None:
+    def __init__(self, token_ids: np.ndarray, rows: np.ndarray, decode_query_len: int) -> None:
         self._token_ids = token_ids
         self._rows = rows
-        self._row_len = row_len
+        self._decode_query_len = decode_query_len
 
     def begin(self, positions: np.ndarray) -> None:
-        tokens = self._rows[:, None] * self._row_len + np.arange(self._row_len)
+        tokens = self._rows[:, None] * self._decode_query_len + np.arange(self._decode_query_len)
         self._token_ids[: tokens.size] = -tokens.reshape(-1) - 1
 
     def advance(self, positions: np.ndarray) -> bool:
@@ -81,14 +81,14 @@ def fill_tokens(
     num_computed: np.ndarray,
     is_sampled: np.ndarray,
     num_decodes: int,
-    row_len: int,
+    decode_query_len: int,
     num_known: np.ndarray,
     known: np.ndarray,
     token_ids: np.ndarray,
     logits_indices: np.ndarray,
     sample_rows: np.ndarray,
 ) -> None:
-    """Writes each token's id or place; for each row of logits, its token and the row that records the result.
+    """Writes each token's id or place; for each logits row, its token and the row that records the result.
 
     ``known`` [rows, positions] int32 are the ids on the host, of which the first ``num_known`` [rows] are valid. The
     host does not know the token that was sampled in a request's last step, nor the drafts after it. Those are written
@@ -106,13 +106,13 @@ def fill_tokens(
         for index in range(count - num_unknown):
             token_ids[token + index] = known[row, start + index]
         for place in range(num_unknown):
-            token_ids[token + count - num_unknown + place] = -(row * row_len + place) - 1
+            token_ids[token + count - num_unknown + place] = -(row * decode_query_len + place) - 1
         end = token + count
-        if request < num_decodes and row_len > 1:
-            for place in range(row_len):
+        if request < num_decodes and decode_query_len > 1:
+            for place in range(decode_query_len):
                 logits_indices[logits + place] = token + place
                 sample_rows[logits + place] = row if place < count else padding_row
-            logits += row_len
+            logits += decode_query_len
         else:
             logits_indices[logits] = end - 1
             sample_rows[logits] = row if is_sampled[request] else padding_row

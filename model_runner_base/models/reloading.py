@@ -214,7 +214,7 @@ class _Reload:
 
     def own_weights(self) -> None:
         """Copies the tensors that layers hold until they are complete, so that their sender may overwrite them."""
-        self._stream.own_parts()
+        self._stream.copy_held()
         for layer in self._model.modules():
             held = get_layerwise_info(layer).loaded_weights
             for _, call in held[self._num_owned.get(layer, 0) :]:
@@ -358,7 +358,7 @@ def _expect_transforms(model: nn.Module) -> None:
 def _check_complete(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        is_part = info.load_numel_total is not None and 0 < info.load_numel < info.load_numel_total
+        is_partial = info.load_numel_total is not None and 0 < info.load_numel < info.load_numel_total
         # Embeddings are padded: their loader fills the rest with zeros, and does not count it.
-        if is_part and not isinstance(layer, VocabParallelEmbedding):
+        if is_partial and not isinstance(layer, VocabParallelEmbedding):
             raise CheckpointError(f"only a part of the weights of {name} was given")

@@ -29,8 +29,8 @@ def keep_all(model: nn.Module, weights: Weights) -> Weights:
 class WeightStream:
     """Weights that the model of a config takes, of one or several chunks; few are held at once.
 
-    Weights of a quantised checkpoint are dequantised, unless vLLM has kernels for them. Their parts may be in different
-    chunks.
+    Weights of a quantised checkpoint are dequantised, unless vLLM has kernels for them. Their fields may be in
+    different chunks.
     """
 
     def __init__(self, model_config: ModelConfig, model: nn.Module, stored: StoredTensors | None = None) -> None:
@@ -49,13 +49,13 @@ class WeightStream:
         source = without_weights_of_indexer(self._model_config, self._model, source)
         yield from source if self._dequantiser is None else self._dequantiser.chunk(source)
 
-    def own_parts(self) -> None:
+    def copy_held(self) -> None:
         """Copies what is held of the chunks, so that their sender may overwrite them."""
         if self._dequantiser is not None:
-            self._dequantiser.own_parts()
+            self._dequantiser.copy_held()
 
     def end(self) -> None:
-        """Raises CheckpointError for a quantised weight that lacks a part."""
+        """Raises CheckpointError for a quantised weight that lacks a field."""
         if self._dequantiser is not None:
             self._dequantiser.end()
 

@@ -29,8 +29,8 @@ logger = init_logger(f"vllm.{__name__}")
 IDLE_SECONDS = 2.0
 """Time after a step from which on no request counts as served."""
 
-SizeParts = Iterator[tuple[object, Callable[[], None]]]
-"""Functions that make the parts of a size, each with a key. Sizes share parts of equal keys, which are made once. Each
+SizeRuns = Iterator[tuple[object, Callable[[], None]]]
+"""Runs that make the graphs of a size, each with a key. Sizes share runs of equal keys, which are made once. Each
 function must be called before the next is taken from the iterator."""
 
 
@@ -75,16 +75,16 @@ class BackgroundCompiler:
         self,
         sizes: Sequence[StepSize],
         made: Iterable[object],
-        parts_of: Callable[[Any, StepSize], SizeParts],
+        runs_of: Callable[[Any, StepSize], SizeRuns],
         runner: Serving,
     ) -> None:
-        """Notes the ``sizes`` to make after ``start``. ``made`` are the keys of parts that exist already.
+        """Notes the ``sizes`` to make after ``start``. ``made`` are the keys of runs that were made already.
 
         Raises ValueError if there are several workers, since they could run one step at different sizes.
         """
         if sizes and runner.vllm_config.parallel_config.world_size > 1:
             raise ValueError("several workers have to make all sizes first: first_sizes() may leave none out")
-        self._waiting, self._parts_of, self._runner = list(sizes), parts_of, weakref.ref(runner)
+        self._waiting, self._runs_of, self._runner = list(sizes), runs_of, weakref.ref(runner)
         self._begun: dict[object, Wait] = dict.fromkeys(made, lambda: None)
 
     @property
@@ -113,7 +113,7 @@ class BackgroundCompiler:
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """Stops before the next part: sizes that are not begun are not made any more."""
+        """Stops before the next run: sizes that are not begun are not made any more."""
         self._is_stopped = True
 
     def wait(self) -> None:
@@ -181,7 +181,7 @@ class BackgroundCompiler:
             return size
 
     def _make(self, size: StepSize) -> None:
-        """Makes all parts of the size, then lets steps run at it."""
+        """Makes all graphs of the size, then lets steps run at it."""
         for wait in self._begin(size):
             wait()
         with self._guard.between_steps(self._is_halfway):
@@ -191,19 +191,19 @@ class BackgroundCompiler:
                 self._num_made += 1
 
     def _begin(self, size: StepSize) -> list[Wait]:
-        """Traces the parts of a size, each between two steps; returns functions that wait for their compilations."""
+        """Traces the runs of a size, each between two steps; returns functions that wait for their compilations."""
         waits: list[Wait] = []
         runner = self._runner()
         if runner is None:
             return waits
-        for key, run in self._parts_of(runner, size):
-            while not self._begin_part(runner.graph_policy, key, run):
+        for key, run in self._runs_of(runner, size):
+            while not self._begin_run(runner.graph_policy, key, run):
                 time.sleep(IDLE_SECONDS / 20)
             waits.append(self._begun[key])
         return waits
 
-    def _begin_part(self, policy: GraphPolicy, key: object, run: Callable[[], None]) -> bool:
-        """Traces a part of a size between two steps; False if it has to wait for a pause instead."""
+    def _begin_run(self, policy: GraphPolicy, key: object, run: Callable[[], None]) -> bool:
+        """Traces a run of a size between two steps; False if it has to wait for a pause instead."""
         with self._guard.between_steps(self._is_halfway):
             if self._is_over():
                 raise InterruptedError

@@ -86,10 +86,10 @@ class ModelGraph:
         self._components.prepare(batch, step, self._rows)
         tokens, computed, *_ = self._rows.tensors
         sent = step.on_device, step.entries_on_device
-        logits, slots, hidden_states, *kept, step.on_device = self.forward(
+        logits, sample_slots, hidden_states, *for_drafts, step.on_device = self.forward(
             step.size, *sent, tokens, computed, *self._components.tensors
         )
-        return ModelResults(logits, slots, hidden_states, tuple(kept))
+        return ModelResults(logits, sample_slots, hidden_states, tuple(for_drafts))
 
     def dummy_run(self, size: StepSize) -> ModelResults:
         """Runs the graph of a size on nothing but padding; returns as ``run``. Other ranks are not asked."""
@@ -129,7 +129,7 @@ class ModelGraph:
         context.attn_metadata, context.slot_mapping = call.metadata, call.slot_mapping
         output = self._model(**call.arguments)
         context.attn_metadata = None  # type: ignore[assignment]
-        hidden_states, kept = self._drafter.keep(output, call)
-        results = *self._head.traced(hidden_states, call), *kept, packed
+        hidden_states, for_drafts = self._drafter.keep(output, call)
+        results = *self._head.traced(hidden_states, call), *for_drafts, packed
         self._components.unbind()
         return results

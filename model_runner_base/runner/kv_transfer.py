@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.forward_context import ForwardContext
 
-from model_runner_base.caches.cache_rows import BlockFunctions, CacheRows, make_cache_rows
+from model_runner_base.caches.cache_blocks import BlockFunctions, CacheBlocks, make_cache_blocks
 from model_runner_base.caches.group import AttentionGroup
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError, WeightUpdateError
@@ -96,7 +96,7 @@ def check_new_weights(connector: WorkerConnector | None) -> None:
 
 def blocks_by_layer(
     caches: ConnectedCaches,
-) -> tuple[Mapping[str, torch.Tensor] | Mapping[str, CacheRows], Sequence[BlockFunctions]]:
+) -> tuple[Mapping[str, torch.Tensor] | Mapping[str, CacheBlocks], Sequence[BlockFunctions]]:
     """Rows of each layer's cache, one for each of the scheduler's blocks, [blocks, numbers], and the captured functions
     that read and write them: none where the rows are views of the caches.
 
@@ -111,5 +111,5 @@ def blocks_by_layer(
     num_blocks = caches.layout.num_blocks
     place_of = {name: caches.index_of[name][0] for group in caches.layout.groups for name in group.layers}
     if caches.policy.replaces_state:
-        return make_cache_rows(caches.tensors, place_of, num_blocks, caches.policy.wrap, caches.device_ops)
+        return make_cache_blocks(caches.tensors, place_of, num_blocks, caches.policy.wrap, caches.device_ops)
     return {name: caches.tensors[place].view(num_blocks, -1) for name, place in place_of.items()}, ()

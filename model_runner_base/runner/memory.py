@@ -116,31 +116,31 @@ def _check_one_fits(
     if available < max(1, request):
         what = f"; a request of max_model_len={model.max_model_len} takes {request / GiB_bytes:.2f} GiB"
         remedy = "set kv_cache_memory_bytes" if asked_memory_share(cache) is None else "raise gpu_memory_utilization"
-        kept = ""
+        on_host = ""
         if offloaded:
-            kept = f", {offloaded / GiB_bytes:.2f} GiB for blocks on the host"
+            on_host = f", {offloaded / GiB_bytes:.2f} GiB for blocks on the host"
             remedy = f"lower kv_offloading_size, {remedy}"
         raise ValueError(
             f"{max(0, available) / GiB_bytes:.2f} GiB are left for the KV cache: {memory.free / GiB_bytes:.2f} GiB are "
-            f"free for a worker, and {needed / GiB_bytes:.2f} GiB are for the largest step and recurrent states{kept}"
-            f"{what * (request > 1)}: {remedy}, lower max_model_len, max_num_batched_tokens or max_num_seqs, or free "
-            "memory of other processes"
+            f"free for a worker, and {needed / GiB_bytes:.2f} GiB are for the largest step and recurrent states"
+            f"{on_host}{what * (request > 1)}: {remedy}, lower max_model_len, max_num_batched_tokens or max_num_seqs, "
+            "or free memory of other processes"
         )
 
 
 def memory_line(vllm_config: VllmConfig, config: KVCacheConfig, weights: int, step: int | None, states: int) -> str:
     """Line of the log with the uses of a worker's memory; ``step`` is None if the engine did not ask for it, as without
     a KV cache."""
-    parts = [f"weights {weights / GiB_bytes:.2f} GiB"]
+    uses = [f"weights {weights / GiB_bytes:.2f} GiB"]
     if step is not None:
-        parts.append(f"largest step {step / GiB_bytes:.2f} GiB")
+        uses.append(f"largest step {step / GiB_bytes:.2f} GiB")
     if states:
-        parts.append(f"states of recurrent layers {states / GiB_bytes:.2f} GiB")
+        uses.append(f"states of recurrent layers {states / GiB_bytes:.2f} GiB")
     num_bytes, num_requests = held_requests(vllm_config, config)
     if num_bytes:
         length = vllm_config.model_config.max_model_len
-        parts.append(
+        uses.append(
             f"KV cache {num_bytes / GiB_bytes:.2f} GiB for {int(num_requests * length):,} tokens, which are "
             f"{num_requests:.1f} requests of max_model_len={length:,}"
         )
-    return f"Memory of a worker: {', '.join(parts)}."
+    return f"Memory of a worker: {', '.join(uses)}."

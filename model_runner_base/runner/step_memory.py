@@ -86,17 +86,17 @@ def _attention(shape: PairShape, dims: Mapping[str, int], limits: StepLimits, ga
         (row, dims["decode_pairs"], dims["decode_rows"], limits.decode_piece),
         (chunk, dims["chunk_pairs"], dims["chunk_tiles"], limits.chunk_piece),
     ):
-        query, keys, is_of_row = pair
+        query, keys, is_decode = pair
         num_rows = query * shape.num_heads
         if not gathers_cache:
             # A tile's pairs follow each other, so a kernel adds up their results inside of itself; those of decode
             # rows are merged at its end. Operands: places of the keys, bounds for two heads' queries at a time.
-            numbers += pairs * (keys + (2 * num_rows * shape.head_size if is_of_row else 4 * query))
-            numbers += 0 if is_of_row else 2 * tiles * num_rows
+            numbers += pairs * (keys + (2 * num_rows * shape.head_size if is_decode else 4 * query))
+            numbers += 0 if is_decode else 2 * tiles * num_rows
             continue
         held = min(pairs, piece) if piece else pairs
         numbers += held * shape.numbers(*pair) + 3 * tiles * num_rows * shape.head_size
-        if held < pairs or is_of_row:
+        if held < pairs or is_decode:
             numbers += tiles * held * (num_rows + 1)  # Which pair is of which tile, and the tiles' maxima in a piece.
     return numbers
 

@@ -12,10 +12,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.sequence import IntermediateTensors
 
 from model_runner_base.heads.head import ModelLogits
+from model_runner_base.heads.pipeline_stages import received_at_profile
 from model_runner_base.heads.sampling.sampler import SamplingMode
-from model_runner_base.heads.stages import received_at_profile
 from model_runner_base.inputs.embeddings import profile_inputs
-from model_runner_base.runner.background import SizeParts
+from model_runner_base.runner.background import SizeRuns
 from model_runner_base.runner.wiring import Runner
 from model_runner_base.step.call import ModelResults
 from model_runner_base.step.host_loops import compiling
@@ -66,7 +66,7 @@ def warm_up_sizes(runner: Runner, sizes: Iterable[StepSize]) -> None:
     made: set[object] = set()
     runs = list[Callable[[], None]]()
     for size in first:
-        keys = {key for key, _ in parts_of(runner, size)} - made
+        keys = {key for key, _ in runs_of(runner, size)} - made
         runs.append(partial(_run_size, runner, size, keys))
         made |= keys
     what = {"desc": "Capturing graphs", "unit": "graph"} if runner.use_piecewise_graph else {"desc": "Warming up"}
@@ -77,7 +77,7 @@ def warm_up_sizes(runner: Runner, sizes: Iterable[StepSize]) -> None:
     left = [size for size in largest_first if size not in first]
     if left:
         policy.offer_only(first)
-        runner.background_compiler.queue(left, made, parts_of, runner)
+        runner.background_compiler.queue(left, made, runs_of, runner)
 
 
 @contextmanager
@@ -97,10 +97,10 @@ def frozen_heap() -> Iterator[None]:
             gc.unfreeze()
 
 
-def parts_of(runner: Runner, size: StepSize) -> SizeParts:
-    """Yields the parts of a size: functions of components, the model's graph, and sampling on its results.
+def runs_of(runner: Runner, size: StepSize) -> SizeRuns:
+    """Yields the runs of a size: those of components, of the model's graph, and of sampling on its results.
 
-    Sizes with the same number of tokens, or of rows of logits, share the parts that are made for that number.
+    Sizes with the same number of tokens, or of logits, share the runs that are made for that number.
     """
     parts = runner.parts
     components, head = parts.components, parts.head
@@ -113,8 +113,8 @@ def parts_of(runner: Runner, size: StepSize) -> SizeParts:
 
 
 def _run_size(runner: Runner, size: StepSize, keys: set[object]) -> None:
-    """Runs the parts of a size that have these keys, on padding."""
-    for key, run in parts_of(runner, size):
+    """Does the runs of a size that have these keys, on padding."""
+    for key, run in runs_of(runner, size):
         if key in keys:
             run()
 

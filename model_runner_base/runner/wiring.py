@@ -9,7 +9,7 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.forward_context import ForwardContext, create_forward_context
 
-from model_runner_base.caches.allocation import bind
+from model_runner_base.caches.allocation import bind_kv_caches
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.contiguous import num_lines
 from model_runner_base.caches.factory import make_layout
@@ -21,11 +21,11 @@ from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.factory import make_drafter
 from model_runner_base.heads.factory import make_head
 from model_runner_base.heads.head import GenerateHead, Head, make_generate_head
+from model_runner_base.heads.pipeline_stages import make_stage
 from model_runner_base.heads.sampling.logits_processors import BatchProcessors
+from model_runner_base.heads.sampling.logits_stage import CustomProcessors
 from model_runner_base.heads.sampling.sampler import SamplingMode, Vocabulary
 from model_runner_base.heads.sampling.slot_processors import SlotProcessors
-from model_runner_base.heads.sampling.stage import CustomProcessors
-from model_runner_base.heads.stages import make_stage
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.embeddings import make_embedding_inputs
 from model_runner_base.inputs.multimodal.encoder import Encoder, LayerCaches
@@ -132,8 +132,8 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     tensors, index_of = runner.make_kv_caches(layout)
     kv_caches = state.hold(tensors)
     rows.tensors = state.hold(rows.tensors)
-    bind_kv_caches = partial(bind, kv_caches, index_of, config)
-    bind_kv_caches()
+    bind_caches = partial(bind_kv_caches, kv_caches, index_of, config)
+    bind_caches()
 
     # The stage of a pipeline that this rank is, if there are several; the model's head is that of the last one.
     stage = make_stage(config, runner.model, rows, policy.wrap, device_ops)
@@ -220,7 +220,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
         agree,
         forward_context,
         partial(policy.wrap, state=kv_caches),
-        bind_kv_caches,
+        bind_caches,
     )
 
     # The states that a schedule updates.
@@ -237,7 +237,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
         block_tables=block_tables,
         rows=rows,
         kv_caches=kv_caches,
-        bind_kv_caches=bind_kv_caches,
+        bind_kv_caches=bind_caches,
         layout=token_layout,
         caches=caches,
         components=components,

@@ -106,10 +106,10 @@ class StepHooks(Scheduler):
             return super()._update_request_with_output(request, new_token_ids, **options)
         num_sampled = len(new_token_ids)
         with self._around_check(request, new_token_ids):
-            kept, stopped = super()._update_request_with_output(request, new_token_ids, **options)
+            accepted, stopped = super()._update_request_with_output(request, new_token_ids, **options)
         if stopped and request.resumable:
-            self._when_turn_stops(request, num_sampled - len(kept))
-        return kept, stopped
+            self._when_turn_stops(request, num_sampled - len(accepted))
+        return accepted, stopped
 
     # ---- Hooks ----
 

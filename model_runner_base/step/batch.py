@@ -40,7 +40,7 @@ class InputBatch:
     """Number of requests that yield a token."""
     num_decodes: int
     """Number of requests with a decode row; they come first."""
-    row_len: int = 1
+    decode_query_len: int = 1
     """Number of token places in a decode row; more than one where drafts are verified."""
     drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Drafts to verify, by request, as in ``Schedule``."""
@@ -70,30 +70,30 @@ class InputBatch:
     @property
     def num_decode_tokens(self) -> int:
         """Number of token places in decode rows, those of missing drafts included."""
-        return self.num_decodes * self.row_len
+        return self.num_decodes * self.decode_query_len
 
     @property
     def num_places(self) -> int:
         """Number of token places in the step: ``num_tokens``, and the places of missing drafts."""
-        if self.row_len == 1:
+        if self.decode_query_len == 1:
             return self.num_tokens
         return self.num_tokens + self.num_decode_tokens - int(self.query_len[: self.num_decodes].sum())
 
-    # ---- Rows of logits: ``row_len`` for a decode row, one for a chunk ----
+    # ---- Logits rows: ``decode_query_len`` for a decode row, one for a chunk ----
 
     def logits_start(self, requests: np.ndarray) -> np.ndarray:
-        """[N] first row of logits of each of N requests, which are given by their indices in the batch."""
-        if self.row_len == 1:
+        """[N] first logits row of each of N requests, which are given by their indices in the batch."""
+        if self.decode_query_len == 1:
             return requests
-        return requests + np.minimum(requests, self.num_decodes) * (self.row_len - 1)
+        return requests + np.minimum(requests, self.num_decodes) * (self.decode_query_len - 1)
 
     def num_logits(self, requests: np.ndarray) -> np.ndarray:
-        """[N] number of rows of logits that are sampled for each of N requests, from its first row on."""
+        """[N] number of logits rows that are sampled for each of N requests, from its first one on."""
         return np.where(requests < self.num_decodes, self.query_len[requests], 1)
 
     def logits_rows(self, requests: np.ndarray) -> "LogitsRows":
-        """Rows of logits that are sampled for N requests."""
-        if self.row_len == 1:
+        """Logits rows that are sampled for N requests."""
+        if self.decode_query_len == 1:
             return LogitsRows(requests, np.arange(len(requests)), np.zeros_like(requests))
         counts = self.num_logits(requests)
         owner = np.repeat(np.arange(len(requests)), counts)
@@ -102,14 +102,14 @@ class InputBatch:
 
 
 class LogitsRows(NamedTuple):
-    """S rows of logits that belong to some requests of a batch.
+    """S logits rows that belong to some requests of a batch.
 
     Example: decode rows have 4 places; the first request decodes with 2 drafts, the second has a chunk. Sampled rows of
-    both: rows [0, 1, 2, 4], owner [0, 0, 0, 1], place [0, 1, 2, 0].
+    both: indices [0, 1, 2, 4], owner [0, 0, 0, 1], place [0, 1, 2, 0].
     """
 
-    rows: np.ndarray
-    """[S] indices among all rows of logits."""
+    indices: np.ndarray
+    """[S] indices among all logits rows."""
     owner: np.ndarray
     """[S] owner of each row, as an index among the requests that were asked for."""
     place: np.ndarray
@@ -125,7 +125,7 @@ class BatchOrder(NamedTuple):
     """Whether the order is: decode rows; requests that go on with at most ``decode_len`` tokens; those that go on with
     more; requests that have nothing in the cache, however many tokens they have. vLLM's backends expect it
     (``reorder_batch_to_split_decodes_and_prefills`` in vllm/v1/attention/backends/utils.py)."""
-    row_len: int = 1
+    decode_query_len: int = 1
     """Number of token places that every decode row takes up, used or not. It is more than one where drafts are
     verified. Then a request has a decode row once all of its known tokens (``RequestStates.num_known``) are computed,
     and the scheduler says how far it is."""
@@ -144,8 +144,8 @@ class BatchBuilder:
     def build(self, schedule: Schedule) -> InputBatch:
         """Builds the batch from scratch; works for any step."""
         requests = self._requests
-        req_ids, row_len = list(schedule.num_tokens), self._order.row_len
-        if row_len > 1 and schedule.continued:
+        req_ids, decode_query_len = list(schedule.num_tokens), self._order.decode_query_len
+        if decode_query_len > 1 and schedule.continued:
             # Only the device knows which drafts were right, so the progress of their requests is the scheduler's bound.
             requests.num_computed[requests.rows_of(schedule.continued)] = schedule.num_computed
         rows = requests.rows_of(req_ids)
@@ -160,7 +160,14 @@ class BatchBuilder:
             rows, query_len = rows[order], query_len[order]
         counts, is_sampled = np.empty((3, len(rows)), np.int64), np.empty(len(rows), np.bool_)
         num_sampled = advance(
-            rows, query_len, requests.num_computed, requests.num_known, num_decodes, row_len, counts, is_sampled
+            rows,
+            query_len,
+            requests.num_computed,
+            requests.num_known,
+            num_decodes,
+            decode_query_len,
+            counts,
+            is_sampled,
         )
         requests.note_step(rows)
         query_start, num_computed, seq_lens = counts
@@ -175,7 +182,7 @@ class BatchBuilder:
             is_sampled=is_sampled,
             num_sampled=num_sampled,
             num_decodes=num_decodes,
-            row_len=row_len,
+            decode_query_len=decode_query_len,
             drafts=schedule.drafts,
         )
 
@@ -188,7 +195,7 @@ def order_of(
     num_known: np.ndarray,
     decode_len: int,
     fresh_last: bool,
-    row_len: int,
+    decode_query_len: int,
     prompts_in_chunks: bool,
     keys: np.ndarray,
 ) -> tuple[int, bool]:
@@ -196,7 +203,7 @@ def order_of(
     already."""
     num_decodes, is_sorted = 0, True
     for index in range(len(rows)):
-        if row_len > 1 or prompts_in_chunks:
+        if decode_query_len > 1 or prompts_in_chunks:
             key = 0 if progress[rows[index]] >= num_known[rows[index]] else 1
         else:
             key = 0 if query_len[index] <= decode_len else 1
@@ -218,14 +225,14 @@ def advance(
     progress: np.ndarray,
     num_known: np.ndarray,
     num_decodes: int,
-    row_len: int,
+    decode_query_len: int,
     counts: np.ndarray,
     is_sampled: np.ndarray,
 ) -> int:
     """Advances the ``progress`` [rows] of requests by ``query_len``; ``num_known`` [rows] are the tokens on the host.
 
-    The first ``num_decodes`` requests have a decode row. Each of them takes up ``row_len`` tokens of the step, or its
-    ``query_len`` if that is more.
+    The first ``num_decodes`` requests have a decode row. Each of them takes up ``decode_query_len`` tokens of the step,
+    or its ``query_len`` if that is more.
 
     Fills ``is_sampled`` and, as ``counts`` [3, R], ``query_start``, ``num_computed`` and ``seq_lens`` of an
     ``InputBatch``; returns its ``num_sampled``.
@@ -238,5 +245,5 @@ def advance(
         counts[0, request], counts[1, request], counts[2, request] = token, before, after
         is_sampled[request] = after >= num_known[row]
         num_sampled += is_sampled[request]
-        token += max(query_len[request], row_len) if request < num_decodes else query_len[request]
+        token += max(query_len[request], decode_query_len) if request < num_decodes else query_len[request]
     return num_sampled

@@ -40,7 +40,7 @@ class DecodeRows(NamedTuple):
         return cls(starts + index, index < arrays[LENGTHS].unsqueeze(1))
 
 
-TILE_STARTS, TILE_POSITIONS, TOKEN_SLOTS = "chunk_tile_starts", "chunk_tile_positions", "chunk_token_slots"
+TILE_STARTS, TILE_POSITIONS, TILE_SLOTS = "chunk_tile_starts", "chunk_tile_positions", "chunk_tile_slots"
 
 
 class ChunkTiles(NamedTuple):
@@ -67,7 +67,7 @@ class ChunkTiles(NamedTuple):
     @classmethod
     def of(cls, arrays: Mapping[str, torch.Tensor], query: int) -> "ChunkTiles":
         """Tiles of a mixed step, from its sections."""
-        starts, first, slots = arrays[TILE_STARTS], arrays[TILE_POSITIONS], arrays[TOKEN_SLOTS]
+        starts, first, slots = arrays[TILE_STARTS], arrays[TILE_POSITIONS], arrays[TILE_SLOTS]
         num_tokens, device = slots.shape[0], slots.device
         index = torch.arange(query, dtype=torch.int32, device=device)
         length = starts[1:] - starts[:-1]
@@ -98,7 +98,7 @@ class ChunkTiles(NamedTuple):
 class ModelCall:
     """Inputs of one call of the model: ``unpack`` fills in the tokens, then the components add theirs in order.
 
-    All tensors are on the device and padded: T tokens, L rows of logits.
+    All tensors are on the device and padded: T tokens, L logits rows.
     """
 
     size: StepSize
@@ -112,7 +112,7 @@ class ModelCall:
     """[T] int32 ids of the input tokens."""
     positions: torch.Tensor = field(init=False)
     """[T] int32. The layout sets this and the next four fields (step/token_layout.py)."""
-    rows: DecodeRows | None = None
+    decode_rows: DecodeRows | None = None
     """Decode rows of the call; None where the layout has none in the step's own graph."""
     has_chunks: bool = False
     """Whether tokens of chunks follow the decode rows."""
@@ -157,14 +157,14 @@ class ModelCall:
 
     @property
     def sample_slots(self) -> torch.Tensor:
-        """[2, L] int32: the row that each row of logits is recorded in, and the position its token will have.
+        """[2, L] int32: the row that each logits row is recorded in, and the position its token will have.
 
         Where drafts are verified [3, L]: also the draft for that position, or -1 if there is none.
         """
         rows, indices = self.arrays["sample_rows"], self.arrays["logits_indices"]
         slots = [rows, self.positions[indices] + 1]
         if self.row_tokens.shape[1] > 1:
-            # A row's draft is the input token of the next row of logits, if both rows are of one request.
+            # A row's draft is the input token of the next logits row, if both rows are of one request.
             has_draft = (rows[1:] == rows[:-1]) & (rows[1:] != self.row_tokens.shape[0] - 1)
             token_ids = known_or(self.arrays["token_ids"], self.row_tokens.view(-1))
             drafts = torch.where(has_draft, token_ids[indices[1:]], -1)
@@ -178,12 +178,12 @@ class ModelResults(NamedTuple):
     logits: torch.Tensor
     sample_slots: torch.Tensor
     hidden_states: torch.Tensor
-    kept: tuple[torch.Tensor, ...]
+    for_drafts: tuple[torch.Tensor, ...]
 
 
 @dataclass
 class Forward:
-    """A step whose model has been launched: L padded rows of logits, T padded tokens."""
+    """A step whose model has been launched: L padded logits rows, T padded tokens."""
 
     schedule: Schedule
     batch: InputBatch
@@ -196,10 +196,10 @@ class Forward:
     """[2, L] or [3, L] int32, see ``ModelCall.sample_slots``."""
     hidden_states: torch.Tensor
     """[T, hidden]"""
-    kept: tuple[torch.Tensor, ...] = ()
+    for_drafts: tuple[torch.Tensor, ...] = ()
     """Further tensors for drafting, as returned by ``Drafter.keep``."""
     grammar_masks: Mapping[int, np.ndarray] = field(default_factory=dict)
-    """Tokens that a grammar allows, by row of logits: bitmasks in the format of ``heads/sampling/token_masks.py``."""
+    """Tokens that a grammar allows, by logits row: bitmasks in the format of ``heads/sampling/token_masks.py``."""
     results: "StepResults | None" = None
     """Results of the head, once it has launched them."""
 

@@ -21,7 +21,7 @@ from model_runner_base.step.schedule import Schedule
 from model_runner_base.step.sizes import StepSize
 
 
-class RepeatPart(Protocol):
+class SectionUpdater(Protocol):
     """Keeps a component's sections up to date while a step is repeated."""
 
     def begin(self, positions: np.ndarray) -> None:
@@ -77,7 +77,7 @@ class StepComponent:
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         """Writes the component's sections for a step of padding only. They are zero when this is called."""
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart] | None:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater] | None:
         """Returns the objects that keep the sections up to date while the step is repeated; it has decode rows only.
 
         None: the step cannot be repeated. ``()``: the sections stay as they were packed. A component that fills
@@ -124,7 +124,7 @@ class StepComponents:
         self._sections: list[Callable[..., list[Section]]] = []
         self._fill: list[Callable[..., None]] = []
         self._fill_padding: list[Callable[..., None]] = []
-        self._repeat: list[Callable[..., Sequence[RepeatPart] | None]] = []
+        self._repeat: list[Callable[..., Sequence[SectionUpdater] | None]] = []
         self._prepare: list[Callable[..., None]] = []
         self._bind: list[tuple[Callable[..., None], int]] = []
         self._unbind: list[Callable[[], None]] = []
@@ -208,15 +208,15 @@ class StepComponents:
         for fill_padding in self._fill_padding:
             fill_padding(size, views)
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> list[RepeatPart] | None:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> list[SectionUpdater] | None:
         """Returns the objects that keep all sections up to date; None if a component has none for its own sections."""
-        parts: list[RepeatPart] = []
+        updaters: list[SectionUpdater] = []
         for repeat in self._repeat:
             of_component = repeat(batch, step)
             if of_component is None:
                 return None
-            parts += of_component
-        return parts
+            updaters += of_component
+        return updaters
 
     def prepare(self, batch: InputBatch | None, step: PackedStep, rows: DeviceRows) -> None:
         for prepare in self._prepare:

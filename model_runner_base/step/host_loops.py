@@ -40,14 +40,14 @@ def compiled(function: Function) -> Function:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:  # There is no file that tells versions apart, or no directory that can be written.
         return njit(function)
-    kept = config.CACHE_DIR
+    before = config.CACHE_DIR
     config.CACHE_DIR = str(folder)  # numba reads it while it wraps the function.
     try:
         return njit(cache=True)(function)
     except RuntimeError:  # NUMBA_CACHE_LOCATOR_CLASSES names other places, and none of them works.
         return njit(function)
     finally:
-        config.CACHE_DIR = kept
+        config.CACHE_DIR = before
 
 
 @contextmanager

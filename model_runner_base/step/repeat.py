@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from model_runner_base.step.batch import InputBatch
-from model_runner_base.step.components import RepeatPart, StepComponents
+from model_runner_base.step.components import SectionUpdater, StepComponents
 from model_runner_base.step.graph_policy import SizeDoor
 from model_runner_base.step.host_loops import compiled, put_ints
 from model_runner_base.step.packing import PackedStep
@@ -32,7 +32,7 @@ class Repeat:
         self._requests = requests
         self._batch: InputBatch | None = None
         self._step: PackedStep
-        self._parts: Sequence[RepeatPart]
+        self._updaters: Sequence[SectionUpdater]
         self._rows: list[int] | None = None
         self._same: Sequence[str] | None = None
         """List of this step's schedule that ``rows_of`` found to be equal to the last step's requests."""
@@ -49,10 +49,10 @@ class Repeat:
         """
         self._batch = None
         if batch.is_decode and batch.num_sampled == batch.num_reqs and batch.num_tokens == batch.num_decode_tokens:
-            parts = components.repeat(batch, step)
-            if parts is not None:
+            updaters = components.repeat(batch, step)
+            if updaters is not None:
                 self._batch, self._step, self._rows = batch, step, None
-                self._parts = parts
+                self._updaters = updaters
 
     def stop(self) -> None:
         """Forgets the last step, so that the next one is built from scratch."""
@@ -85,13 +85,13 @@ class Repeat:
         if is_first:
             self._begin(batch)
         step.entries.clear()
-        if batch.row_len == 1:
+        if batch.decode_query_len == 1:
             move_on(self._requests.num_computed, batch.rows, batch.num_computed, batch.seq_lens)
         else:
             put_ints(schedule.num_computed, batch.num_computed)
-            batch.seq_lens[:] = batch.num_computed + batch.row_len
-        if not (self._advance_parts(batch.num_computed) and self._runs_at(step.size)):
-            if batch.row_len == 1:
+            batch.seq_lens[:] = batch.num_computed + batch.decode_query_len
+        if not (self._advance_sections(batch.num_computed) and self._runs_at(step.size)):
+            if batch.decode_query_len == 1:
                 self._requests.num_computed[batch.rows] -= 1  # Built from scratch, the step counts itself.
             self._batch = None
             return None
@@ -101,11 +101,11 @@ class Repeat:
             step.send_entries()
         return batch, step
 
-    def _advance_parts(self, num_computed: np.ndarray) -> bool:
-        """Moves the parts on; False as soon as the buffer has no space for one's changes."""
+    def _advance_sections(self, num_computed: np.ndarray) -> bool:
+        """Moves the sections on; False as soon as the buffer has no space for one's changes."""
         # A generator in ``all`` takes three times as long.
-        for part in self._parts:  # noqa: SIM110
-            if not part.advance(num_computed):
+        for updater in self._updaters:  # noqa: SIM110
+            if not updater.advance(num_computed):
                 return False
         return True
 
@@ -118,8 +118,8 @@ class Repeat:
         positions."""
         batch.is_repeat = True
         batch.num_computed, batch.seq_lens = batch.num_computed.copy(), batch.seq_lens.copy()
-        for part in self._parts:
-            part.begin(batch.num_computed)
+        for updater in self._updaters:
+            updater.begin(batch.num_computed)
 
     # ---- One of several: ``RepeatRing`` ----
 

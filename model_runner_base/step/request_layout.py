@@ -13,7 +13,7 @@ import torch
 
 from model_runner_base.step.batch import BatchOrder, InputBatch
 from model_runner_base.step.call import LENGTHS, DecodeRows, ModelCall
-from model_runner_base.step.components import RepeatPart
+from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.request_states import known_or
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
@@ -33,7 +33,7 @@ class RequestLayout(TokenLayout):
     def __init__(self, limits: StepLimits, threshold: int | None) -> None:
         self.limits = limits
         self._query = limits.decode.query
-        self.order = BatchOrder(threshold or 1, fresh_last=threshold is not None, row_len=self._query)
+        self.order = BatchOrder(threshold or 1, fresh_last=threshold is not None, decode_query_len=self._query)
 
     # ---- On the host ----
 
@@ -79,7 +79,7 @@ class RequestLayout(TokenLayout):
         even = chunks * (size.num_tokens - in_rows) // max(1, size.num_reqs - num_rows)
         query_start_loc[num_rows:] = in_rows + np.minimum(even, chunks * self.limits.max_model_len)
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         return [DeviceStarts(step.views[STARTS], batch.rows)]
 
     # ---- On the device ----
@@ -88,7 +88,7 @@ class RequestLayout(TokenLayout):
         call.token_rows, call.positions = self._places(call)
 
     def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
-        call.rows, call.has_chunks = rows, has_chunks
+        call.decode_rows, call.has_chunks = rows, has_chunks
         num_rows, query = rows.positions.shape
         token_rows = call.arrays["rows"][:num_rows].unsqueeze(1).expand(-1, query)
         if rows.is_token is not None:

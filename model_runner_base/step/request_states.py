@@ -46,7 +46,7 @@ class RequestInfo:
     items: Sequence[MultiModalFeatureSpec] = ()
     """Images and other items of the prompt, with their positions."""
     output_token_ids: list[int] = field(default_factory=list)
-    """Output so far, kept up to date only if a sampling rule reads it (heads/sampling/stage.py); always the same
+    """Output so far, kept up to date only if a sampling rule reads it (heads/sampling/logits_stage.py); always the same
     list."""
 
     @property
@@ -139,17 +139,17 @@ class BlockTable:
 
     ``table`` is [max_num_reqs, max_blocks] int32. Entries after a row's ``num_blocks`` are leftovers; code that reads
     them must mask the result. Blocks are those of the cache tensors, of ``block_size`` tokens. Each of the scheduler's
-    blocks is stored as ``parts`` consecutive ones.
+    blocks is stored as ``blocks_per_kv_block`` consecutive ones.
     """
 
     def __init__(
-        self, max_num_reqs: int, max_model_len: int, block_size: int, blocks_per_tile: int, parts: int = 1
+        self, max_num_reqs: int, max_model_len: int, block_size: int, blocks_per_tile: int, blocks_per_kv_block: int = 1
     ) -> None:
         self.block_size = block_size
-        self.parts = parts
+        self.blocks_per_kv_block = blocks_per_kv_block
         max_blocks = -(-max_model_len // block_size)
         # A row holds whole KV tiles, so that a tile's block ids are one slice, and whole blocks of the scheduler's.
-        whole = math.lcm(blocks_per_tile, parts)
+        whole = math.lcm(blocks_per_tile, blocks_per_kv_block)
         self.max_blocks = -(-max_blocks // whole) * whole
         self.table = np.zeros((max_num_reqs, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_reqs, np.int32)
@@ -169,13 +169,14 @@ class BlockTable:
         Raises IndexError for a row that cannot hold them, because the scheduler has exceeded the model's length.
         """
         numbers = int_array([*rows, *map(len, block_ids), *chain.from_iterable(block_ids)])
-        append_blocks(self.table, self.num_blocks, self.has_changed, numbers, len(rows), self.parts)
+        append_blocks(self.table, self.num_blocks, self.has_changed, numbers, len(rows), self.blocks_per_kv_block)
 
     def _stored(self, block_ids: list[int]) -> list[int]:
         """Blocks of the cache tensors that hold the scheduler's ``block_ids``."""
-        if self.parts == 1:
+        count = self.blocks_per_kv_block
+        if count == 1:
             return block_ids
-        return [block_id * self.parts + part for block_id in block_ids for part in range(self.parts)]
+        return [block_id * count + index for block_id in block_ids for index in range(count)]
 
 
 @compiled
@@ -185,7 +186,7 @@ def append_blocks(
     has_changed: np.ndarray,
     numbers: np.ndarray,
     num_rows: int,
-    parts: int,
+    blocks_per_kv_block: int,
 ) -> None:
     """Appends blocks to rows. ``numbers`` are the rows, the number of the scheduler's blocks for each, and these
     blocks."""
@@ -194,11 +195,11 @@ def append_blocks(
     for index in range(num_rows):
         row = rows[index]
         end = num_blocks[row]
-        if end + counts[index] * parts > table.shape[1]:
+        if end + counts[index] * blocks_per_kv_block > table.shape[1]:
             raise IndexError("a request has more blocks than its row of the block table can hold")
         for block in range(first, first + counts[index]):
-            for part in range(parts):
-                table[row, end] = block_ids[block] * parts + part
+            for part in range(blocks_per_kv_block):
+                table[row, end] = block_ids[block] * blocks_per_kv_block + part
                 end += 1
         first += counts[index]
         num_blocks[row] = end
@@ -244,20 +245,20 @@ def known_or(values: torch.Tensor, on_device: torch.Tensor) -> torch.Tensor:
     return torch.where(values < 0, on_device[(-values - 1).clamp(min=0)], values)
 
 
-def commit(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def commit(rows: Sequence[torch.Tensor], sample_slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Records sampled tokens in place; returns those that count, [S] int32, and -1 for others. Traceable.
 
     Args:
         rows: the tensors of ``DeviceRows``.
-        slots: [2, S] or, where drafts are verified, [3, S] int32 (``ModelCall.sample_slots``): the row of each token
-            (the padding row where nothing is to be recorded), its position, the draft for that position or -1.
+        sample_slots: [2, S] or, where drafts are verified, [3, S] int32 (``ModelCall.sample_slots``): the row of each
+            token (the padding row where nothing is to be recorded), its position, the draft for that position or -1.
         tokens: [S] int32. For NO_TOKEN the row records token 0, so that a step that is launched already can run.
     """
-    if slots.shape[0] == 3:
-        return _verify(rows, slots, tokens)
+    if sample_slots.shape[0] == 3:
+        return _verify(rows, sample_slots, tokens)
     last, computed = rows
-    last.index_put_((slots[0], torch.zeros_like(slots[0])), tokens.clamp(min=0))
-    computed.index_put_((slots[0],), slots[1])
+    last.index_put_((sample_slots[0], torch.zeros_like(sample_slots[0])), tokens.clamp(min=0))
+    computed.index_put_((sample_slots[0],), sample_slots[1])
     return tokens
 
 
@@ -275,15 +276,15 @@ class ReceivedTokens:
     def record(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Records ``tokens`` [S] int32 in ``rows`` [S], the padding row for tokens that do not count; ``positions`` [S]
         are those that the tokens have."""
-        slots = np.stack((rows, positions)).astype(np.int32)
-        self._record(*map(self._device_ops.to_device, (slots, tokens)), *self._rows.tensors)
+        sample_slots = np.stack((rows, positions)).astype(np.int32)
+        self._record(*map(self._device_ops.to_device, (sample_slots, tokens)), *self._rows.tensors)
 
 
-def _record(slots: torch.Tensor, tokens: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
-    return commit(rows, slots, tokens)
+def _record(sample_slots: torch.Tensor, tokens: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    return commit(rows, sample_slots, tokens)
 
 
-def _verify(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _verify(rows: Sequence[torch.Tensor], sample_slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Records a request's tokens up to the first one that differs from its draft.
 
     Later tokens were sampled after a wrong draft, so they do not count.
@@ -291,7 +292,7 @@ def _verify(rows: Sequence[torch.Tensor], slots: torch.Tensor, tokens: torch.Ten
     Example: drafts 5, 9, 4 of a row; 5, 9, 7, 2 are sampled. 5, 9, 7 count, and 7 is the row's last token.
     """
     last, computed, recent = rows
-    row, position, draft = slots
+    row, position, draft = sample_slots
     padding_row, num_tokens = last.shape[0] - 1, last.shape[1]
     is_right = tokens == draft
     is_first = torch.cat((row[:1] == row[:1], row[1:] != row[:-1]))

@@ -90,15 +90,15 @@ class Grammar(NamedTuple):
     """[rows, ceil(V / 32)] int32: token t at bit t % 32 of word t // 32. Each request has a row for its next token, and
     one for the token after each of its drafts."""
 
-    def at(self, place: np.ndarray, row_len: int) -> np.ndarray:
+    def at(self, place: np.ndarray, decode_query_len: int) -> np.ndarray:
         """[N, ceil(V / 32)] rows of the bitmask for N sampled tokens.
 
         ``place`` [N] counts the tokens of each request from 0 on: 0 1 2 0 0 1 are three requests. If the bitmask has
-        more than N rows, each request has ``row_len`` of them, and rows of missing drafts are left out.
+        more than N rows, each request has ``decode_query_len`` of them, and rows of missing drafts are left out.
         """
         if len(self.bitmask) == len(place):
             return self.bitmask
-        if len(self.bitmask) != len(self.req_ids) * row_len:
+        if len(self.bitmask) != len(self.req_ids) * decode_query_len:
             raise RuntimeError("structured output: it is not known which drafts the bitmask's rows belong to")
         owner = (place == 0).cumsum() - 1
-        return self.bitmask[owner * row_len + place]
+        return self.bitmask[owner * decode_query_len + place]

@@ -1,6 +1,6 @@
 """Size of a step: its kind, and the numbers that a device has to know in advance.
 
-Each number is a dim (``Dim``). Every step has the dims tokens, requests and rows of logits. Kinds of caches add others,
+Each number is a dim (``Dim``). Every step has the dims tokens, requests and logits rows. Kinds of caches add others,
 such as the attention pairs of a plan. A device captures or compiles one graph for each size of a list, and a step is
 padded to a size that holds it.
 
@@ -51,7 +51,7 @@ COMMON_DIMS = (
     Dim("requests", (0.2, 0.2, 0.2)),
     Dim("logits", (0.0, 0.0, 0.0)),
 )
-"""Dims of every step. ``logits`` are rows of logits: one for each request, more where drafts are verified."""
+"""Dims of every step. ``logits`` are logits rows: one for each request, more where drafts are verified."""
 
 
 class PlanDims(NamedTuple):

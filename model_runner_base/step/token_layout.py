@@ -12,7 +12,7 @@ of 64 tokens; run at 2 decode rows and 128 chunk tokens. What is packed:
     decode_starts        [-5, 0]        row 4's position is on the device; padding
     chunk_tile_starts    [0, 64, 100, ...]  tokens 0 to 63 and 64 to 99 of the chunks are a tile each
     chunk_tile_positions [0, 64, ...]
-    chunk_token_slots    [0, 1, ..., 99, 0, ...]  where in the flattened tiles each token lies
+    chunk_tile_slots    [0, 1, ..., 99, 0, ...]  where in the flattened tiles each token lies
 """
 
 from abc import ABC, abstractmethod
@@ -27,13 +27,13 @@ from model_runner_base.step.call import (
     LENGTHS,
     STARTS,
     TILE_POSITIONS,
+    TILE_SLOTS,
     TILE_STARTS,
-    TOKEN_SLOTS,
     ChunkTiles,
     DecodeRows,
     ModelCall,
 )
-from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.components import SectionUpdater, StepComponent
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
@@ -121,7 +121,7 @@ class RowsAndTiles(TokenLayout):
 
     def __init__(self, limits: StepLimits, kinds: Sequence[Planner]) -> None:
         self.limits = limits
-        self.order = BatchOrder(limits.decode.query, row_len=limits.decode.query)
+        self.order = BatchOrder(limits.decode.query, decode_query_len=limits.decode.query)
         self._kinds = kinds
 
     # ---- On the host ----
@@ -166,22 +166,22 @@ class RowsAndTiles(TokenLayout):
             sections += [
                 Section(TILE_STARTS, (dims.chunk_tiles + 1,)),
                 Section(TILE_POSITIONS, (dims.chunk_tiles,)),
-                Section(TOKEN_SLOTS, (dims.chunk_tokens,)),
+                Section(TILE_SLOTS, (dims.chunk_tokens,)),
             ]
         return sections
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         rows = batch.num_decodes
-        places = views["token_ids"], batch.row_len, batch.num_computed[:rows], views[STARTS]
+        places = views["token_ids"], batch.decode_query_len, batch.num_computed[:rows], views[STARTS]
         fill_starts(batch.rows[:rows], *places)
-        if batch.row_len > 1:
+        if batch.decode_query_len > 1:
             pad_into(views[LENGTHS], batch.query_len[:rows], 0)
         if size.kind == StepKind.MIXED:
             chunks = batch.query_len[rows:], batch.num_computed[rows:]
-            sections = views[TILE_STARTS], views[TILE_POSITIONS], views[TOKEN_SLOTS]
+            sections = views[TILE_STARTS], views[TILE_POSITIONS], views[TILE_SLOTS]
             fill_tiles(self.limits.chunk.query, *chunks, *sections)
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         return [DeviceStarts(step.views[STARTS], batch.rows)]
 
     # ---- On the device ----
@@ -191,7 +191,7 @@ class RowsAndTiles(TokenLayout):
         self.bind_rows(call, rows, call.size.kind == StepKind.MIXED)
 
     def bind_rows(self, call: ModelCall, rows: DecodeRows, has_chunks: bool = False) -> None:
-        call.rows, call.has_chunks = rows, has_chunks
+        call.decode_rows, call.has_chunks = rows, has_chunks
         call.positions = rows.positions.reshape(-1)
         if has_chunks:
             call.tiles = ChunkTiles.of(call.arrays, self.limits.chunk.query)
@@ -200,14 +200,14 @@ class RowsAndTiles(TokenLayout):
 
 @compiled
 def fill_starts(
-    rows: np.ndarray, token_ids: np.ndarray, row_len: int, num_computed: np.ndarray, starts: np.ndarray
+    rows: np.ndarray, token_ids: np.ndarray, decode_query_len: int, num_computed: np.ndarray, starts: np.ndarray
 ) -> None:
-    """Writes the start position of each of R decode rows of ``row_len`` tokens; padding starts at 0.
+    """Writes the start position of each of R decode rows of ``decode_query_len`` tokens; padding starts at 0.
 
     If only the device knows a row's first token, only the device knows its position (``known_or``).
     """
     for index in range(len(rows)):
-        starts[index] = -rows[index] - 1 if token_ids[index * row_len] < 0 else num_computed[index]
+        starts[index] = -rows[index] - 1 if token_ids[index * decode_query_len] < 0 else num_computed[index]
     starts[len(rows) :] = 0
 
 
@@ -218,7 +218,7 @@ def fill_tiles(
     num_computed: np.ndarray,
     tile_starts: np.ndarray,
     tile_positions: np.ndarray,
-    token_slots: np.ndarray,
+    tile_slots: np.ndarray,
 ) -> None:
     """Writes each chunk tile's first token [NT + 1] and that token's position [NT], and each token's place in the
     tiles.
@@ -232,9 +232,9 @@ def fill_tiles(
             tile_starts[tile] = token
             tile_positions[tile] = num_computed[request] + first
             for index in range(min(query_tile, length - first)):
-                token_slots[token] = tile * query_tile + index
+                tile_slots[token] = tile * query_tile + index
                 token += 1
             tile += 1
     tile_starts[tile:] = token
     tile_positions[tile:] = 0
-    token_slots[token:] = 0
+    tile_slots[token:] = 0

@@ -100,7 +100,7 @@ def watch_steps(runner: Any) -> Iterator[list[StepTrace]]:
         if batch is not None:
             for kind in runner.parts.caches:
                 kind.prepare(batch, step, runner.parts.rows)
-            steps.append(_trace(runner, batch, step))
+            steps.append(_step_trace(runner, batch, step))
         return run(batch, step)
 
     graph.run = watched
@@ -110,7 +110,7 @@ def watch_steps(runner: Any) -> Iterator[list[StepTrace]]:
         graph.run = run  # It may be one that others watch.
 
 
-def _trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:
+def _step_trace(runner: Any, batch: InputBatch, step: PackedStep) -> StepTrace:
     parts = runner.parts
 
     def on_host(tensor: torch.Tensor) -> torch.Tensor:

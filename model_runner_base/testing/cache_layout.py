@@ -46,7 +46,7 @@ class CacheLayer:
     @property
     def cache(self) -> torch.Tensor:
         """The tensor that the layer is bound to."""
-        return bound_cache(self.layer)
+        return cache_of(self.layer)
 
     @property
     def num_slots(self) -> int:
@@ -139,7 +139,7 @@ class CacheLayer:
         return contents != 0
 
 
-def bound_cache(layer: Any) -> torch.Tensor:
+def cache_of(layer: Any) -> torch.Tensor:
     """The tensor that a layer of vLLM is bound to, which some releases keep in a list."""
     cache: torch.Tensor = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
     return cache
@@ -198,4 +198,4 @@ def backend_of(cache: torch.Tensor, runner: Any, is_same: Callable[[torch.Tensor
     """vLLM's attention backend of a layer that is bound to ``cache``; None if there is none."""
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
     attention = (layer for layer in layers if hasattr(layer, "attn_backend") and hasattr(layer, "kv_cache"))
-    return next((layer.attn_backend for layer in attention if is_same(bound_cache(layer), cache)), None)
+    return next((layer.attn_backend for layer in attention if is_same(cache_of(layer), cache)), None)

@@ -59,8 +59,8 @@ class KnownDrafts:
             if len(text) > count and (text[:count] == tokens).all():
                 drafts = text[count : count + NUM_DRAFTS].copy()
                 drafts[0 if self._is_wrong else self._rng.integers(places) :] += 1
-                kept = NUM_DRAFTS if self._is_wrong else self._rng.integers(places)
-                return (drafts[:kept] % VOCAB_SIZE).tolist()
+                num_drafts = NUM_DRAFTS if self._is_wrong else self._rng.integers(places)
+                return (drafts[:num_drafts] % VOCAB_SIZE).tolist()
         return []
 
 
@@ -81,16 +81,16 @@ def _without_towers(config: dict[str, Any], weights: dict[str, torch.Tensor]) ->
     """The checkpoint; of a vision model, its text part as a Llama: no biases, no further norms, layers of one kind."""
     if "text_config" not in config:
         return config, weights
-    kept = {}
+    of_text = {}
     for name, tensor in weights.items():
         if name.endswith("lm_head.weight"):
-            kept["lm_head.weight"] = tensor
+            of_text["lm_head.weight"] = tensor
         elif "vis" not in name and name.endswith(_NAMES_OF_A_LLAMA):  # "vision_tower", "visual"
-            kept[f"model.{name.rpartition('language_model.')[2].removeprefix('model.')}"] = tensor
+            of_text[f"model.{name.rpartition('language_model.')[2].removeprefix('model.')}"] = tensor
     left_out = ("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "_sliding_window_pattern")
     text = {name: value for name, value in config["text_config"].items() if name not in left_out}
     text.setdefault("head_dim", text["hidden_size"] // text["num_attention_heads"])
-    return text | {"model_type": "llama"}, kept
+    return text | {"model_type": "llama"}, of_text
 
 
 def _same(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:

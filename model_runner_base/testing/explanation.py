@@ -1,4 +1,4 @@
-"""Explains wrong tokens: names their step, looks for a smaller case, and runs it again with a trace of its caches."""
+"""Explains wrong tokens: names their step, looks for a smaller case, and reruns it to look at its caches."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,9 +7,9 @@ from time import monotonic
 import pytest
 from vllm import LLM
 
-from model_runner_base.testing.cache_trace import WatchedStep, describe_cache, reference_cache, watch_case
 from model_runner_base.testing.engine import Engines, generate, greedy, has_runner_here, tokens_of
 from model_runner_base.testing.mismatch import Case, Difference, Mismatch, Replay, Rerun, describe
+from model_runner_base.testing.rerun import WatchedStep, describe_cache, reference_cache, watch_case
 from model_runner_base.testing.shrinking import shrink
 from model_runner_base.testing.step_log import Coming, StepLog
 from model_runner_base.testing.time_limit import OutOfTime, limit_steps

@@ -29,11 +29,11 @@ MOST = 0.75
 SLACK = 1.2
 """Factor of the distance of transformers from float32, which another order may exceed by chance."""
 
-Rows = list[np.ndarray]
+Logprobs = list[np.ndarray]
 """Log probabilities [tokens, V] of prompts or of outputs, for each request."""
 
 
-def distance(ours: Rows, theirs: Rows) -> float:
+def distance(ours: Logprobs, theirs: Logprobs) -> float:
     """Root mean square of a token's differences, which those of most tokens do not exceed."""
     differences = np.concatenate(ours) - np.concatenate(theirs)
     return float(np.quantile(np.sqrt(np.square(differences).mean(axis=-1)), MOST))
@@ -53,7 +53,7 @@ class Half:
     prompts: Sequence[tuple[int, ...]]
     tokens: list[list[int]]
     """Output tokens of each request."""
-    values: Rows
+    values: Logprobs
     """Log probabilities of each request's prompt, but for the first token, and of its output."""
 
     @classmethod
@@ -68,7 +68,7 @@ class Half:
         return cls(model, dtype, prompts, tokens, values)
 
     @torch.no_grad()
-    def expected(self, dtype: str, order: str) -> Rows:
+    def expected(self, dtype: str, order: str) -> Logprobs:
         """Transformers' log probabilities of the same tokens."""
         reference, rows = _reference(self.model, dtype, order), []
         for prompt, tokens in zip(self.prompts, self.tokens, strict=True):
@@ -85,9 +85,9 @@ class Half:
         exact, *theirs = (
             self.expected(dtype, order) for dtype, order in [("float32", EAGER), *((self.dtype, o) for o in orders)]
         )
-        for part, ours, of, *each in self._parts(self.values, exact, *theirs):
+        for which, ours, of, *each in self._divided(self.values, exact, *theirs):
             error, bar = distance(ours, of), max(distance(one, of) for one in each)
-            self._compare(part, error, SLACK * bar, "float32", "are at most, with some slack")
+            self._compare(which, error, SLACK * bar, "float32", "are at most, with some slack")
         pairs = combinations([exact, *theirs], 2)
         largest = max(float(np.abs(a - b).max()) for one, other in pairs for a, b in zip(one, other, strict=True))
         for prompt, tokens, rows in zip(self.prompts, self.tokens, theirs[-1], strict=True):
@@ -100,11 +100,11 @@ class Half:
 
     def check_orders(self) -> None:
         """Checks that values are as near to transformers' in one of two orders as these are to each other."""
-        for part, ours, *theirs in self._parts(self.values, *(self.expected(self.dtype, order) for order in ORDERS)):
+        for which, ours, *theirs in self._divided(self.values, *(self.expected(self.dtype, order) for order in ORDERS)):
             error = min(distance(ours, each) for each in theirs)
-            self._compare(part, error, distance(*theirs), "transformers'", "are from each other")
+            self._compare(which, error, distance(*theirs), "transformers'", "are from each other")
 
-    def _parts(self, *values: Rows) -> list[tuple[Any, ...]]:
+    def _divided(self, *values: Logprobs) -> list[tuple[Any, ...]]:
         """Values of prompts, and values of outputs: kernels of chunks differ from those of decode rows."""
         lengths = [len(prompt) - 1 for prompt in self.prompts]
         return [
@@ -112,10 +112,10 @@ class Half:
             ("outputs", *([rows[n:] for rows, n in zip(each, lengths, strict=True)] for each in values)),
         ]
 
-    def _compare(self, part: str, error: float, bar: float, whom: str, how: str) -> None:
+    def _compare(self, which: str, error: float, bar: float, whom: str, how: str) -> None:
         """Raises AssertionError for an ``error`` that is NaN or more than ``bar``."""
         assert error <= bar, (
-            f"{self.dtype}: log probabilities of {part} are {error:.4f} from {whom}, and transformers' {bar:.4f} {how}"
+            f"{self.dtype}: log probabilities of {which} are {error:.4f} from {whom}, and transformers' {bar:.4f} {how}"
             f": does a kernel add up in {self.dtype}?"
         )
 

@@ -16,7 +16,7 @@ def count_infos() -> int:
     return sum(isinstance(thing, RequestInfo) for thing in gc.get_objects())
 
 
-def names_kept(thing: Any, name: str, path: str, seen: set[int]) -> Iterator[str]:
+def places_of(thing: Any, name: str, path: str, seen: set[int]) -> Iterator[str]:
     """Yields the places in the runner's objects at which a dict or set holds a request with ``name`` in its id."""
     if id(thing) in seen or isinstance(thing, str | bytes | type):
         return
@@ -25,13 +25,13 @@ def names_kept(thing: Any, name: str, path: str, seen: set[int]) -> Iterator[str
         yield from (f"{path} holds {key}" for key in thing if isinstance(key, str) and name in key)
     if isinstance(thing, dict):
         for key, value in thing.items():
-            yield from names_kept(value, name, f"{path}[{key!r}]", seen)
+            yield from places_of(value, name, f"{path}[{key!r}]", seen)
     elif isinstance(thing, list | tuple):
         for index, value in enumerate(thing):
-            yield from names_kept(value, name, f"{path}[{index}]", seen)
+            yield from places_of(value, name, f"{path}[{index}]", seen)
     elif type(thing).__module__.split(".")[0] not in {"torch", "numpy", "vllm", "builtins", "transformers"}:
         for attribute, value in getattr(thing, "__dict__", {}).items():
-            yield from names_kept(value, name, f"{path}.{attribute}", seen)
+            yield from places_of(value, name, f"{path}.{attribute}", seen)
 
 
 def check_nothing_left(llm: LLM, name: str, num_infos: int, known: int = 0) -> None:
@@ -46,7 +46,7 @@ def check_nothing_left(llm: LLM, name: str, num_infos: int, known: int = 0) -> N
     llm.reset_prefix_cache()
     assert core.scheduler.kv_cache_manager.usage == 0, "blocks are not free"
     assert runner.parts.requests.num_reqs <= known, f"{runner.parts.requests.num_reqs} rows are taken"
-    kept = list(names_kept(runner, name, "runner", set()))
-    assert not kept, f"{len(kept)} entries are left: {kept[:3]}"
+    found = list(places_of(runner, name, "runner", set()))
+    assert not found, f"{len(found)} entries are left: {found[:3]}"
     left = count_infos() - num_infos
     assert left <= known, f"what is known of {left} requests is still held somewhere"

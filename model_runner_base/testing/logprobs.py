@@ -38,7 +38,7 @@ def expected_values(model: TinyModel, request: Request, tokens: Sequence[int], m
     if request.grammar is not None:
         raw = np.array([np.where(request.grammar(list(tokens[:i])), row, -np.inf) for i, row in enumerate(raw)])
     if mode.startswith("processed"):
-        rows = [request.kept(request.processed(row, tokens[:i])) for i, row in enumerate(raw)]
+        rows = [request.truncated(request.processed(row, tokens[:i])) for i, row in enumerate(raw)]
         raw = np.array(rows).reshape(len(tokens), VOCAB_SIZE)
     return rules.log_softmax(raw) if mode.endswith("logprobs") else raw
 

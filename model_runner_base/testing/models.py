@@ -153,7 +153,7 @@ def _rounding_model(path: Path) -> Any:
 @lru_cache(maxsize=256)
 @torch.no_grad()
 def _moved(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
-    """Root mean square [len(tokens)] of the differences of a row of logits in the kit's dtype from that in float32."""
+    """Root mean square [len(tokens)] of the differences of a logits row in the kit's dtype from that in float32."""
     try:
         rounded = _rounding_model(path)(torch.tensor([tokens])).logits[0].float().numpy()
     except (RuntimeError, TypeError) as error:

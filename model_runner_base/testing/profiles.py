@@ -41,7 +41,7 @@ def apply_profile(config: pytest.Config) -> None:
 
 def leave_out(profile: Profile, items: list[pytest.Item]) -> list[pytest.Item]:
     """Takes the checks that a profile leaves out off the list, and returns them."""
-    kept: list[pytest.Item] = []
+    selected: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     seen = set()
     for item in items:
@@ -49,6 +49,6 @@ def leave_out(profile: Profile, items: list[pytest.Item]) -> list[pytest.Item]:
         is_further_case = profile.has_first_cases_only and check in seen
         seen.add(check)
         is_left_out = group is not None and (is_further_case or group in profile.without)
-        (left_out if is_left_out else kept).append(item)
-    items[:] = kept
+        (left_out if is_left_out else selected).append(item)
+    items[:] = selected
     return left_out

@@ -78,7 +78,7 @@ class Request:
         """Whether the token may follow ``output``, by processed logits [V] whose differences are off by ``slack`` at
         most."""
         if not rules.is_greedy(self.params):
-            return bool(self.kept(values, slack)[token] > -np.inf)
+            return bool(self.truncated(values, slack)[token] > -np.inf)
         if self.any_where_forced and self.grammar is not None and _is_forced(self.grammar(list(output))):
             return bool(values[token] > -np.inf)
         return bool(values[token] >= values.max() - slack)
@@ -86,7 +86,7 @@ class Request:
     def is_certain(self, values: np.ndarray, output: Sequence[int], slack: float) -> bool:
         """Whether one token alone may follow ``output``, or, if it is drawn, whether some may not."""
         if not rules.is_greedy(self.params):
-            return bool((self.kept(values, slack) == -np.inf).any())
+            return bool((self.truncated(values, slack) == -np.inf).any())
         return not self.accepts(values, int(np.argsort(values)[-2]), output, slack)
 
     @property
@@ -104,11 +104,11 @@ class Request:
         params = self.params
         return not rules.is_greedy(params) and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
-    def kept(self, values: np.ndarray, slack: float = 0.0) -> np.ndarray:
+    def truncated(self, values: np.ndarray, slack: float = 0.0) -> np.ndarray:
         """Logits [V] that a token is drawn from, made from processed ones; the same ones for a greedy request."""
         if rules.is_greedy(self.params):
             return values
-        return rules.kept(values, self.params, slack, self.late_processors)
+        return rules.truncated(values, self.params, slack, self.late_processors)
 
 
 def describe(params: SamplingParams) -> str:
@@ -200,4 +200,4 @@ def best_tokens(model: TinyModel, request: Request, count: int) -> list[int]:
 def distribution(model: TinyModel, request: Request, output: Sequence[int] = ()) -> np.ndarray:
     """Probabilities [V] of the token after ``output``."""
     logits = logits_after(model, [*request.prompt, *output])[-1]
-    return rules.softmax(request.kept(request.processed(logits, output)))
+    return rules.softmax(request.truncated(request.processed(logits, output)))

@@ -62,7 +62,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """Result for one configuration, and why."""
 
     architecture: str
@@ -102,13 +102,13 @@ def cases(directory: Path) -> dict[str, Callable[[], Checkpoint]]:
     return made | {f"{name}, images": partial(of_images, name, directory / "images") for name in FAMILIES}
 
 
-def result_of(name: str, make: Callable[[], Checkpoint], engines: Engines) -> Row:
+def result_of(name: str, make: Callable[[], Checkpoint], engines: Engines) -> TableRow:
     """Serves one checkpoint."""
     try:
         checkpoint = make()
     except Exception as error:
-        return Row("", name, "not compared", f"no checkpoint: {_first_line(error)}")
-    row = partial(Row, checkpoint.architecture, name)
+        return TableRow("", name, "not compared", f"no checkpoint: {_first_line(error)}")
+    row = partial(TableRow, checkpoint.architecture, name)
     wanted: Sequence[list[int]] = ()
     lack = ""
     try:  # Before the engine, since vLLM's Transformers backend changes classes of transformers.
@@ -142,7 +142,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def rows_of(engines: Engines, text: str) -> Iterator[Row]:
+def rows_of(engines: Engines, text: str) -> Iterator[TableRow]:
     """Yields a row for each configuration whose name contains ``text``, with a bar."""
     with tempfile.TemporaryDirectory() as directory:
         chosen = {name: make for name, make in cases(Path(directory)).items() if text in name}
@@ -152,7 +152,7 @@ def rows_of(engines: Engines, text: str) -> Iterator[Row]:
             yield result_of(name, make, engines)
 
 
-def untried(rows: Sequence[Row]) -> list[str]:
+def untried(rows: Sequence[TableRow]) -> list[str]:
     """Architectures of vLLM's registry that generate text and have no row."""
     names = {*_registry._TEXT_GENERATION_MODELS, *_registry._MULTIMODAL_MODELS, *_transformers_backend()}
     return sorted(names - {row.architecture for row in rows})
@@ -167,7 +167,7 @@ def sweep(worker: str, text: str) -> int:
     logging.captureWarnings(True)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     is_whole = True
     try:
         for row in rows_of(Engines(worker, enforce_eager=True), text):

@@ -64,7 +64,7 @@ def _penalized(logits: Array, params: SamplingParams, prompt: Sequence[int], out
     return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
 
-def kept(
+def truncated(
     logits: Array, params: SamplingParams, slack: float = 0.0, processors: Sequence[Callable[[Array], Array]] = ()
 ) -> Array:
     """Logits [V] after temperature, min-p, top-k and top-p; those of excluded tokens are -inf.

@@ -56,7 +56,7 @@ class _BySlot(LogitsProcessor):
         return tokens
 
     def change(self, logits: torch.Tensor, argument: int, tokens: list[int], slot: int) -> None:
-        """Changes one row of logits [V] in place."""
+        """Changes one logits row [V] in place."""
         raise NotImplementedError
 
 

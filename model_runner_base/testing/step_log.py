@@ -159,13 +159,13 @@ class StepLog:
         for run in reversed(self._runs()):
             others = _others(run, tuple(prompt))
             for name in dict.fromkeys(name for step in reversed(run) for name in step.shares if name not in others):
-                parts = _parts(run, name)
+                shares = _actual_shares(run, name)
                 # Tokens of a step that was thrown away may differ; the last one at a position counts.
-                got = {part.yields_at + index: token for part in parts for index, token in enumerate(part.tokens)}
+                got = {each.yields_at + index: token for each in shares for index, token in enumerate(each.tokens)}
                 if all(got.get(position) == token for position, token in wanted.items()):
-                    reach = [index for index, part in enumerate(parts) if part.has_yielded(len(prompt) + output)]
-                    own = parts[: reach[-1] + 1]
-                    return Place(own[-1].step, Coming.of([part.start for part in own], len(prompt)))
+                    reach = [index for index, each in enumerate(shares) if each.has_yielded(len(prompt) + output)]
+                    own = shares[: reach[-1] + 1]
+                    return Place(own[-1].step, Coming.of([each.start for each in own], len(prompt)))
         return None
 
     def _last_of(self, prompt: tuple[int, ...]) -> Place | None:
@@ -196,8 +196,8 @@ def _others(steps: Sequence[LoggedStep], prompt: tuple[int, ...]) -> set[str]:
     return {name for name, its in known.items() if all(prompt[: len(each)] != each for each in its)}
 
 
-class _Part(NamedTuple):
-    """Part of a request in a step, where it was in truth."""
+class _ActualShare(NamedTuple):
+    """Share of a request in a step, where it was in truth."""
 
     step: LoggedStep
     start: int
@@ -211,12 +211,12 @@ class _Part(NamedTuple):
         return 0 <= position - self.yields_at < len(self.tokens)
 
 
-def _parts(steps: Sequence[LoggedStep], name: str) -> list[_Part]:
-    """Parts of one request.
+def _actual_shares(steps: Sequence[LoggedStep], name: str) -> list[_ActualShare]:
+    """Shares of one request.
 
     Where drafts are in flight, the host takes a request to be further than it is: by those that turn out wrong.
     """
-    parts: list[_Part] = []
+    shares: list[_ActualShare] = []
     next_position = num_wrong = 0
     for step in steps:
         if name not in step.shares:
@@ -225,6 +225,6 @@ def _parts(steps: Sequence[LoggedStep], name: str) -> list[_Part]:
         position = share.start + share.num_tokens - share.num_drafts
         too_far = num_wrong if position - num_wrong == next_position else 0
         position -= too_far
-        parts.append(_Part(step, share.start - too_far, position, tokens))
+        shares.append(_ActualShare(step, share.start - too_far, position, tokens))
         next_position, num_wrong = position + len(tokens), share.num_drafts + 1 - len(tokens) if tokens else 0
-    return parts
+    return shares

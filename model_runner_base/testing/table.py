@@ -51,7 +51,7 @@ def _words(error: BaseException) -> str:
 
 
 @dataclass
-class Row:
+class TableRow:
     """Results of one promise's cases."""
 
     passed: int = 0
@@ -85,7 +85,7 @@ class PromiseTable:
     """Gathers the rows; a check's cases run from small to large, so the first failure is the smallest."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.rows: dict[tuple[str, str], Row] = {}
+        self.rows: dict[tuple[str, str], TableRow] = {}
         self._worker = config.getoption("worker")
         self._file: Path | None = config.getoption("results")
 
@@ -124,7 +124,7 @@ class PromiseTable:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if getattr(report, "is_left_out", False):
             return
-        row = self.rows.setdefault(report.promise, Row())
+        row = self.rows.setdefault(report.promise, TableRow())
         # A sentence about tokens begins with the model's name, which is the case as a rule.
         is_named = not report.case or str(report.reason).startswith(f"{report.case},")
         case = "" if is_named else f"[{report.case}] "

@@ -1,6 +1,6 @@
 """Attention layer over the NKI kernels, with the cache and the plans of the attention in plain torch.
 
-Custom operators tell a capture the shapes of the kernels' results; the lazy trace calls the kernels. Not run on Neuron
+Custom operators tell a capture the shapes of the kernels' results; lazy tracing calls the kernels. Not run on Neuron
 hardware.
 """
 

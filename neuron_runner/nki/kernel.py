@@ -60,7 +60,7 @@ def attend_tiles(
     def tile_body(tile):
         _load_queries(q, query, queries, tile, passes, kv_heads, width)
         for index in range(passes):
-            _reset(_slot(state, index, head_size), head_size)
+            _reset(_pass_state(state, index, head_size), head_size)
         ends = ops.sbuf((1, 2), ops.int32)
         ops.load_row(ends, ranges, tile)
 
@@ -72,7 +72,7 @@ def attend_tiles(
             place = ops.sbuf((width, 1), ops.int32)
             ops.load_row(place, outputs, tile, index * width)
             result = ops.sbuf((width, head_size), query.dtype)
-            _normalise(result, _slot(state, index, head_size), head_size)
+            _normalise(result, _pass_state(state, index, head_size), head_size)
             ops.scatter(out, place, result)
 
     ops.loop(0, queries.shape[0], tile_body)
@@ -116,10 +116,10 @@ def attend_pairs(
     def pair_body(pair):
         _load_queries(q, query, queries, pair, passes, kv_heads, heads)
         for index in range(passes):
-            _reset(_slot(state, index, head_size), head_size)
+            _reset(_pass_state(state, index, head_size), head_size)
         _attend(pair, q, cache, rows, bounds, state, consts, heads, kv_heads, num_kv_heads, scale, window, soft_cap)
         for index in range(passes):
-            ops.store_row(partial, pair, _slot(state, index, head_size), index * heads * (head_size + 2))
+            ops.store_row(partial, pair, _pass_state(state, index, head_size), index * heads * (head_size + 2))
 
     ops.loop(0, num_pairs, pair_body)
 
@@ -140,21 +140,21 @@ def attend_pairs(
 # A state is [rows, D + 2] float32: the unnormalised output, the sum, the maximum.
 
 
-def _slot(state, index, head_size):
+def _pass_state(state, index, head_size):
     return state[:, index * (head_size + 2) : (index + 1) * (head_size + 2)]
 
 
-def _reset(slot, head_size):
-    ops.fill(slot[:, 0 : head_size + 1], 0.0)
-    ops.fill(slot[:, head_size + 1 : head_size + 2], MASK_VALUE)
+def _reset(state, head_size):
+    ops.fill(state[:, 0 : head_size + 1], 0.0)
+    ops.fill(state[:, head_size + 1 : head_size + 2], MASK_VALUE)
 
 
-def _normalise(result, slot, head_size):
+def _normalise(result, state, head_size):
     # A tile without pairs is padding: its sum is 0.
     inverse = ops.sbuf((result.shape[0], 1), ops.float32)
-    ops.at_least(inverse, slot[:, head_size : head_size + 1], 1e-30)
+    ops.at_least(inverse, state[:, head_size : head_size + 1], 1e-30)
     ops.reciprocal(inverse, inverse)
-    ops.scale_rows(result, slot[:, 0:head_size], inverse)
+    ops.scale_rows(result, state[:, 0:head_size], inverse)
 
 
 def _constants(width, kv_tile, kv_heads, head_size):
@@ -205,7 +205,7 @@ def _attend(pair, q, cache, rows, bounds, state, consts, heads, kv_heads, num_kv
     line = cache.shape[1]
 
     for index in range(passes):
-        slot = _slot(state, index, head_size)
+        pass_state = _pass_state(state, index, head_size)
         first_head = index * heads // group
         scores = ops.sbuf((width, kv_tile), ops.float32)
         for start in range(0, kv_tile, MAX_MOVING):
@@ -215,15 +215,15 @@ def _attend(pair, q, cache, rows, bounds, state, consts, heads, kv_heads, num_kv
                 column = (index * kv_heads + head) * width
                 key = (first_head + head) * kv_tile + start
                 ops.matmul(product, q[:, column : column + width], keys[:, key : key + size], head > 0)
-            part = scores[:, start : start + size]
+            piece = scores[:, start : start + size]
             if soft_cap:
-                ops.tanh(part, product, scale / soft_cap)
-                ops.scale_add(part, part, soft_cap, penalty[:, start : start + size])
+                ops.tanh(piece, product, scale / soft_cap)
+                ops.scale_add(piece, piece, soft_cap, penalty[:, start : start + size])
             else:
-                ops.scale_add(part, product, scale, penalty[:, start : start + size])
+                ops.scale_add(piece, product, scale, penalty[:, start : start + size])
 
-        weights, correction = _soften(slot, scores, head_size, cache.dtype)
-        _add_values(slot, weights, correction, cached, own, line, num_kv_heads + first_head, kv_heads, head_size)
+        weights, correction = _soften(pass_state, scores, head_size, cache.dtype)
+        _add_values(pass_state, weights, correction, cached, own, line, num_kv_heads + first_head, kv_heads, head_size)
 
 
 def _load_cache(pair, cache, rows, num_kv_heads, head_size):
@@ -268,11 +268,11 @@ def _penalty(pair, bounds, positions, window):
     return penalty
 
 
-def _soften(slot, scores, head_size, dtype):
+def _soften(state, scores, head_size, dtype):
     """The pair's weights, and the factor by which the output so far shrinks; updates the state's maximum and sum."""
     width, kv_tile = scores.shape
-    total = slot[:, head_size : head_size + 1]
-    peak = slot[:, head_size + 1 : head_size + 2]
+    total = state[:, head_size : head_size + 1]
+    peak = state[:, head_size + 1 : head_size + 2]
     new_peak = ops.sbuf((width, 1), ops.float32)
     ops.row_max(new_peak, scores)
     ops.maximum(new_peak, new_peak, peak)
@@ -288,7 +288,7 @@ def _soften(slot, scores, head_size, dtype):
     return weights, correction
 
 
-def _add_values(slot, weights, correction, cached, own, line, first_value, kv_heads, head_size):
+def _add_values(state, weights, correction, cached, own, line, first_value, kv_heads, head_size):
     """output = output * correction + weights @ values, the values of ``kv_heads`` heads from ``first_value`` on."""
     width, kv_tile = weights.shape
     part = cached.shape[0]
@@ -307,16 +307,16 @@ def _add_values(slot, weights, correction, cached, own, line, first_value, kv_he
             moving = cached[:, first : first + sizes[number] * head_size]
             ops.matmul(products[number], stationary, moving, chunk > 0)
 
-    out = slot[:, 0:head_size]
+    out = state[:, 0:head_size]
     ops.scale_rows(out, out, correction)
     for number in range(len(sizes)):
         product = products[number]
         if kv_heads > 1:
             first = starts[number] * head_size
-            kept = ops.sbuf(product.shape, ops.float32)
-            ops.multiply(kept, product, own[:, first : first + product.shape[1]])
+            own_product = ops.sbuf(product.shape, ops.float32)
+            ops.multiply(own_product, product, own[:, first : first + product.shape[1]])
             product = ops.sbuf((width, head_size), ops.float32)
-            ops.add_groups(product, kept, sizes[number])
+            ops.add_groups(product, own_product, sizes[number])
         ops.add(out, out, product)
 
 
@@ -334,23 +334,23 @@ def _merge_level(merged, nodes, tree, first, head_size, is_last):
         for child in range(fan_in):
             ops.gather(lines[:, child * size : (child + 1) * size], nodes, place[:, child : child + 1])
         peaks = ops.strided(lines, head_size + 1, size, fan_in)
-        slot = ops.sbuf((PARTITIONS, size), ops.float32)
-        _reset(slot, head_size)
-        peak = slot[:, head_size + 1 : head_size + 2]
+        state = ops.sbuf((PARTITIONS, size), ops.float32)
+        _reset(state, head_size)
+        peak = state[:, head_size + 1 : head_size + 2]
         ops.row_max(peak, peaks)
         negative = ops.sbuf((PARTITIONS, 1), ops.float32)
         ops.negate(negative, peak)
         factors = ops.sbuf((PARTITIONS, fan_in), ops.float32)
         ops.exp(factors, peaks, negative)
-        both = slot[:, 0 : head_size + 1]
+        both = state[:, 0 : head_size + 1]
         for child in range(fan_in):
             line = lines[:, child * size : child * size + head_size + 1]
             ops.scale_add(both, line, factors[:, child : child + 1], both)
         if is_last:
             result = ops.sbuf((PARTITIONS, head_size), merged.dtype)
-            _normalise(result, slot, head_size)
+            _normalise(result, state, head_size)
             ops.store_rows(merged, row, result)
         else:
-            ops.store_rows(merged, row, slot)
+            ops.store_rows(merged, row, state)
 
     ops.loop(0, merged.shape[0], block_body, PARTITIONS)

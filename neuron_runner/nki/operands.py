@@ -47,13 +47,13 @@ class DecodeOperands(PairOperands):
 
 def tile_operands(plan: PairPlan, tiling: Tiling, window: int | None) -> TileOperands:
     """Operands of ``attend_tiles`` for a plan of chunks, in which a tile's pairs are adjacent."""
-    assert plan.tile_tokens is not None and plan.token_slots is not None
+    assert plan.tile_tokens is not None and plan.tile_slots is not None
     heads, tile = tiling.num_heads, tiling.query_tile
-    num_tiles, num_tokens = plan.tile_tokens.shape[0], plan.token_slots.shape[0]
+    num_tiles, num_tokens = plan.tile_tokens.shape[0], plan.tile_slots.shape[0]
     device = plan.tile_tokens.device
     # After a tile's last token the plan names tokens of other tiles, whose slots are elsewhere.
     slot = torch.arange(num_tiles * tile, dtype=torch.int32, device=device).view(num_tiles, tile)
-    is_filled = plan.token_slots[plan.tile_tokens] == slot
+    is_filled = plan.tile_slots[plan.tile_tokens] == slot
     head = torch.arange(heads, dtype=torch.int32, device=device).view(1, heads, 1)
     queries = (plan.tile_tokens.unsqueeze(1) * heads + head).view(num_tiles, heads * tile)
     is_filled = is_filled.unsqueeze(1).expand(num_tiles, heads, tile).reshape(num_tiles, heads * tile)
@@ -65,7 +65,7 @@ def tile_operands(plan: PairPlan, tiling: Tiling, window: int | None) -> TileOpe
     first = ((pair_tile < numbers) & is_real).sum(dim=1, dtype=torch.int32)
     count = ((pair_tile == numbers) & is_real).sum(dim=1, dtype=torch.int32)
     token = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    is_token = plan.tile_tokens.reshape(-1)[plan.token_slots] == token
+    is_token = plan.tile_tokens.reshape(-1)[plan.tile_slots] == token
     return TileOperands(
         rows=_cache_rows(plan),
         bounds=_bounds(plan, tiling, window),

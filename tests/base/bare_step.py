@@ -71,7 +71,7 @@ class BareStep:
         return {name: layer for kind in self.caches for name, layer in kind.trace(call, batch).items()}
 
     def commit(self, call: ModelCall, tokens: Sequence[int]) -> None:
-        """Records on the device what was sampled; ``tokens`` are of every row of logits, padding included."""
+        """Records on the device what was sampled; ``tokens`` are of every logits row, padding included."""
         commit(self.rows.tensors, call.sample_slots, torch.tensor(tokens, dtype=torch.int32))
 
 

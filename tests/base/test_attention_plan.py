@@ -20,11 +20,11 @@ def check_pairs(case: Case, plan: PairPlan, tokens: dict[int, tuple[int, int]], 
     """Keys that each of a plan's tokens sees, each listed once, in the request's own blocks."""
     count = plan.last.shape[0]
     assert count == max_pairs
-    tile_tokens, token_slots = plan.tile_tokens, plan.token_slots
+    tile_tokens, tile_slots = plan.tile_tokens, plan.tile_slots
     query_tile = 1 if tile_tokens is None else tile_tokens.shape[1]
     members: dict[int, dict[int, int]] = defaultdict(dict)
     for token in tokens:
-        slot = token if token_slots is None else int(token_slots[token])
+        slot = token if tile_slots is None else int(tile_slots[token])
         tile, index = divmod(slot, query_tile)
         assert tile_tokens is None or tile_tokens[tile, index] == token
         assert index not in members[tile], "two tokens in one place"
@@ -68,9 +68,9 @@ def test_plan_lists_every_visible_key_once_and_no_idle_pair(case: Case, padding:
     seen = check_pairs(case, metadata.decode, in_decode, num_pairs)
     assert (metadata.chunks is None) == case.batch.is_decode
     if metadata.chunks is not None:
-        assert metadata.chunks.tile_tokens is not None and metadata.chunks.token_slots is not None
+        assert metadata.chunks.tile_tokens is not None and metadata.chunks.tile_slots is not None
         assert metadata.chunks.tile_tokens.shape == (num_tiles, case.chunk.query)
-        assert metadata.chunks.token_slots.shape == (num_chunk_tokens,)
+        assert metadata.chunks.tile_slots.shape == (num_chunk_tokens,)
         in_chunks = {token - rows: value for token, value in tokens.items() if token >= rows}
         found = check_pairs(case, metadata.chunks, in_chunks, num_chunk_pairs)
         seen |= {token + rows: keys for token, keys in found.items()}

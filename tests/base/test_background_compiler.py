@@ -97,7 +97,7 @@ class Runner:
         self.graph_policy.begun.append(what)
 
 
-def parts_of(runner: Runner, size: StepSize) -> Iterator[tuple[object, Callable[[], None]]]:
+def runs_of(runner: Runner, size: StepSize) -> Iterator[tuple[object, Callable[[], None]]]:
     """Parts of a size: its model, and what sizes with as many rows share."""
     tokens, rows = size.dims
     yield size, lambda: runner.trace(f"model {tokens}")
@@ -114,7 +114,7 @@ class Served:
         self.runner, self.compiler = Runner(self.policy, self.guard, seconds), BackgroundCompiler(self.guard)
         assert self.policy.largest_sizes(sizes) == sizes[:1]
         self.policy.offer_only(sizes[:1])
-        self.compiler.queue(sizes[1:], sizes[:1], parts_of, self.runner)
+        self.compiler.queue(sizes[1:], sizes[:1], runs_of, self.runner)
 
 
 def test_a_size_is_offered_when_all_its_parts_are_compiled() -> None:
@@ -299,7 +299,7 @@ def test_several_workers_leave_nothing() -> None:
     served = Served()
     served.runner.vllm_config.parallel_config.world_size = 2
     with pytest.raises(ValueError, match="several workers have to make all sizes first"):
-        served.compiler.queue([decode(4, 2)], [], parts_of, served.runner)
+        served.compiler.queue([decode(4, 2)], [], runs_of, served.runner)
 
 
 def test_a_failure_keeps_out_what_needs_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

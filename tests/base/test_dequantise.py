@@ -261,20 +261,20 @@ FAULTS = {
     "act order ignored": (
         "gptq in order",
         "formats/packed_integers.py",
-        'groups = parts.get("groups")',
+        'groups = fields.get("groups")',
         "groups = None",
     ),
     "the scale of the neighbouring block": (
         "fp8 of blocks",
         "formats/small_floats.py",
-        'scale_(values, scale_values(parts["scale"])',
-        'scale_(values, scale_values(parts["scale"]).roll(1, 1)',
+        'scale_(values, scale_values(fields["scale"])',
+        'scale_(values, scale_values(fields["scale"]).roll(1, 1)',
     ),
     "scales of a weight transposed": (
         "fp8 of square blocks",
         "formats/small_floats.py",
-        'scale_(values, scale_values(parts["scale"])',
-        'scale_(values, scale_values(parts["scale"]).T',
+        'scale_(values, scale_values(fields["scale"])',
+        'scale_(values, scale_values(fields["scale"]).T',
     ),
     "the other order in a word": (
         "awq",

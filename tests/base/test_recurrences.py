@@ -26,8 +26,8 @@ from model_runner_base.models.recurrent.delta_rule import (
 from model_runner_base.models.recurrent.layers import Recurrence
 from model_runner_base.models.recurrent.mamba import mamba1_rows, mamba1_tiles, mamba2_rows, mamba2_tiles
 from model_runner_base.models.recurrent.operations import convolve, scan
-from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps
-from model_runner_base.step.call import TILE_POSITIONS, TILE_STARTS, TOKEN_SLOTS, ChunkTiles, DecodeRows
+from model_runner_base.models.recurrent.step import DecodeSteps, RecurrentStep, TileSteps
+from model_runner_base.step.call import TILE_POSITIONS, TILE_SLOTS, TILE_STARTS, ChunkTiles, DecodeRows
 from model_runner_base.step.token_layout import fill_tiles
 
 D, N, H, G, P, K, V, TAPS = 6, 4, 4, 2, 3, 5, 3, 4
@@ -150,7 +150,7 @@ class Requests:
         sources[: len(rows)] = torch.from_numpy(before[rows].astype(np.int32))
         has_state = torch.tensor([self.done[index] > 0 for index in rows] + [False] * spare, dtype=torch.bool)
         tiles = self._tiles(chunks, before, counts, spare) if chunks else None
-        step = RecurrentStep((RowSteps(states, sources, has_state),), tiles)
+        step = RecurrentStep((DecodeSteps(states, sources, has_state),), tiles)
         parts = [self._part(index, counts) for index in order] + [self._part(None, {})] * (spare if chunks else 0)
         inputs = tuple(torch.from_numpy(np.concatenate(each)).float() for each in zip(*parts, strict=True))
         params = tuple(torch.from_numpy(each).float() for each in self.params)
@@ -174,7 +174,7 @@ class Requests:
         arrays = {
             TILE_STARTS: np.zeros(num_tiles.sum() + spare + 1, np.int32),
             TILE_POSITIONS: np.zeros(num_tiles.sum() + spare, np.int32),
-            TOKEN_SLOTS: np.zeros(lengths.sum() + spare, np.int32),
+            TILE_SLOTS: np.zeros(lengths.sum() + spare, np.int32),
         }
         computed = np.array([self.done[index] for index in chunks], np.int64)
         fill_tiles(self.tile, lengths, computed, *arrays.values())

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention.encoder_only_attention import EncoderO
 from vllm.v1.attention.backend import AttentionBackend
 
 from model_runner_base.attention.plan import KeyRange
-from model_runner_base.caches.allocation import allocate, bind
+from model_runner_base.caches.allocation import allocate, bind_kv_caches
 from model_runner_base.caches.attention_groups import attention_groups
 from model_runner_base.caches.factory import collect_specs, make_caches
 from model_runner_base.caches.paged import PagedCaches
@@ -82,7 +82,7 @@ def test_layers_of_vllm_share_a_scratch_cache(others: dict[str, None], config: V
     caches, index_of = allocate(layout, config, device_ops, 64)
     assert index_of == dict.fromkeys(others, (0,)) | dict.fromkeys(("first", "local", "last"), (len(others),))
     assert caches[-1].shape == (13 + 4 + 1, 16, 4, HEAD_SIZE) and caches[-1].dtype == torch.float32
-    bind(caches, index_of, config)
+    bind_kv_caches(caches, index_of, config)
 
     bare, batch = BareStep(kinds, limits, 4, MAX_LENGTH), batch_of([1, 33, 90, 70], first_row=3)
     batch.rows %= 4

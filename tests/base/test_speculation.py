@@ -123,11 +123,11 @@ def test_prompt_lookup_is_vllms(tokens: list[int], lengths: list[int], num_draft
 
 def test_rows_of_logits_of_a_batch() -> None:
     """Rows of logits are right where three requests decode, with 3, 0 and 1 drafts, and two have chunks."""
-    batch: Any = SimpleNamespace(row_len=4, num_decodes=3, query_len=np.array([4, 1, 2, 17, 5]))
+    batch: Any = SimpleNamespace(decode_query_len=4, num_decodes=3, query_len=np.array([4, 1, 2, 17, 5]))
     start, count = InputBatch.logits_start, InputBatch.num_logits
     batch.logits_start, batch.num_logits = (lambda r: start(batch, r)), (lambda r: count(batch, r))
     every = InputBatch.logits_rows(batch, np.array([0, 2, 3, 4]))
-    assert every.rows.tolist() == [0, 1, 2, 3, 8, 9, 12, 13]
+    assert every.indices.tolist() == [0, 1, 2, 3, 8, 9, 12, 13]
     assert every.owner.tolist() == [0, 0, 0, 0, 1, 1, 2, 3]
     assert every.place.tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
 
@@ -149,7 +149,7 @@ def test_no_draft_is_right_before_a_place_that_a_grammar_leaves_free(free: list[
         is_sampled=np.ones(3, np.bool_),
         num_sampled=3,
         num_decodes=2,
-        row_len=4,
+        decode_query_len=4,
     )
     slots = torch.stack((torch.arange(9), torch.arange(9), torch.tensor([7, 8, 9, -1, 4, 5, 6, -1, -1]))).int()
     bitmask = np.full((5, 2), 3, np.int32)

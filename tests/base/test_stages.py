@@ -17,7 +17,7 @@ from lane import HAS_OPENXLA, WITH_PLAIN_PLATFORM
 
 from model_runner_base.admission.request_rules import check_session
 from model_runner_base.errors import CheckpointError, RequestError
-from model_runner_base.heads.stages import FAILED, StageError, StageLink, StepCounter
+from model_runner_base.heads.pipeline_stages import FAILED, StageError, StageLink, StepCounter
 from model_runner_base.step.request_failures import make_request_errors
 from model_runner_base.step.schedule import Schedule
 from model_runner_base.testing.models import TinyModel

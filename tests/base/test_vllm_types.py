@@ -181,12 +181,12 @@ def test_grammar_is_read_as_it_is() -> None:
     bitmask = np.arange(6, dtype=np.int32).reshape(2, 3)
     grammar = read_grammar(GrammarOutput(structured_output_request_ids=["b", "a"], grammar_bitmask=bitmask))
     assert grammar is not None and list(grammar.req_ids) == ["b", "a"] and grammar.bitmask is bitmask
-    assert grammar.at(np.array([0, 0]), row_len=3).tolist() == bitmask.tolist()
+    assert grammar.at(np.array([0, 0]), decode_query_len=3).tolist() == bitmask.tolist()
     even, places = Grammar(["b", "a"], np.arange(6)[:, None]), np.array([0, 0, 1, 2])
-    assert even.at(places, row_len=3).ravel().tolist() == [0, 3, 4, 5]
-    assert even._replace(bitmask=even.bitmask[:4]).at(places, row_len=3).ravel().tolist() == [0, 1, 2, 3]
+    assert even.at(places, decode_query_len=3).ravel().tolist() == [0, 3, 4, 5]
+    assert even._replace(bitmask=even.bitmask[:4]).at(places, decode_query_len=3).ravel().tolist() == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="not known which drafts"):
-        even._replace(bitmask=even.bitmask[:5]).at(places, row_len=3)
+        even._replace(bitmask=even.bitmask[:5]).at(places, decode_query_len=3)
     assert read_grammar(None) is None
 
 
@@ -296,7 +296,7 @@ def test_caches_hold_every_layers_blocks(case: str, config: VllmConfig, monkeypa
         monkeypatch.setattr(module, "attention_layers", lambda _: layers)
     layout = layout_of(config, specs)
     caches, index_of = allocation.allocate(layout, config, DeviceOps(torch.device("cpu")), 64)
-    allocation.bind(caches, index_of, config)
+    allocation.bind_kv_caches(caches, index_of, config)
     memory = {}
     for group in block_sizes:
         for name, block_size in group.items():
@@ -336,7 +336,7 @@ def test_a_layer_of_several_tensors_gets_them_all(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(allocation, "attention_layers", lambda _: {"attention": attention})
     monkeypatch.setattr(allocation, "recurrent_layers", lambda _: {"states": states})
     caches = [torch.full((2,), float(index)) for index in range(3)]
-    allocation.bind(caches, {"states": (0, 2), "attention": (1,)}, config)
+    allocation.bind_kv_caches(caches, {"states": (0, 2), "attention": (1,)}, config)
     # As vllm/model_executor/layers/mamba/mamba_mixer2.py takes them.
     own: Any = states.kv_cache[0] if kv_cache.HAS_VIRTUAL_ENGINES else states.kv_cache
     assert own[0] is caches[0] and own[1] is caches[2] and attention.kv_cache is caches[1]

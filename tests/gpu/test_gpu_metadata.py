@@ -236,7 +236,7 @@ def draft_batch(rows: list[int], num_decodes: int, num_computed: np.ndarray, que
         is_sampled=np.ones(len(rows), np.bool_),
         num_sampled=len(rows),
         num_decodes=num_decodes,
-        row_len=QUERY,
+        decode_query_len=QUERY,
     )
 
 

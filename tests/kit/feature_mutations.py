@@ -56,8 +56,8 @@ MUTATIONS = [
     Mutation(
         "a grammar masks the first place of a row alone",
         "heads/sampling/token_masks.py",
-        "zip(every.rows.tolist(), bitmask, strict=True)",
-        "zip(every.rows[every.place == 0].tolist(), bitmask[every.place == 0], strict=True)",
+        "zip(every.indices.tolist(), bitmask, strict=True)",
+        "zip(every.indices[every.place == 0].tolist(), bitmask[every.place == 0], strict=True)",
         "test_rules and prompt-lookup",
     ),
     Mutation(
@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation(
         "log probabilities of one wrong draft go to the next request",
         "heads/outputs.py",
-        "return LogprobsLists(ids[kept], values[kept], ranks[kept], first.tolist())",
+        "return LogprobsLists(ids[index], values[index], ranks[index], first.tolist())",
         "return LogprobsLists(ids, values, ranks, first.tolist())",
         "test_rules and wrong",
     ),
@@ -222,8 +222,8 @@ MUTATIONS = [
     Mutation(
         "an item is gathered one row off",
         "inputs/multimodal/inputs.py",
-        "self._encoder_rows[item.identifier][low:high]",
-        "np.roll(self._encoder_rows[item.identifier], 1)[low:high]",
+        "self._pool_rows[item.identifier][low:high]",
+        "np.roll(self._pool_rows[item.identifier], 1)[low:high]",
         "test_an_image_of_several_requests",
     ),
     Mutation(

@@ -14,15 +14,15 @@ MUTATIONS = [
     Mutation(
         "chosen tokens get the values of the row before",
         "heads/sampling/logprobs.py",
-        "            token_ids[row, : len(each)] = each\n",
-        "            token_ids[row - 1, : len(each)] = each\n",
+        "            token_ids[index, : len(each)] = each\n",
+        "            token_ids[index - 1, : len(each)] = each\n",
         "test_chosen_logprobs",
         is_later=True,
     ),
     Mutation(
         "a slot does not get the tokens that its request generates",
         "heads/sampling/slot_processors.py",
-        "            kept[begin : begin + len(new)] = new\n",
+        "            tokens[begin : begin + len(new)] = new\n",
         "",
         "test_slot_processors",
         is_later=True,

@@ -27,8 +27,8 @@ MUTATIONS = [
     Mutation(
         "requests get each other's rows",
         "heads/pooling/head.py",
-        "[_Piece(copies.rows, index, index + 1)]",
-        "[_Piece(copies.rows, batch.num_reqs - 1 - index, batch.num_reqs - index)]",
+        "[_Piece(copies.pooled, index, index + 1)]",
+        "[_Piece(copies.pooled, batch.num_reqs - 1 - index, batch.num_reqs - index)]",
         "test_pooling and mixed_batches and modernbert",
     ),
     Mutation(

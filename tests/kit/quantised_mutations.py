@@ -13,15 +13,15 @@ MUTATIONS = [
     Mutation(
         "the order of a quantised weight's inputs is ignored",
         "models/quantized/formats/packed_integers.py",
-        'groups = parts.get("groups")',
+        'groups = fields.get("groups")',
         "groups = None",
         "test_quantised_checkpoints and GPTQ",
     ),
     Mutation(
         "a block has the scale of the one next to it",
         "models/quantized/formats/small_floats.py",
-        'scale_(values, scale_values(parts["scale"])',
-        'scale_(values, scale_values(parts["scale"]).roll(1, 0)',
+        'scale_(values, scale_values(fields["scale"])',
+        'scale_(values, scale_values(fields["scale"]).roll(1, 0)',
         "test_quantised_checkpoints and FP8",
     ),
     Mutation(

@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "the device records a position that is one too small",
         "step/request_states.py",
-        "computed.index_put_((slots[0],), slots[1])",
-        "computed.index_put_((slots[0],), slots[1] - 1)",
+        "computed.index_put_((sample_slots[0],), sample_slots[1])",
+        "computed.index_put_((sample_slots[0],), sample_slots[1] - 1)",
         REPEAT,
     ),
     Mutation(

@@ -21,12 +21,12 @@ from vllm.model_executor.custom_op import CustomOp
 from model_runner_base import ModelRunnerWorker
 from model_runner_base.step.sizes import StepKind, StepSize
 from model_runner_base.testing import explanation, precision
-from model_runner_base.testing.cache_trace import Held, WatchedStep, describe_cache
 from model_runner_base.testing.estimate import Estimate, RunningTime, in_words, load, record
 from model_runner_base.testing.interfaces import drifted_methods
 from model_runner_base.testing.mismatch import Case, Difference, Mismatch, check_equal, check_same, first_difference
 from model_runner_base.testing.order import CHECKS, LAST, rank, sort_checks
 from model_runner_base.testing.profiles import PROFILES, leave_out
+from model_runner_base.testing.rerun import Held, WatchedStep, describe_cache
 from model_runner_base.testing.shrinking import shrink
 from model_runner_base.testing.step_log import StepLog
 from model_runner_base.testing.table import PromiseTable

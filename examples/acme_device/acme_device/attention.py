@@ -23,7 +23,7 @@ class AcmeAttentionImpl(PagedAttentionImpl):
         if not self.is_plain(kv_cache):
             return super().attend_chunks(query, kv_cache, plan)
         tiles = query.view(-1, self.num_heads, self.head_size)[plan.tile_tokens]  # [tiles, Q, H, D]
-        return self.run(tiles, kv_cache, plan).flatten(0, 1)[plan.token_slots].view(query.shape)
+        return self.run(tiles, kv_cache, plan).flatten(0, 1)[plan.tile_slots].view(query.shape)
 
     def run(self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
         return attend(tiles, kv_cache, plan.pair_tile, plan.pair_blocks, plan.first, plan.last, self.scale)

@@ -1,4 +1,4 @@
-"""Components of a pooling head: the rows that its pooler reads, and the token types of pairs of texts."""
+"""Components of a pooling head: the tokens that its pooler reads, and the token types of pairs of texts."""
 
 from typing import Any, ClassVar
 
@@ -15,10 +15,10 @@ from model_runner_base.step.packing import Section, pad_into
 from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.sizes import StepSize
 
-POOLED_ROWS = "pooled_rows"
+POOLED_TOKENS = "pooled_tokens"
 
 
-class PooledRows(StepComponent):
+class PooledTokens(StepComponent):
     """Packs the index of each request's last token in the step, or of its first token (``is_first``).
 
     Example: "a" has 3 tokens of its prompt, "b" 2, after one row of padding: the last ones are 3 and 5.
@@ -31,11 +31,11 @@ class PooledRows(StepComponent):
         self._is_first = is_first
 
     def sections(self, size: StepSize) -> list[Section]:
-        return [Section(POOLED_ROWS, (size.num_logits,))]
+        return [Section(POOLED_TOKENS, (size.num_logits,))]
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
-        rows = batch.query_start if self._is_first else batch.query_start + batch.query_len - 1
-        pad_into(views[POOLED_ROWS], rows, 0)
+        tokens = batch.query_start if self._is_first else batch.query_start + batch.query_len - 1
+        pad_into(views[POOLED_TOKENS], tokens, 0)
 
 
 SECOND_TEXT = 1 << TOKEN_TYPE_SHIFT

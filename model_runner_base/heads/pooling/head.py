@@ -1,7 +1,7 @@
 """Pooling: a step's hidden states to embeddings, classes or scores, by vLLM's own poolers on the host.
 
-Of a request whose pooler reads one token, only that token's row is copied from the device. The others' hidden states
-are copied chunk by chunk, and kept until the prompt is whole. A request that was preempted begins anew.
+Of a request whose pooler reads one token, only that token's hidden state is copied from the device. The others' are
+copied chunk by chunk, and kept until the prompt is whole. A request that was preempted begins anew.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import RequestError
 from model_runner_base.heads.head import Head, PooledStep, Value
 from model_runner_base.heads.pooling.components import (
-    POOLED_ROWS,
-    PooledRows,
+    POOLED_TOKENS,
+    PooledTokens,
     TokenTypes,
     check_token_types,
     has_token_types,
@@ -30,7 +30,7 @@ from model_runner_base.step.schedule import Arrival
 
 
 class _Piece(NamedTuple):
-    """Rows of one request in one step's copy."""
+    """Hidden states of one request in one step's copy."""
 
     copy: Callable[[], np.ndarray]
     """Waits for the copy [T, hidden] of a step."""
@@ -53,7 +53,7 @@ class PoolingHead(Head):
 
     def components(self) -> Sequence[StepComponent]:
         types = [TokenTypes(self._requests.max_num_reqs)] if self._has_types else []
-        return PooledRows(self._pooler.is_first), *types
+        return PooledTokens(self._pooler.is_first), *types
 
     def info_of(self, arrival: Arrival) -> RequestInfo:
         params = arrival.params
@@ -66,9 +66,9 @@ class PoolingHead(Head):
         self._pieces.pop(req_id, None)
 
     def traced(self, hidden_states: torch.Tensor, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the rows [L, hidden] of one token each request, and all hidden states, both in float32."""
-        rows = hidden_states[call.arrays[POOLED_ROWS]].float()
-        return rows, call.sample_slots, hidden_states.float()
+        """Returns the hidden states [L, hidden] of one token each request, and all hidden states, both in float32."""
+        pooled = hidden_states[call.arrays[POOLED_TOKENS]].float()
+        return pooled, call.sample_slots, hidden_states.float()
 
     def answer(self, forward: Forward) -> PooledStep:
         """Begins the copies that the step's requests need; a request is pooled once its prompt is whole."""
@@ -76,7 +76,7 @@ class PoolingHead(Head):
         whole: dict[int, tuple[str, RequestInfo, list[_Piece]]] = {}
         for index, (req_id, info) in enumerate(zip(batch.req_ids, self._requests.infos_of(batch.rows), strict=True)):
             if self._pooler.need_of(info.params.task) is not Need.ALL:
-                pieces = [_Piece(copies.rows, index, index + 1)] if batch.is_sampled[index] else []
+                pieces = [_Piece(copies.pooled, index, index + 1)] if batch.is_sampled[index] else []
             else:
                 if batch.num_computed[index] == 0:
                     self._pieces[req_id] = []
@@ -110,8 +110,8 @@ class _Copies:
         self._begin = device_ops.begin_to_host_from_graph
 
     @cached_property
-    def rows(self) -> Callable[[], np.ndarray]:
-        """Waits for the rows [L, hidden] of one token each request."""
+    def pooled(self) -> Callable[[], np.ndarray]:
+        """Waits for the hidden states [L, hidden] of one token each request."""
         return cache(self._begin(self._forward.logits))
 
     @cached_property
@@ -121,5 +121,5 @@ class _Copies:
 
 
 def _joined(pieces: Sequence[_Piece]) -> torch.Tensor:
-    """[rows, hidden] float32 rows of a request, in the order of its tokens."""
+    """[tokens, hidden] float32 hidden states of a request."""
     return torch.cat([torch.from_numpy(piece.copy()[piece.start : piece.stop]) for piece in pieces])

@@ -12,18 +12,18 @@ CURSOR = {field.name for field in fields(PoolingCursor)}
 
 
 def pooling_metadata(
-    params: Sequence[PoolingParams], prompts: Sequence[Sequence[int]], num_rows: Sequence[int], has_ids: bool
+    params: Sequence[PoolingParams], prompts: Sequence[Sequence[int]], num_states: Sequence[int], has_ids: bool
 ) -> PoolingMetadata:
-    """Metadata of R requests, each of which is whole and has ``num_rows`` rows, one after another.
+    """Metadata of R requests, each of which is whole and has ``num_states`` hidden states, one after another.
 
-    A request of which only one token is read has one row. ``prompts`` are token ids, which poolers get if ``has_ids``.
+    A request of which only one token is read has one. ``prompts`` are token ids, which poolers get if ``has_ids``.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    ends = torch.tensor(num_rows).cumsum(0)
+    ends = torch.tensor(num_states).cumsum(0)
     ids = _padded(prompts) if has_ids else None
     cursor = {
         "index": list(range(len(params))),
-        "first_token_indices_gpu": ends - torch.tensor(num_rows),
+        "first_token_indices_gpu": ends - torch.tensor(num_states),
         "last_token_indices_gpu": ends - 1,
         "prompt_lens_cpu": lengths,
         "seq_lens_cpu": lengths,

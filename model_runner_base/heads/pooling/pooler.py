@@ -25,7 +25,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Need(Enum):
-    """Rows of a request's hidden states that a pooler reads."""
+    """Hidden states of a request that a pooler reads."""
 
     FIRST = "first"
     LAST = "last"
@@ -33,7 +33,7 @@ class Need(Enum):
 
 
 NEEDS: dict[type, Need] = {CLSPool: Need.FIRST, LastPool: Need.LAST}
-"""Needs of vLLM's methods of pooling; others read all rows."""
+"""Needs of vLLM's methods of pooling; others read all hidden states."""
 
 
 class Whole(NamedTuple):
@@ -42,8 +42,8 @@ class Whole(NamedTuple):
     req_id: str
     params: PoolingParams
     token_ids: Sequence[int]
-    rows: torch.Tensor
-    """[rows, hidden] float32 on the host: all of its hidden states, or the one that its pooler reads."""
+    hidden_states: torch.Tensor
+    """[tokens, hidden] float32 on the host: all of its hidden states, or the one that its pooler reads."""
 
 
 class HostPooler:
@@ -54,7 +54,7 @@ class HostPooler:
         self._pooler = model.pooler
         self._dtype = dtype
         self.need_of = cache(self._need_of)
-        """Rows that requests of a task need."""
+        """Hidden states that requests of a task need."""
         needs = {self.need_of(task) for task in self._pooler.get_supported_tasks()}
         if {Need.FIRST, Need.LAST} <= needs:
             raise UnsupportedConfigError(
@@ -67,7 +67,7 @@ class HostPooler:
         pooler = self._pooler.poolers_by_task[task] if isinstance(self._pooler, DispatchPooler) else self._pooler
         while isinstance(pooler, SequencePooler):  # The pooler of a classifier may be another pooler.
             pooler = pooler.pooling
-        # A subclass may read other rows than its base.
+        # A subclass may read others than its base.
         return NEEDS.get(type(pooler), Need.ALL)
 
     def pool(self, requests: Sequence[Whole]) -> tuple[list[Value], dict[str, str | None]]:
@@ -98,12 +98,12 @@ class HostPooler:
         metadata = pooling_metadata(
             [each.params for each in requests],
             [each.token_ids for each in requests],
-            [len(each.rows) for each in requests],
+            [len(each.hidden_states) for each in requests],
             has_ids,
         )
-        rows = torch.cat([each.rows for each in requests]).to(self._dtype)
+        hidden_states = torch.cat([each.hidden_states for each in requests]).to(self._dtype)
         # Each value is memory of its own: the engine may keep one of them longer than the others.
-        return [value.clone() for value in self._pooler(hidden_states=rows, pooling_metadata=metadata)]
+        return [value.clone() for value in self._pooler(hidden_states=hidden_states, pooling_metadata=metadata)]
 
 
 def supported_pooling_tasks(model: Any, num_labels: int) -> tuple[SupportedTask, ...]:

@@ -21,8 +21,8 @@ from vllm.v1.sample.logits_processor import (
 from vllm.v1.sample.logits_processor.interface import AddedRequest, MovedRequest
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.heads.sampling.logits_stage import CustomProcessors, CustomStages, LogitsStage, OutputHistory
 from model_runner_base.heads.sampling.sampler import GREEDY_TEMPERATURE
-from model_runner_base.heads.sampling.stage import CustomProcessors, CustomStages, LogitsStage, OutputHistory
 from model_runner_base.step.call import Forward
 from model_runner_base.step.request_states import RequestInfo, RequestStates
 

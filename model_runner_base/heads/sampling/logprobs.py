@@ -93,25 +93,25 @@ class DeviceLogprobs:
     top: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     full: torch.Tensor | None
     chosen: Mapping[int, Sequence[int]]
-    """Tokens in place of the likeliest, by row of logits."""
+    """Tokens in place of the likeliest, by logits row."""
     picked: torch.Tensor | None
     """[S, NUM_CHOSEN] values of these tokens."""
 
-    def begin_to_host(self, num_rows: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
-        """Starts copying. The returned function waits for the first ``num_rows`` rows."""
-        likeliest = self._begin_likeliest(num_rows, device_ops)
+    def begin_to_host(self, num_logits: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
+        """Starts copying. The returned function waits for the first ``num_logits`` logits rows."""
+        likeliest = self._begin_likeliest(num_logits, device_ops)
         if self.picked is None:
             return likeliest
         picked = device_ops.begin_to_host(self.picked)
         return lambda: self._with_chosen(likeliest(), picked())
 
-    def _begin_likeliest(self, num_rows: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
+    def _begin_likeliest(self, num_logits: int, device_ops: DeviceOps) -> Callable[[], LogprobsLists]:
         if self.top is not None:
             waits = [device_ops.begin_to_host(tensor) for tensor in self.top]
-            return lambda: self._likeliest(*(wait()[:num_rows] for wait in waits))
+            return lambda: self._likeliest(*(wait()[:num_logits] for wait in waits))
         assert self.full is not None
         every, sampled = device_ops.begin_to_host(self.full), device_ops.begin_to_host(self.tokens)
-        return lambda: self._sorted(every()[:num_rows], sampled()[:num_rows, None])
+        return lambda: self._sorted(every()[:num_logits], sampled()[:num_logits, None])
 
     def _likeliest(self, ids: np.ndarray, values: np.ndarray, ranks: np.ndarray) -> LogprobsLists:
         return LogprobsLists(ids[:, : self.count + 1], values[:, : self.count + 1], ranks)
@@ -126,13 +126,13 @@ class DeviceLogprobs:
         )
 
     def _with_chosen(self, every: LogprobsLists, picked: np.ndarray) -> LogprobsLists:
-        """Puts chosen tokens in place of the likeliest; rows get as many columns as the longest needs."""
+        """Puts chosen tokens in place of the likeliest; logits rows get as many columns as the longest needs."""
         extra = max(0, max(map(len, self.chosen.values())) + 1 - every.logprobs.shape[1])
         ids = np.pad(every.logprob_token_ids, ((0, 0), (0, extra)))
         values = np.pad(every.logprobs, ((0, 0), (0, extra)), constant_values=-np.inf)
-        for row, token_ids in self.chosen.items():
-            ids[row, 1 : len(token_ids) + 1] = token_ids
-            values[row, 1 : len(token_ids) + 1] = picked[row, : len(token_ids)]
+        for index, token_ids in self.chosen.items():
+            ids[index, 1 : len(token_ids) + 1] = token_ids
+            values[index, 1 : len(token_ids) + 1] = picked[index, : len(token_ids)]
         return LogprobsLists(ids, values, every.sampled_token_ranks)
 
 
@@ -155,9 +155,9 @@ class LogprobsGatherer:
         tokens: torch.Tensor,
         chosen: Mapping[int, Sequence[int]] = NONE_CHOSEN,
     ) -> DeviceLogprobs:
-        """Launches the ``count`` likeliest tokens a row, for logits [S, V] float32 and sampled tokens [S] int32.
+        """Launches the ``count`` likeliest tokens a logits row, for logits [S, V] float32 and sampled tokens [S] int32.
 
-        ``chosen`` are tokens in place of the likeliest, by row.
+        ``chosen`` are tokens in place of the likeliest, by logits row.
         """
         picked = self._pick_chosen(logits, chosen) if chosen else None
         if count <= NUM_ON_DEVICE:
@@ -166,8 +166,8 @@ class LogprobsGatherer:
 
     def _pick_chosen(self, logits: torch.Tensor, chosen: Mapping[int, Sequence[int]]) -> torch.Tensor:
         token_ids = np.zeros((logits.shape[0], NUM_CHOSEN), np.int32)
-        for row, each in chosen.items():
-            token_ids[row, : len(each)] = each
+        for index, each in chosen.items():
+            token_ids[index, : len(each)] = each
         return self._pick(logits, self._device_ops.to_device(token_ids))
 
     def warm_up(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.stage import LogitsStage
+from model_runner_base.heads.sampling.logits_stage import LogitsStage
 from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import DeviceRows, RequestInfo
@@ -112,14 +112,14 @@ class Penalties(LogitsStage):
         self._lacks_last_step[row] = 0
 
     def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        batch, num_rows = forward.batch, logits.shape[0]
+        batch, num_logits = forward.batch, logits.shape[0]
         rows = batch.rows[asking]
-        is_new = np.zeros(num_rows, np.int32)
+        is_new = np.zeros(num_logits, np.int32)
         is_new[batch.logits_start(asking)] = self._lacks_last_step[rows]
         self._lacks_last_step[rows] = 1
         every = batch.logits_rows(asking)
-        penalties = np.tile(np.array(NEUTRAL, np.float32), (num_rows, 1))
-        penalties[every.rows] = self._penalties[rows[every.owner]]
+        penalties = np.tile(np.array(NEUTRAL, np.float32), (num_logits, 1))
+        penalties[every.indices] = self._penalties[rows[every.owner]]
         return self._run(logits, forward.sample_slots, is_new, penalties)
 
     def _run(
@@ -130,7 +130,7 @@ class Penalties(LogitsStage):
         return self._penalise(counts, logits, sample_slots, to_device(is_new), to_device(penalties), yielded)
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
-        num_rows = logits.shape[0]
-        self._run(logits, sample_slots, np.zeros(num_rows, np.int32), np.zeros((num_rows, 3), np.float32))
+        num_logits = logits.shape[0]
+        self._run(logits, sample_slots, np.zeros(num_logits, np.int32), np.zeros((num_logits, 3), np.float32))
         row = self._device_ops.to_device(np.array([self._padding_row], np.int32))
         self._set_row(self._counts[0], row, self._device_ops.to_device(np.zeros((1, self._vocab_size), np.int32)))

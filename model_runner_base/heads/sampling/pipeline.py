@@ -17,6 +17,7 @@ import vllm.envs
 from vllm.config import VllmConfig
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.heads.sampling.logits_stage import CustomProcessors, LogitsStage, OutputHistory
 from model_runner_base.heads.sampling.logprobs import (
     NO_LOGPROBS,
     NONE_CHOSEN,
@@ -31,7 +32,6 @@ from model_runner_base.heads.sampling.logprobs import (
 from model_runner_base.heads.sampling.penalties import Penalties
 from model_runner_base.heads.sampling.prompt_logprobs import PromptChunk, PromptLogprobs
 from model_runner_base.heads.sampling.sampler import SamplingMode, SamplingStates, Vocabulary, sample
-from model_runner_base.heads.sampling.stage import CustomProcessors, LogitsStage, OutputHistory
 from model_runner_base.heads.sampling.thinking_budget import ThinkingBudget, markers_of
 from model_runner_base.heads.sampling.token_edits import TokenEdits
 from model_runner_base.heads.sampling.token_masks import AllowedTokens, TokenMasks
@@ -45,14 +45,14 @@ from model_runner_base.step.schedule import Grammar
 
 @dataclass
 class SampledStep(StepResults):
-    """Results of sampling on the device, for S padded rows of logits."""
+    """Results of sampling on the device, for S padded logits rows."""
 
     tokens: torch.Tensor
     """[S] int32; -1 for tokens sampled after a wrong draft, NO_TOKEN where no rule allows any token."""
     logprobs: DeviceLogprobs | None = None
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
     num_nans: torch.Tensor | None = None
-    """[S] int32 NaNs in each row of logits, if they are counted."""
+    """[S] int32 NaNs in each logits row, if they are counted."""
     mode: SamplingMode = SamplingMode.GREEDY
     """Mode that the tokens were drawn in."""
 
@@ -87,12 +87,12 @@ class SamplingPlan:
     num_logprobs: int
     """Largest number of likeliest tokens that a request wants, or NO_LOGPROBS."""
     chosen: Mapping[int, Sequence[int]]
-    """Tokens whose log probabilities are asked for by name, by row of logits."""
-    sample_parts: StepFunction | None = None
-    """Sampler of parts of rows (``sampler.py``); None if the batch needs whole rows even without a grammar."""
+    """Tokens whose log probabilities are asked for by name, by logits row."""
+    sample_shards: StepFunction | None = None
+    """Sampler of vocabulary shards (``sampler.py``); None if the batch needs whole logits even without a grammar."""
 
 
-_NOBODY = np.zeros(0, np.int64)
+_NO_REQUESTS = np.zeros(0, np.int64)
 
 
 class SamplingPipeline:
@@ -116,7 +116,7 @@ class SamplingPipeline:
         self._vocab_size = vocab_size = model_config.get_vocab_size()
         self._requests = requests
         self._samplers = samplers
-        self._part_samplers = {
+        self._shard_samplers = {
             mode: wrap(partial(sample, mode, False, sort_limits, vocabulary=vocabulary), device_rows.tensors)
             for mode in vocabulary.modes(sort_limits)
             if not vllm.envs.VLLM_COMPUTE_NANS_IN_LOGITS
@@ -195,8 +195,8 @@ class SamplingPipeline:
         mode = SamplingMode(highest_mode)
         chosen = self._chosen(batch) if self._chosen_ids else NONE_CHOSEN
         if not every:
-            sample_parts = self._part_samplers.get(mode) if num_logprobs == NO_LOGPROBS else None
-            return SamplingPlan(mode, [], _NOBODY, num_logprobs, chosen, sample_parts)
+            sample_shards = self._shard_samplers.get(mode) if num_logprobs == NO_LOGPROBS else None
+            return SamplingPlan(mode, [], _NO_REQUESTS, num_logprobs, chosen, sample_shards)
         asked = np.where(batch.is_sampled, self._asked[batch.rows], 0)
         return SamplingPlan(
             mode=mode,
@@ -209,23 +209,23 @@ class SamplingPipeline:
         )
 
     def _chosen(self, batch: InputBatch) -> dict[int, Sequence[int]]:
-        """Tokens that requests choose for log probabilities, by row of logits."""
+        """Tokens that requests choose for log probabilities, by logits row."""
         choosing = np.flatnonzero(np.isin(batch.rows, list(self._chosen_ids)) & batch.is_sampled)
         every = batch.logits_rows(choosing)
         owners = batch.rows[choosing][every.owner].tolist()
-        return {row: self._chosen_ids[owner] for row, owner in zip(every.rows.tolist(), owners, strict=True)}
+        return {index: self._chosen_ids[owner] for index, owner in zip(every.indices.tolist(), owners, strict=True)}
 
     def run(self, plan: SamplingPlan, forward: Forward, grammar: Grammar | None) -> SampledStep:
         """Launches the sampling of a step. It waits only if a rule reads the tokens of earlier steps."""
-        if plan.sample_parts is not None and grammar is None:
-            sampled = SampledStep(self._call(plan.sample_parts, forward.logits, forward.sample_slots))
+        if plan.sample_shards is not None and grammar is None:
+            sampled = SampledStep(self._call(plan.sample_shards, forward.logits, forward.sample_slots))
         else:
-            sampled = self._sample_rows(plan, forward, self._whole(forward.logits), grammar)
+            sampled = self._sample_whole(plan, forward, self._whole(forward.logits), grammar)
         sampled.mode = plan.mode
         sampled.prompt_chunks = self.prompt_logprobs.collect(forward.batch, forward.hidden_states)
         return sampled
 
-    def _sample_rows(
+    def _sample_whole(
         self, plan: SamplingPlan, forward: Forward, whole: torch.Tensor, grammar: Grammar | None
     ) -> SampledStep:
         """Samples from the model's logits ``whole`` [S, V]; prompt log probabilities are left to ``run``."""
@@ -263,7 +263,7 @@ class SamplingPipeline:
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
         """Runs every stage and sampler once on padding rows: logits as a step returns them, slots [2 or 3, S]."""
-        for sampler in self._part_samplers.values():
+        for sampler in self._shard_samplers.values():
             self._call(sampler, logits, sample_slots)
         logits = self._whole(logits)
         self._masks.warm_up(logits, sample_slots)

@@ -20,28 +20,28 @@ class PromptChunk:
 
     req_id: str
     whole: LogprobsTensors
-    """Results for the whole prompt, in host memory; each chunk fills in its rows."""
+    """Results for the whole prompt, in host memory; each chunk fills in its tokens."""
     pieces: list[tuple[slice, DeviceLogprobs]]
     """Rows of ``whole``, and the values that belong there."""
     is_last: bool
 
     def store(self, device_ops: DeviceOps) -> None:
-        """Waits for the pieces and writes them to their rows of ``whole``."""
-        for rows, values in self.pieces:
-            _store(self.whole, rows, values, device_ops)
+        """Waits for the pieces and writes them at their tokens in ``whole``."""
+        for tokens, values in self.pieces:
+            _store(self.whole, tokens, values, device_ops)
 
 
-def _store(whole: LogprobsTensors, rows: slice, piece: DeviceLogprobs, device_ops: DeviceOps) -> None:
-    found = piece.begin_to_host(rows.stop - rows.start, device_ops)()
+def _store(whole: LogprobsTensors, tokens: slice, piece: DeviceLogprobs, device_ops: DeviceOps) -> None:
+    found = piece.begin_to_host(tokens.stop - tokens.start, device_ops)()
     for target, values in zip(whole[:3], found[:3], strict=True):
         # Assigned through NumPy: the target may be an inference tensor, and this may run outside of inference mode.
-        target.numpy()[rows] = values  # type: ignore[union-attr]
+        target.numpy()[tokens] = values  # type: ignore[union-attr]
 
 
 class PromptLogprobs:
     """Computes log probabilities for requests that ask for them, until their prompts are done.
 
-    Hidden states become logits ``num_rows`` at a time, so that memory and compiled sizes do not grow with the prompt.
+    Hidden states become logits ``num_logits`` at a time, so that memory and compiled sizes do not grow with the prompt.
     ``compute_logits`` takes the hidden states, the indices of some of them, and the request's row (``LateLogits``).
     """
 
@@ -49,13 +49,13 @@ class PromptLogprobs:
         self,
         compute_logits: Callable[[torch.Tensor, np.ndarray, int | None], torch.Tensor],
         gatherer: LogprobsGatherer,
-        num_rows: int,
+        num_logits: int,
         vocab_size: int,
         device_ops: DeviceOps,
     ) -> None:
         self._compute_logits = compute_logits
         self._gatherer = gatherer
-        self._num_rows = num_rows
+        self._num_logits = num_logits
         self._vocab_size = vocab_size
         self._device_ops = device_ops
         self._waiting: dict[str, tuple[RequestInfo, LogprobsTensors]] = {}
@@ -83,34 +83,34 @@ class PromptLogprobs:
         # The last prompt token is followed by no prompt token.
         stop = min(int(batch.seq_lens[index]), info.num_prompt_tokens - 1)
         pieces = []
-        for begin in range(start, stop, self._num_rows):
-            rows = slice(begin, min(begin + self._num_rows, stop))
+        for begin in range(start, stop, self._num_logits):
+            tokens = slice(begin, min(begin + self._num_logits, stop))
             offset = int(batch.query_start[index]) - start
-            piece = self._gather(info, batch.rows[index], rows, offset, whole.logprobs.shape[1] - 1, hidden_states)
+            piece = self._gather(info, batch.rows[index], tokens, offset, whole.logprobs.shape[1] - 1, hidden_states)
             if piece.full is None:
-                pieces.append((rows, piece))
+                pieces.append((tokens, piece))
             else:  # A value for each token of the vocabulary: too much to keep on the device until the step is read.
-                _store(whole, rows, piece, self._device_ops)
+                _store(whole, tokens, piece, self._device_ops)
         is_last = bool(batch.is_sampled[index])
         if is_last:
             del self._waiting[req_id]
         return PromptChunk(req_id, whole, pieces, is_last)
 
     def _gather(
-        self, info: RequestInfo, row: int, rows: slice, offset: int, count: int, hidden_states: torch.Tensor
+        self, info: RequestInfo, row: int, tokens: slice, offset: int, count: int, hidden_states: torch.Tensor
     ) -> DeviceLogprobs:
-        """Launches log probabilities for the prompt tokens ``rows`` of the request in ``row``.
+        """Launches log probabilities for prompt ``tokens`` of the request in ``row``.
 
-        The hidden states of those tokens are at ``rows`` + ``offset``.
+        The hidden states of those tokens are at ``tokens`` + ``offset``.
         """
-        indices, targets = np.zeros((2, self._num_rows), np.int32)
-        pad_into(indices, np.arange(rows.start, rows.stop) + offset, 0)
-        pad_into(targets, np.array(info.prompt_token_ids[rows.start + 1 : rows.stop + 1]), 0)
+        indices, targets = np.zeros((2, self._num_logits), np.int32)
+        pad_into(indices, np.arange(tokens.start, tokens.stop) + offset, 0)
+        pad_into(targets, np.array(info.prompt_token_ids[tokens.start + 1 : tokens.stop + 1]), 0)
         logits = self._compute_logits(hidden_states, indices, row)
         return self._gatherer.gather(count, logits, self._device_ops.to_device(targets))
 
     def warm_up(self, hidden_states: torch.Tensor) -> None:
         """Runs its functions on the device once; ``hidden_states`` [T, hidden] of a size that steps run at."""
-        rows = np.zeros(self._num_rows, np.int32)
-        logits = self._compute_logits(hidden_states, rows, None)
-        self._gatherer.warm_up(logits, self._device_ops.to_device(rows))
+        indices = np.zeros(self._num_logits, np.int32)
+        logits = self._compute_logits(hidden_states, indices, None)
+        self._gatherer.warm_up(logits, self._device_ops.to_device(indices))

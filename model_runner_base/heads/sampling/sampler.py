@@ -6,7 +6,7 @@ vocabulary caps every request's top-k (``SortLimits.max_candidates``). The cap a
 the candidates stay the same. Parameters of every request row stay on the device (``SamplingStates``), and are copied
 only when a row changes.
 
-A rank has whole rows of logits, or rows that are cut over the ranks that share the vocabulary (``CutVocabulary``).
+A rank has whole logits, or a shard of them, cut over the ranks that share the vocabulary (``CutVocabulary``).
 Noise is a hash of seed, position and token, so a rank draws for its own tokens the noise that they have in a whole row.
 If nothing else needs whole rows, the ranks exchange only their best tokens and the values that the cut-offs need of
 whole rows. That is a few numbers a row instead of the vocabulary.
@@ -111,17 +111,17 @@ def likeliest(values: torch.Tensor, count: int, max_width: int | None) -> tuple[
 
 def _by_pieces(values: torch.Tensor, count: int, max_width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what ``likeliest`` does, for rows without -inf; only the padding that it adds is -inf."""
-    num_rows, width = values.shape
+    num_logits, width = values.shape
     if width <= max_width:
         top, places = values.topk(count, dim=-1)
         return top, places.to(torch.int32)
     num_pieces = -(-width // max_width)
     piece = -(-width // num_pieces)
     padded = functional.pad(values, (0, num_pieces * piece - width), value=float("-inf"))
-    top, places = padded.reshape(num_rows * num_pieces, piece).topk(count, dim=-1)
+    top, places = padded.reshape(num_logits * num_pieces, piece).topk(count, dim=-1)
     starts = torch.arange(num_pieces, dtype=torch.int32, device=values.device) * piece
-    places = (places.to(torch.int32).view(num_rows, num_pieces, count) + starts.view(1, -1, 1)).view(num_rows, -1)
-    top, among = _by_pieces(top.view(num_rows, -1), count, max_width)
+    places = (places.to(torch.int32).view(num_logits, num_pieces, count) + starts.view(1, -1, 1)).view(num_logits, -1)
+    top, among = _by_pieces(top.view(num_logits, -1), count, max_width)
     return top, places.gather(-1, among.long())
 
 
@@ -135,7 +135,7 @@ class Vocabulary:
     """Token that the first column of the rows belongs to."""
 
     def modes(self, sort_limits: SortLimits) -> tuple[SamplingMode, ...]:
-        """Sampling modes that work on parts of rows."""
+        """Sampling modes that work on shards of logits."""
         return ()
 
     def gatherer(self, wrap: WrapFunction) -> StepFunction:
@@ -181,7 +181,7 @@ class CutVocabulary(Vocabulary):
     """[S, n] to [S, num_ranks * n]: the ranks' values next to one another, in the order of their tokens."""
 
     def modes(self, sort_limits: SortLimits) -> tuple[SamplingMode, ...]:
-        """Sampling modes that work on parts of rows.
+        """Sampling modes that work on shards of logits.
 
         A sort needs whole rows, unless candidates are capped: then each rank has few of them to exchange.
         """
@@ -279,18 +279,18 @@ def sample(
     returns_logits: bool,
     sort_limits: SortLimits,
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    sample_slots: torch.Tensor,
     floats: torch.Tensor,
     ints: torch.Tensor,
     *device_rows: torch.Tensor,
     vocabulary: Vocabulary = WHOLE,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Samples one token a row of logits and records it in ``DeviceRows``, in place.
+    """Samples one token a logits row and records it in ``DeviceRows``, in place.
 
     Args:
         logits: [S, V] float32, or this rank's part if ``vocabulary`` is cut.
-        slots: [2, S] int32: the request row of each logits row (the padding row if its token is not recorded), and the
-            position of its token. Where drafts are verified [3, S]: also the draft for that position.
+        sample_slots: [2, S] int32: the request row of each logits row (the padding row if its token is not recorded),
+            and the position of its token. Where drafts are verified [3, S]: also the draft for that position.
         floats, ints: the tables of ``SamplingStates``.
         device_rows: the tensors of ``DeviceRows``.
         vocabulary: a vocabulary whose ``modes`` include ``mode``, or WHOLE.
@@ -299,8 +299,8 @@ def sample(
         Token ids [S] int32, -1 for tokens sampled after a wrong draft. If ``returns_logits``, also the logits [S, V]
         that they were drawn from: divided by the temperature, -inf where a token was cut off.
     """
-    tokens, scaled = draw(mode, sort_limits, logits, slots[0], slots[1], floats, ints, vocabulary)
-    tokens = commit(device_rows, slots, tokens)
+    tokens, scaled = draw(mode, sort_limits, logits, sample_slots[0], sample_slots[1], floats, ints, vocabulary)
+    tokens = commit(device_rows, sample_slots, tokens)
     # Cloned: in a greedy batch these are the graph's input, and a graph must not return its input.
     return (tokens, scaled.clone()) if returns_logits else tokens
 
@@ -345,5 +345,5 @@ def _sorted_floor(ordered: torch.Tensor, floor: torch.Tensor, top_k: torch.Tenso
     floor = torch.maximum(floor, ordered.gather(-1, (top_k - 1).long()))
     probabilities = torch.where(ordered >= floor, ordered, float("-inf")).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    kept = ((before < top_p) | (top_p >= 1.0)) & (ordered >= floor)
-    return ordered.gather(-1, kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
+    is_candidate = ((before < top_p) | (top_p >= 1.0)) & (ordered >= floor)
+    return ordered.gather(-1, is_candidate.sum(dim=-1, keepdim=True).clamp(min=1) - 1)

@@ -11,7 +11,7 @@ import torch
 from vllm.config import VllmConfig
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.stage import CustomProcessors, CustomStages, LogitsStage, OutputHistory
+from model_runner_base.heads.sampling.logits_stage import CustomProcessors, CustomStages, LogitsStage, OutputHistory
 from model_runner_base.step.call import Forward
 from model_runner_base.step.request_states import RequestInfo, RequestStates
 
@@ -60,10 +60,10 @@ class SlotStates:
         """Appends output tokens that are new to requests in these slots."""
         total, before = self.total_len.np, self.total_len.np[rows]
         for row, info in zip(rows.tolist(), infos, strict=True):
-            begin, kept = total[row], self.all_token_ids.np[row]
+            begin, tokens = total[row], self.all_token_ids.np[row]
             # A step that was launched before its request ended may have drawn a token too many.
-            new = info.output_token_ids[begin - self.prompt_len.np[row] :][: len(kept) - begin]
-            kept[begin : begin + len(new)] = new
+            new = info.output_token_ids[begin - self.prompt_len.np[row] :][: len(tokens) - begin]
+            tokens[begin : begin + len(new)] = new
             total[row] += len(new)
         counts = total[rows] - before
         places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
@@ -148,16 +148,16 @@ class SlotStage(LogitsStage):
         return self._device_ops.to_device(whole.cpu().numpy())
 
     def _context(self, forward: Forward, asking: np.ndarray) -> tuple[torch.Tensor, Any]:
-        """The requests' rows among the rows of logits, and what vLLM tells of them (``LogitsContext``)."""
+        """The requests' rows among the logits rows, and what vLLM tells of them (``LogitsContext``)."""
         from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
         batch, device = forward.batch, self._states.device
-        rows, owner, place = batch.logits_rows(asking)
+        indices, owner, place = batch.logits_rows(asking)
         slots, total = batch.rows[asking], self._states.total_len.np
         tokens = self._states.all_token_ids.np[slots, total[slots] - 1][owner]
-        if batch.row_len > 1:
+        if batch.decode_query_len > 1:
             drafts = self._device_ops.to_host(forward.sample_slots)[2]
-            tokens = np.where(place > 0, drafts[rows - 1], tokens)
+            tokens = np.where(place > 0, drafts[indices - 1], tokens)
         position = total[slots][owner] - 1 + place
 
         def there(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -172,4 +172,4 @@ class SlotStage(LogitsStage):
             pos=there(position, torch.int64),
             seq_lens_upper_bound_np=total[slots] + batch.num_logits(asking) - 1,
         )
-        return there(rows, torch.int64), context
+        return there(indices, torch.int64), context

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.stage import LogitsStage, OutputHistory
+from model_runner_base.heads.sampling.logits_stage import LogitsStage, OutputHistory
 from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestInfo, RequestStates
@@ -147,7 +147,7 @@ class ThinkingBudget(LogitsStage):
             for token in info.output_token_ids[each.num_tokens - info.num_prompt_tokens :]:
                 each.read(token)
         every = batch.logits_rows(asking)
-        drafts = self._device_ops.to_host(forward.sample_slots)[2] if batch.row_len > 1 else None
+        drafts = self._device_ops.to_host(forward.sample_slots)[2] if batch.decode_query_len > 1 else None
         forced = np.full(logits.shape[0], -1, np.int32)
         for index, owner, place in zip(*(values.tolist() for values in every), strict=True):
             state = thinking[owner]

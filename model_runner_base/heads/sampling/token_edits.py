@@ -1,6 +1,6 @@
 """Changes to single logits: ``bad_words``, ``min_tokens`` and ``logit_bias``.
 
-The rules run on the host, for the requests that have them, and yield a list of (row, token, value) to add; -inf
+The rules run on the host, for the requests that have them, and yield a list of (logits row, token, value) to add; -inf
 forbids a token. The list goes to the device in pieces of a static length, so it may have any length and never causes a
 compilation.
 """
@@ -13,7 +13,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.stage import LogitsStage, OutputHistory
+from model_runner_base.heads.sampling.logits_stage import LogitsStage, OutputHistory
 from model_runner_base.heads.sampling.token_masks import allows_only
 from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import WrapFunction
@@ -27,7 +27,7 @@ FORBIDDEN = float("-inf")
 
 
 def _add(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Logits [S, V] with ``values`` [PIECE] added at ``places`` [2, PIECE] (row, token); places may repeat."""
+    """Logits [S, V] with ``values`` [PIECE] added at ``places`` [2, PIECE] (logits row, token); places may repeat."""
     return logits.index_put((places[0], places[1]), values, accumulate=True)
 
 
@@ -72,7 +72,7 @@ class TokenEdits(LogitsStage):
     def _contexts(
         self, forward: Forward, asking: np.ndarray, infos: list[RequestInfo]
     ) -> Iterator[tuple[int, RequestInfo, "_Outputs"]]:
-        """Yields each row of logits of the asking requests, with the output tokens before the sampled one."""
+        """Yields each logits row of the asking requests, with the output tokens before the sampled one."""
         batch = forward.batch
         if not self._has_drafts:
             num_outputs = (batch.seq_lens[asking] - [info.num_prompt_tokens for info in infos]).tolist()
@@ -86,9 +86,9 @@ class TokenEdits(LogitsStage):
             yield index, infos[owner], _Outputs(len(tokens), tokens)
 
     def _add_all(self, logits: torch.Tensor, edits: list[tuple[int, int, float]]) -> torch.Tensor:
-        rows, tokens, amounts = zip(*edits, strict=True) if edits else ((), (), ())
+        indices, tokens, amounts = zip(*edits, strict=True) if edits else ((), (), ())
         places, values = np.zeros((2, PIECE), np.int32), np.zeros(PIECE, np.float32)
-        pad_into(places[0], np.array(rows), 0)
+        pad_into(places[0], np.array(indices), 0)
         pad_into(places[1], np.array(tokens), 0)
         pad_into(values, np.array(amounts), 0)
         return self._function(logits, self._device_ops.to_device(places), self._device_ops.to_device(values))

@@ -1,4 +1,4 @@
-"""Bitmasks of the tokens that a row may draw from: ``allowed_token_ids`` and grammars of structured output.
+"""Bitmasks of the tokens that a logits row may draw from: ``allowed_token_ids`` and grammars of structured output.
 
 Masks have xgrammar's format, which vLLM's scheduler sends: int32 words, token t at bit t % 32 of word t // 32.
 """
@@ -11,7 +11,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.stage import LogitsStage
+from model_runner_base.heads.sampling.logits_stage import LogitsStage
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward
 from model_runner_base.step.graph_policy import WrapFunction
@@ -31,9 +31,9 @@ def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torc
     return torch.where(allowed != 0, logits, float("-inf"))
 
 
-def _drop_drafts(sample_slots: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
-    """``sample_slots`` [3, S] without the drafts where ``is_kept`` [S] int32 is 0."""
-    drafts = torch.where(is_kept > 0, sample_slots[2], -1)
+def _drop_drafts(sample_slots: torch.Tensor, has_draft: torch.Tensor) -> torch.Tensor:
+    """``sample_slots`` [3, S] without the drafts where ``has_draft`` [S] int32 is 0."""
+    drafts = torch.where(has_draft > 0, sample_slots[2], -1)
     return torch.cat((sample_slots[:2], drafts.unsqueeze(0)))
 
 
@@ -48,7 +48,7 @@ class TokenMasks:
         self._bits = device_ops.to_device(_BITS)
 
     def apply(self, logits: torch.Tensor, masks: dict[int, np.ndarray]) -> torch.Tensor:
-        """Masks rows of ``logits``; ``masks`` are words by row, and rows without a mask may draw any token."""
+        """Masks ``logits``; ``masks`` are words by logits row, and one without a mask may draw any token."""
         words = np.full((logits.shape[0], self.num_words), ALL, np.int32)
         for index, mask in masks.items():
             words[index] = mask[: self.num_words]
@@ -57,7 +57,7 @@ class TokenMasks:
     def apply_grammar(
         self, forward: Forward, logits: torch.Tensor, grammar: Grammar | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks the rows of requests with structured output; returns the logits and the sample slots.
+        """Masks the logits of requests with structured output; returns the logits and the sample slots.
 
         The scheduler masks places after a draft only if it knows the draft, and not while the model is reasoning. It
         leaves the other places free, but tokens sampled there must not count. So the draft before such a place is
@@ -70,14 +70,14 @@ class TokenMasks:
         if not all(map(index_of.__contains__, grammar.req_ids)):
             grammar = _of_batch(grammar, batch)
         every = batch.logits_rows(np.array([index_of[req_id] for req_id in grammar.req_ids], np.int64))
-        bitmask = grammar.at(every.place, batch.row_len)
+        bitmask = grammar.at(every.place, batch.decode_query_len)
         (after_drafts,) = every.place.nonzero()
         free = after_drafts[(bitmask[after_drafts] == ALL).all(axis=1)]
         if len(free):
-            is_kept = np.ones(slots.shape[1], np.int32)
-            is_kept[every.rows[free] - 1] = 0
-            slots = self._drop_drafts(slots, self._device_ops.to_device(is_kept))
-        forward.grammar_masks = dict(zip(every.rows.tolist(), bitmask, strict=True))
+            has_draft = np.ones(slots.shape[1], np.int32)
+            has_draft[every.indices[free] - 1] = 0
+            slots = self._drop_drafts(slots, self._device_ops.to_device(has_draft))
+        forward.grammar_masks = dict(zip(every.indices.tolist(), bitmask, strict=True))
         return self.apply(logits, forward.grammar_masks), slots
 
     def warm_up(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
@@ -87,14 +87,14 @@ class TokenMasks:
 
 
 def _of_batch(grammar: Grammar, batch: InputBatch) -> Grammar:
-    """Drops the rows of requests that are not in the batch, because they failed and the scheduler may not know yet."""
-    index_of, num_rows = batch.req_id_to_index, len(grammar.bitmask)
+    """Drops the masks of requests that are not in the batch, because they failed and the scheduler may not know yet."""
+    index_of, num_masks = batch.req_id_to_index, len(grammar.bitmask)
     is_known = np.array([req_id in index_of for req_id in grammar.req_ids])
     known = list(compress(grammar.req_ids, is_known))
-    counts = np.full(len(is_known), batch.row_len)
-    if num_rows != counts.sum():  # Then each request has one row for each token that it samples.
+    counts = np.full(len(is_known), batch.decode_query_len)
+    if num_masks != counts.sum():  # Then each request has one mask for each token that it samples.
         counts[is_known] = batch.num_logits(np.array([index_of[req_id] for req_id in known], np.int64))
-        counts[~is_known] = (num_rows - counts[is_known].sum()) // (~is_known).sum()
+        counts[~is_known] = (num_masks - counts[is_known].sum()) // (~is_known).sum()
     return Grammar(known, grammar.bitmask[np.repeat(is_known, counts)])
 
 
@@ -123,4 +123,4 @@ class AllowedTokens(LogitsStage):
     def apply(self, forward: Forward, asking: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         every = forward.batch.logits_rows(asking)
         words = [self._words[row] for row in forward.batch.rows[asking[every.owner]].tolist()]
-        return self._masks.apply(logits, dict(zip(every.rows.tolist(), words, strict=True)))
+        return self._masks.apply(logits, dict(zip(every.indices.tolist(), words, strict=True)))

@@ -47,7 +47,7 @@ class Adapters:
     # ---- Logits of some of a step's hidden states, computed after the step ----
 
     def logits_inputs(self, row: int | None, count: int) -> tuple[np.ndarray, ...]:
-        """Further inputs of the graph that computes ``count`` rows of logits for the request in ``row``; None as
+        """Further inputs of the graph that computes ``count`` logits rows for the request in ``row``; None as
         ``row`` is padding."""
         return ()
 

@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from model_runner_base.inputs.adapters.slots import NO_SLOT, Products
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.components import SectionUpdater, StepComponent
 from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.request_states import RequestStates
@@ -42,7 +42,7 @@ class AdapterInputs(StepComponent):
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         self._slots[batch.rows] = slots = self._find(batch)
-        fill_slots(slots, batch.query_start, batch.query_len, batch.num_decodes, batch.row_len, views[SECTION])
+        fill_slots(slots, batch.query_start, batch.query_len, batch.num_decodes, batch.decode_query_len, views[SECTION])
 
     def _find(self, batch: InputBatch) -> np.ndarray:
         """Finds the slot [R] of each request's adapter; loads the adapter if it is not in a slot."""
@@ -53,7 +53,7 @@ class AdapterInputs(StepComponent):
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         views[SECTION][:] = NO_SLOT
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         return ()
 
     def warm_up(self) -> None:
@@ -78,12 +78,12 @@ def fill_slots(
     query_start: np.ndarray,
     query_len: np.ndarray,
     num_decodes: int,
-    row_len: int,
+    decode_query_len: int,
     token_slots: np.ndarray,
 ) -> None:
-    """Writes each request's slot at its tokens and NO_SLOT at padding; a decode row has ``row_len`` tokens."""
+    """Writes each request's slot at its tokens and NO_SLOT at padding; a decode row has ``decode_query_len`` tokens."""
     token_slots[:] = -1
     for request in range(len(slots)):
-        count = row_len if request < num_decodes else query_len[request]
+        count = decode_query_len if request < num_decodes else query_len[request]
         start = query_start[request]
         token_slots[start : start + count] = slots[request]

@@ -67,8 +67,8 @@ class KernelProducts:
             meta.num_tokens_per_lora.copy_(num_tokens)
             meta.lora_token_start_loc[1:] = num_tokens.cumsum(0)
         # VocabParallelEmbeddingWithLoRA adds these to the tokens' ids to find their rows in the tables of all slots.
-        first_rows = token_slots.clamp(min=0) * self.vocab_size
-        self._wrapper._embeddings_indices[..., : len(first_rows)] = first_rows
+        table_starts = token_slots.clamp(min=0) * self.vocab_size
+        self._wrapper._embeddings_indices[..., : len(table_starts)] = table_starts
 
     def unbind(self) -> None:
         """Does nothing, since the kernels' buffers are kept."""

@@ -47,8 +47,8 @@ class LoRAAdapters(Adapters):
         self._device_ops = device_ops
         scheduler = vllm_config.scheduler_config
         num_sampled = 1 + read_speculation(vllm_config).num_drafts
-        self._max_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * num_sampled
-        """Largest numbers of tokens and of rows of logits in a step."""
+        self._most_inputs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * num_sampled
+        """Largest numbers of tokens and of logits rows in a step."""
 
     def add(self, request: LoRARequest) -> bool:
         return self._manager.add_adapter(request)
@@ -93,7 +93,7 @@ class LoRAAdapters(Adapters):
     def step_memory(self) -> int:
         """Upper estimate, in bytes: the products of one layer, and one layer's matrices while a slot is written."""
         layers = self._slots.slotted.values()
-        products = max(layer.products_memory(*self._max_rows) for layer in layers)
+        products = max(layer.products_memory(*self._most_inputs) for layer in layers)
         return products + max(layer.write_memory() for layer in layers)
 
     @contextmanager

@@ -98,13 +98,13 @@ class SlotManager(LRUCacheLoRAModelManager):
         attention a block's projections. vLLM may make a LoRA layer for each name; the first stays.
         """
         first: dict[Any, BaseLayerWithLoRA] = {}
-        kept: dict[str, BaseLayerWithLoRA] = {}
+        distinct: dict[str, BaseLayerWithLoRA] = {}
         for name, layer in self.modules.items():
             base = layer.base_layer  # type: ignore[attr-defined]
             matrix: Any = base if isinstance(base, LinearBase) else layer
             if matrix not in first:
-                first[matrix] = kept[name] = layer
-        self.modules = kept
+                first[matrix] = distinct[name] = layer
+        self.modules = distinct
         for parent in list(self.model.modules()):
             for name, child in parent.named_children():
                 matrix = child.base_layer if isinstance(child, BaseLayerWithLoRA) else child  # type: ignore[attr-defined]

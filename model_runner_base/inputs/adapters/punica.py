@@ -28,19 +28,19 @@ from model_runner_base.inputs.adapters.slots import SlotLayer, SlotWriter
 from model_runner_base.step.graph_policy import WrapFunction
 
 
-def embeddings_indices(first_rows: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``first_rows`` [T] of each token's table, in the form in which embeddings read them.
+def embeddings_indices(table_starts: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``table_starts`` [T] of each token's table, in the form in which embeddings read them.
 
     In releases whose adapters could bring tokens of their own, that is two equal tensors. Those releases have no
     ``apply_lora_full_linear``.
     """
-    return first_rows if hasattr(PunicaWrapperBase, "apply_lora_full_linear") else (first_rows, first_rows)
+    return table_starts if hasattr(PunicaWrapperBase, "apply_lora_full_linear") else (table_starts, table_starts)
 
 
 class MaskedPunicaWrapper(PunicaWrapperBase):
     """Products that return new tensors, for platforms whose ``can_update_inplace`` is False.
 
-    ``bind`` sets the slot of each token and of each row of logits. It is a part of the graph, as are the products.
+    ``bind`` sets the slot of each token and of each logits row. It is a part of the graph, as are the products.
     """
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, *, lora_config: Any) -> None:
@@ -53,8 +53,8 @@ class MaskedPunicaWrapper(PunicaWrapperBase):
         self._token_mask = self._mask(token_slots)
         self._logits_mask = self._mask(logits_slots)
         # VocabParallelEmbeddingWithLoRA adds these to the tokens' ids to find their rows in the tables of all slots.
-        first_rows = token_slots.clamp(min=0) * self.vocab_size
-        self._embeddings_indices = embeddings_indices(first_rows)  # type: ignore[assignment]
+        table_starts = token_slots.clamp(min=0) * self.vocab_size
+        self._embeddings_indices = embeddings_indices(table_starts)  # type: ignore[assignment]
 
     def unbind(self) -> None:
         self._token_mask = self._logits_mask = self._embeddings_indices = None  # type: ignore[assignment]

@@ -139,10 +139,10 @@ class SlottedLayer(SlotLayer):
 
     def products_memory(self, num_tokens: int, num_logits: int) -> int:
         """Bytes of the layer's products: ``x A`` of all slots, masked, scaled; ``x A B``, concatenated, added."""
-        num_rows = num_logits if isinstance(self.layer, LogitsProcessorWithLoRA) else num_tokens
+        num_inputs = num_logits if isinstance(self.layer, LogitsProcessorWithLoRA) else num_tokens
         stacks = self._on_device["lora_b_stacked"]  # [slots, rank, out] each
         shrunk, added = (sum(math.prod(s.shape[part]) for s in stacks) for part in (slice(0, 2), slice(2, 3)))
-        return num_rows * 3 * (shrunk + added) * torch.float32.itemsize
+        return num_inputs * 3 * (shrunk + added) * torch.float32.itemsize
 
     def write_memory(self) -> int:
         """Bytes of the layer's largest stack, which a write copies, and of one slot of it."""
@@ -202,7 +202,7 @@ class Products(Protocol):
     """Number of rows in an embedding's table."""
 
     def bind(self, token_slots: torch.Tensor, logits_slots: torch.Tensor) -> None:
-        """Binds the slots [T] of the step's tokens and [L] of its rows of logits: int32, ``NO_SLOT`` for no adapter.
+        """Binds the slots [T] of the step's tokens and [L] of its logits rows: int32, ``NO_SLOT`` for no adapter.
 
         Part of the graph, before the model.
         """

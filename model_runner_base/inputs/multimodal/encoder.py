@@ -30,11 +30,11 @@ from model_runner_base.inputs.multimodal.towers.encoder_graphs import (
     EncoderGraphs,
     PatchGraphs,
     TileGraphs,
-    check_rows,
+    check_num_embeds,
 )
 from model_runner_base.inputs.multimodal.towers.patches import PATCH_TOWERS
 from model_runner_base.inputs.multimodal.towers.tiles import tiled_tower
-from model_runner_base.inputs.pool import EmbeddingPool, EncoderRows
+from model_runner_base.inputs.pool import EmbeddingPool, PoolRows
 from model_runner_base.models.tower_placement import towers_of
 from model_runner_base.step.components import StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
@@ -111,7 +111,7 @@ class ItemEncoder(Encoder):
         self._model_config = model_config
         self._model = model
         self._device = device_ops.eager_device
-        self._rows = EncoderRows(size)
+        self._pool_rows = PoolRows(size)
         self._to_encode_again = set[str]()
         """Identifiers of items that the scheduler takes for encoded, but that have no rows, or rows of other
         weights."""
@@ -119,14 +119,14 @@ class ItemEncoder(Encoder):
         self._pool = EmbeddingPool(size, width, model_config.dtype, size, wrap, device_ops)
         self._graphs = EAGER
         if budget.mm_max_toks_per_item and device_ops.towers_as_graphs:
-            self._graphs = make_graphs(model_config, model, self._pool, self._rows, wrap, device_ops)
+            self._graphs = make_graphs(model_config, model, self._pool, self._pool_rows, wrap, device_ops)
         self._num_dims = rotary_dims(model_config)
         self._sees_both_ways = model_config.is_mm_prefix_lm
         self._max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     def give_up(self, identifiers: Iterable[str]) -> None:
         for identifier in identifiers:
-            self._rows.give_up(identifier)
+            self._pool_rows.give_up(identifier)
             self._to_encode_again.discard(identifier)
 
     def put_off(self, identifiers: Iterable[str]) -> None:
@@ -138,8 +138,8 @@ class ItemEncoder(Encoder):
         The gathered rows, one for each token of a step, count three times: they are copied in parts.
         """
         (pool,) = self._pool.tensors
-        num_rows = self._pool.longest_piece + 3 * self._max_num_tokens
-        return pool[0].nbytes * num_rows + self._graphs.step_memory()
+        num_embeds = self._pool.longest_piece + 3 * self._max_num_tokens
+        return pool[0].nbytes * num_embeds + self._graphs.step_memory()
 
     def connect(self, requests: RequestStates, caches: LayerCaches) -> None:
         self._requests = requests
@@ -157,7 +157,7 @@ class ItemEncoder(Encoder):
         if again:
             self.give_up(item.identifier for item in again)
         asked = {item.identifier: item for item in (*items, *schedule.failed_items, *again)}.values()
-        missing = [item for item in asked if item.identifier not in self._rows and item.data is not None]
+        missing = [item for item in asked if item.identifier not in self._pool_rows and item.data is not None]
         if missing:
             self._encode(missing)
 
@@ -183,7 +183,7 @@ class ItemEncoder(Encoder):
             )
 
     def follow_reload(self) -> None:
-        self._to_encode_again.update(self._rows)
+        self._to_encode_again.update(self._pool_rows)
 
     @torch.no_grad()
     def _encode(self, items: Sequence[MultiModalFeatureSpec]) -> None:
@@ -192,8 +192,8 @@ class ItemEncoder(Encoder):
         outputs = self._run_eagerly([(item.modality, item.data) for item in items])
         for item, output in zip(items, outputs, strict=True):
             embeds = output.flatten(0, -2)  # Some models keep a dimension of 1 if videos differ in length.
-            check_rows(item, len(embeds))
-            self._pool.write(self._rows.take(item.identifier, len(embeds)), embeds)
+            check_num_embeds(item, len(embeds))
+            self._pool.write(self._pool_rows.take(item.identifier, len(embeds)), embeds)
 
     def _run_eagerly(self, contents: Sequence[tuple[str, Any]]) -> list[torch.Tensor]:
         """Outputs of the towers for items; each item is given as its modality and its data."""
@@ -225,12 +225,12 @@ class ItemEncoder(Encoder):
             self._graphs.warm_up()
 
     def reset(self) -> None:
-        self._rows.clear()
+        self._pool_rows.clear()
         self._to_encode_again.clear()
 
     def components(self, requests: RequestStates) -> list[StepComponent]:
-        parts = (self._levels, self._per_layer)
-        inputs = MultiModalInputs(requests, self._pool.tensors, self._rows, *parts, self._model)
+        layer_inputs = (self._levels, self._per_layer)
+        inputs = MultiModalInputs(requests, self._pool.tensors, self._pool_rows, *layer_inputs, self._model)
         if self._num_dims == 1:
             return [self, inputs]
         return [self, inputs, RotaryInputs(requests, self._num_dims, self._calc_positions)]
@@ -250,15 +250,15 @@ def make_graphs(
     model_config: ModelConfig,
     model: Any,
     pool: EmbeddingPool,
-    rows: EncoderRows,
+    pool_rows: PoolRows,
     wrap: WrapFunction,
     device_ops: DeviceOps,
 ) -> EncoderGraphs:
     """Makes graphs of a model's towers, whose modules are on the host; ``EAGER`` if no tower can be a graph."""
     if tiled := tiled_tower(model_config):
-        return TileGraphs(tiled, model, pool, rows, wrap, device_ops)
+        return TileGraphs(tiled, model, pool, pool_rows, wrap, device_ops)
     if patches := PATCH_TOWERS.get(model_config.architecture):
-        return PatchGraphs(patches(model.visual), pool, rows, wrap, device_ops)
+        return PatchGraphs(patches(model.visual), pool, pool_rows, wrap, device_ops)
     return EAGER
 
 

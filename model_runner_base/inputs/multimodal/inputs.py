@@ -11,21 +11,21 @@ import numpy as np
 import torch
 
 from model_runner_base.inputs.multimodal.layer_inputs import DeepstackBuffers, PerLayerEmbeddings
-from model_runner_base.inputs.pool import EncoderRows
+from model_runner_base.inputs.pool import PoolRows
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import ModelCall
-from model_runner_base.step.components import RepeatPart, StepComponent
+from model_runner_base.step.components import SectionUpdater, StepComponent
 from model_runner_base.step.packing import PackedStep, Section
 from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.sizes import StepKind, StepSize
 
-ROWS, ROTATION = "encoder_rows", "rotary_offsets"
+POOL_ROWS, ROTATION = "pool_rows", "rotary_offsets"
 LOOKED_UP = -1
 """Row of a text token, which has no encoder output."""
 
 
 class MultiModalInputs(StepComponent):
-    """Embeds the step's tokens: ``encoder_rows`` is a token's row of the pool, or -1 if it is looked up by its id."""
+    """Embeds the step's tokens: ``pool_rows`` is a token's row of the pool, or -1 if it is looked up by its id."""
 
     prompts_in_chunks = True
     reads = ("token_ids",)
@@ -34,7 +34,7 @@ class MultiModalInputs(StepComponent):
         self,
         requests: RequestStates,
         pool: Sequence[torch.Tensor],
-        rows: EncoderRows,
+        rows: PoolRows,
         levels: DeepstackBuffers,
         per_layer: PerLayerEmbeddings,
         model: Any,
@@ -42,19 +42,19 @@ class MultiModalInputs(StepComponent):
         """``pool`` holds one tensor, which a graph may replace."""
         self._requests = requests
         self._pool = pool
-        self._encoder_rows = rows
+        self._pool_rows = rows
         self._levels = levels
         self._per_layer = per_layer
         self._model = model
 
     def sections(self, size: StepSize) -> list[Section]:
-        return [Section(ROWS, (size.num_tokens,))] if size.kind == StepKind.MIXED else []
+        return [Section(POOL_ROWS, (size.num_tokens,))] if size.kind == StepKind.MIXED else []
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         if size.kind == StepKind.MIXED:
-            views[ROWS][:] = LOOKED_UP
+            views[POOL_ROWS][:] = LOOKED_UP
             for index in range(batch.num_decodes, len(batch.rows)):
-                self._place(batch, index, views[ROWS])
+                self._place(batch, index, views[POOL_ROWS])
 
     def _place(self, batch: InputBatch, index: int, rows: np.ndarray) -> None:
         """Writes the pool rows of a request's items at their tokens in this step."""
@@ -72,13 +72,13 @@ class MultiModalInputs(StepComponent):
             tokens = np.arange(first, last)
             if place.is_embed is not None:
                 tokens = tokens[place.is_embed[first - place.offset : last - place.offset].numpy()]
-            rows[token + tokens - begin] = self._encoder_rows[item.identifier][low:high]
+            rows[token + tokens - begin] = self._pool_rows[item.identifier][low:high]
 
     def fill_padding(self, size: StepSize, views: dict[str, np.ndarray]) -> None:
         if size.kind == StepKind.MIXED:
-            views[ROWS][:] = LOOKED_UP
+            views[POOL_ROWS][:] = LOOKED_UP
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         return ()
 
     @property
@@ -86,7 +86,7 @@ class MultiModalInputs(StepComponent):
         return tuple(self._pool)
 
     def bind(self, call: ModelCall) -> None:
-        embeds, rows = self._model.get_language_model().embed_input_ids(call.token_ids), call.arrays.get(ROWS)
+        embeds, rows = self._model.get_language_model().embed_input_ids(call.token_ids), call.arrays.get(POOL_ROWS)
         if rows is not None:
             embeds, levels = gather_encoder_outputs(embeds, rows, *call.tensors)
             self._levels.bind(levels)
@@ -142,7 +142,7 @@ class RotaryInputs(StepComponent):
 
     def fill(self, batch: InputBatch, size: StepSize, views: dict[str, np.ndarray]) -> None:
         offsets, num_decodes = views[ROTATION], batch.num_decodes
-        of_rows = self._after_prompt[batch.rows[:num_decodes]].repeat(batch.row_len)
+        of_rows = self._after_prompt[batch.rows[:num_decodes]].repeat(batch.decode_query_len)
         offsets[..., : len(of_rows)] = of_rows
         offsets[..., len(of_rows) :] = 0
         for index in range(num_decodes, len(batch.rows)):
@@ -152,7 +152,7 @@ class RotaryInputs(StepComponent):
             in_prompt = self._of_prompt[row][:, begin : begin + of_chunk.shape[1]]
             of_chunk[:, : in_prompt.shape[1]] = in_prompt
 
-    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[RepeatPart]:
+    def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
         return ()
 
     def bind(self, call: ModelCall) -> None:

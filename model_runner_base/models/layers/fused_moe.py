@@ -5,17 +5,17 @@ N = tokens x top-k choices meet E experts in one of three ways, by sizes that ar
 - few choices: each gathers the weights of its expert, so that only chosen experts are read;
 - few tokens but more choices: nearly every expert is chosen by some token, and reading weights takes most of the time.
   So every expert runs on every token, and results that were not chosen are dropped;
-- many tokens: choices are sorted into tiles of rows of one expert, and each tile gathers its expert's weights once.
-  With ``M = 1 + N // E`` rows a tile, partly filled ones included, there are fewer than 2 E tiles and 2 N rows.
+- many tokens: choices are sorted into tiles of one expert, and each tile gathers its expert's weights once.
+  With ``M = 1 + N // E`` places a tile, partly filled ones included, there are fewer than 2 E tiles and 2 N places.
 
 Gathered weights would take the memory of all experts twice, so tiles are run some at a time (step/rounds.py), and the
-rounds end with the last tile that has a row.
+rounds end with the last tile that has a choice.
 
 A choice's place among those of its expert is a cumulative sum over a one-hot matrix: no sort, and no branch on data.
 
 A choice of weight 0 adds nothing, and what its expert would make of it is not read; it has no place in a tile. With
 expert parallelism these are the choices that other ranks run, and the layer sums the results of all ranks. A tile has
-as many rows as if the rank had all experts, so a rank with few of them has few rows.
+as many places as if the rank had all experts, so a rank with few of them has few places.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Experts(NamedTuple):
-    """The weights of E experts, laid out for ``rows @ weight``."""
+    """The weights of E experts, laid out for ``inputs @ weight``."""
 
     gate_up: torch.Tensor
     """[E, hidden, 2 * inner]; [E, hidden, inner] where the activation has no gate."""
@@ -99,9 +99,9 @@ class Experts(NamedTuple):
         down_bias = None if self.down_bias is None else self.down_bias[ids]
         return Experts(self.gate_up[ids], self.down[ids], self.activation, gate_up_bias, down_bias)
 
-    def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """Runs each expert on its own rows [E, M, hidden], or all on the same rows [1, M, hidden]: [E, M, hidden]."""
-        inner = torch.matmul(rows, self.gate_up)
+    def run(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Runs each expert on its own inputs [E, M, hidden], or all on the same ones [1, M, hidden]: [E, M, hidden]."""
+        inner = torch.matmul(inputs, self.gate_up)
         if self.gate_up_bias is not None:
             inner = inner + self.gate_up_bias.unsqueeze(1)
         out = torch.matmul(ACTIVATIONS[self.activation](inner), self.down)
@@ -126,8 +126,8 @@ def run_experts(
 
 
 def _each_choice(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    rows = hidden.repeat_interleave(ids.shape[1], dim=0)
-    out = _run_tiles(experts, rows.unsqueeze(1), ids.reshape(-1), None)
+    inputs = hidden.repeat_interleave(ids.shape[1], dim=0)
+    out = _run_tiles(experts, inputs.unsqueeze(1), ids.reshape(-1), None)
     return _weighted_sum(out.squeeze(1), weights)
 
 
@@ -153,8 +153,8 @@ def _in_tiles(
     # Empty places hold the first token; their results are not read. A place after the last is for choices without one.
     token_at = torch.zeros(num_tiles * tile + 1, dtype=choices.dtype, device=ids.device)
     token_at = token_at.index_put((place,), choices // top_k)[:-1]
-    rows = hidden[token_at].view(num_tiles, tile, -1)
-    out = _run_tiles(experts, rows, tile_expert, num_used)
+    inputs = hidden[token_at].view(num_tiles, tile, -1)
+    out = _run_tiles(experts, inputs, tile_expert, num_used)
     return _weighted_sum(out.view(num_tiles * tile, -1)[place.clamp(max=num_tiles * tile - 1)], weights)
 
 
@@ -165,48 +165,48 @@ def tiles_at_once(num_tiles: int, expert_bytes: int, is_unrolled: bool) -> int:
 
 
 def _run_tiles(
-    experts: Experts, rows: torch.Tensor, tile_expert: torch.Tensor, num_used: torch.Tensor | None
+    experts: Experts, inputs: torch.Tensor, tile_expert: torch.Tensor, num_used: torch.Tensor | None
 ) -> torch.Tensor:
-    """[NT, M, hidden] outputs of tiles of rows, [NT, M, hidden], of one expert each, ``tile_expert`` [NT].
+    """[NT, M, hidden] outputs of tiles of inputs, [NT, M, hidden], of one expert each, ``tile_expert`` [NT].
 
-    Only the first ``num_used`` tiles, a scalar, have rows that count; None: all of them.
+    Only the first ``num_used`` tiles, a scalar, have inputs that count; None: all of them.
     """
-    num_tiles = rows.shape[0]
+    num_tiles = inputs.shape[0]
     make: Any = type(experts)
     weights = [value for value in experts if isinstance(value, torch.Tensor)]
     expert_bytes = sum(value.numel() * value.element_size() for value in weights) // weights[0].shape[0]
     size = tiles_at_once(num_tiles, expert_bytes, is_unrolled())
     if size == num_tiles:
-        return experts.take(tile_expert).run(rows)
+        return experts.take(tile_expert).run(inputs)
 
     def body(number: torch.Tensor, state: State, reads: State) -> State:
-        rows, tile_expert, *weights = reads
+        inputs, tile_expert, *weights = reads
         of_reads = iter(weights)
         taken = [next(of_reads) if isinstance(value, torch.Tensor) else value for value in experts]
         index = (number * size + torch.arange(size, dtype=torch.int32, device=number.device)).clamp(max=num_tiles - 1)
-        out = make(*taken).take(tile_expert[index]).run(rows[index])
+        out = make(*taken).take(tile_expert[index]).run(inputs[index])
         # A loop of a graph may not change its state in place; a copy in each round of an eager step would be slow.
         write = torch.Tensor.index_put if is_traced() else torch.Tensor.index_put_
         return (write(state[0], (index,), out),)
 
-    used = torch.full((), num_tiles, device=rows.device) if num_used is None else num_used
+    used = torch.full((), num_tiles, device=inputs.device) if num_used is None else num_used
     rounds = ((used + size - 1) // size).to(torch.int32)
-    state, reads = (torch.zeros_like(rows),), (rows, tile_expert, *weights)
+    state, reads = (torch.zeros_like(inputs),), (inputs, tile_expert, *weights)
     return run_rounds(rounds, -(-num_tiles // size), body, state, reads)[0]
 
 
 def tile_places(
     experts: torch.Tensor, num_experts: int, tile: int, num_tiles: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sorts choices by expert into tiles of ``tile`` rows.
+    """Sorts choices by expert into tiles of ``tile`` places.
 
     Args:
-        experts: [N] the expert of each choice; ``num_experts`` for a choice that gets no row.
+        experts: [N] the expert of each choice; ``num_experts`` for a choice that gets no place.
         num_tiles: at least ``(N + num_experts * (tile - 1)) // tile``, which is enough for any choice of experts.
 
     Returns:
-        [N] the row of each choice, no two alike, and the one after the last for choices that get none; [num_tiles] the
-        expert of each tile; a scalar, the number of tiles with rows, which are the first ones.
+        [N] the place of each choice, no two alike, and the one after the last for choices that get none; [num_tiles]
+        the expert of each tile; a scalar, the number of tiles with choices, which are the first ones.
     """
     every = torch.arange(num_experts, device=experts.device)
     is_chosen = (experts.unsqueeze(-1) == every).to(torch.int32)
@@ -220,10 +220,10 @@ def tile_places(
     return place, tile_expert, end[-1]
 
 
-def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """[T * top-k, hidden] to [T, hidden]."""
-    rows, weights = rows.view(*weights.shape, -1), weights.unsqueeze(-1).to(rows.dtype)
-    return torch.where(weights != 0, rows * weights, 0.0).sum(dim=1)
+    inputs, weights = inputs.view(*weights.shape, -1), weights.unsqueeze(-1).to(inputs.dtype)
+    return torch.where(weights != 0, inputs * weights, 0.0).sum(dim=1)
 
 
 # ---- vLLM's layer ----

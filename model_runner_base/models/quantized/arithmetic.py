@@ -56,13 +56,13 @@ def in_blocks(values: torch.Tensor, numbers: torch.Tensor, block: tuple[int, ...
 
 def scale_(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
     """Multiplies values with the scales of their blocks, in place."""
-    parts, scale = in_blocks(values, scale, block)
-    parts.mul_(scale)
+    blocks, scale = in_blocks(values, scale, block)
+    blocks.mul_(scale)
     return values
 
 
 def shift_(values: torch.Tensor, zeros: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
     """Subtracts the zero points of their blocks from values, in place."""
-    parts, zeros = in_blocks(values, zeros, block)
-    parts.sub_(zeros)
+    blocks, zeros = in_blocks(values, zeros, block)
+    blocks.sub_(zeros)
     return values

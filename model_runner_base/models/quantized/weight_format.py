@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 VALUES = "values"
-"""Part that holds a weight's quantised values; the other parts say what they mean."""
+"""Field that holds a weight's quantised values; the other fields say what they mean."""
 UNUSED_ENDINGS = (
     ".input_scale",
     "_proj_input_scale",
@@ -32,8 +32,8 @@ before the stream is dequantised."""
 WEIGHT_ENDINGS = (".weight", "_proj")
 """Endings of the names of weights that formats quantise."""
 
-Parts = Mapping[str, torch.Tensor]
-"""Stored tensors of one weight by the name of their part."""
+Fields = Mapping[str, torch.Tensor]
+"""Stored tensors of one weight by the name of their field."""
 
 
 class WeightFormat(ABC):
@@ -42,7 +42,7 @@ class WeightFormat(ABC):
     title: ClassVar[str]
     """The format's name in messages."""
     endings: ClassVar[Mapping[str, tuple[str, str]]]
-    """Endings of stored names: the part that such a tensor is, and what the weight's name ends with instead. Longer
+    """Endings of stored names: the field that such a tensor is, and what the weight's name ends with instead. Longer
     endings come before those that they end with."""
     num_dims: ClassVar[int] = 2
     """Dimensions of the values of one weight. If they have another one in front, weights of experts are stacked."""
@@ -58,59 +58,61 @@ class WeightFormat(ABC):
         """Whether the format's own kernels round activations too; this default says no."""
         return False
 
-    def part_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
-        """The weight that a stored tensor belongs to, and its part; None for a tensor that is stored as it is."""
-        for ending, (part, plain) in self.endings.items():
+    def field_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+        """The weight that a stored tensor belongs to, and its field; None for a tensor that is stored as it is."""
+        for ending, (field, plain) in self.endings.items():
             if name.endswith(ending):
-                return name.removesuffix(ending) + plain, part
+                return name.removesuffix(ending) + plain, field
         return None
 
     @abstractmethod
-    def needed(self, weight: str, parts: Parts) -> Collection[str]:
-        """Parts without which a weight cannot be computed; ``parts`` are those that are known."""
+    def needed(self, weight: str, fields: Fields) -> Collection[str]:
+        """Fields without which a weight cannot be computed; ``fields`` are those that are known."""
 
-    def misfit(self, weight: str, parts: Parts) -> str | None:
-        """Contradiction of the config and the known parts of a weight, in words; this default finds none.
+    def misfit(self, weight: str, fields: Fields) -> str | None:
+        """Contradiction of the config and the known fields of a weight, in words; this default finds none.
 
-        Only names, dtypes and shapes are compared, and the numbers of parts that are no meta tensors.
+        Only names, dtypes and shapes are compared, and the numbers of fields that are no meta tensors.
         """
         return None
 
     @abstractmethod
-    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
-        """One weight, or a stack of them, in float32; raises ValueError if its parts do not fit together."""
+    def compute(self, weight: str, fields: Fields) -> torch.Tensor:
+        """One weight, or a stack of them, in float32; raises ValueError if its fields do not fit together."""
 
     def unread(self, name: str, dtype: torch.dtype) -> str | None:
-        """Message about a weight that is no part of a quantised one, and that is not stored in a dtype of plain ones;
+        """Message about a weight that is no field of a quantised one, and that is not stored in a dtype of plain ones;
         None for a plain weight."""
         if dtype.itemsize > 1 or dtype == torch.bool or not name.endswith(WEIGHT_ENDINGS):
             return None
         return f"{name} is stored in {str(dtype).removeprefix('torch.')}, and {self.title} has no such weights"
 
-    def part_names(self) -> set[str]:
-        """Parts that a weight may have."""
-        return {VALUES, *(part for part, _ in self.endings.values())}
+    def field_names(self) -> set[str]:
+        """Fields that a weight may have."""
+        return {VALUES, *(field for field, _ in self.endings.values())}
 
-    def names_of(self, weight: str, part: str) -> list[str]:
-        """Names under which a weight's part may be stored, the usual one first."""
+    def names_of(self, weight: str, field: str) -> list[str]:
+        """Names under which a weight's field may be stored, the usual one first."""
         return [
             weight.removesuffix(plain) + ending
             for ending, (known, plain) in self.endings.items()
-            if known == part and weight.endswith(plain)
+            if known == field and weight.endswith(plain)
         ]
 
-    def missing(self, weight: str, parts: Parts) -> list[str]:
-        """Parts that are needed and not known."""
-        return [part for part in self.needed(weight, parts) if part not in parts]
+    def missing(self, weight: str, fields: Fields) -> list[str]:
+        """Fields that are needed and not known."""
+        return [field for field in self.needed(weight, fields) if field not in fields]
 
-    def dequantise(self, weight: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+    def dequantise(self, weight: str, fields: Fields, dtype: torch.dtype) -> torch.Tensor:
         """The weight in ``dtype``. Stacked experts are computed one by one, so that float32 is held for one of them."""
-        values = parts[VALUES]
+        values = fields[VALUES]
         if values.ndim == self.num_dims:
-            return self.compute(weight, parts).to(dtype)
+            return self.compute(weight, fields).to(dtype)
         count, result = len(values), None
         for index in range(count):
-            own = {name: part[index] if part.ndim and len(part) == count else part for name, part in parts.items()}
+            own = {
+                name: field[index] if field.ndim and len(field) == count else field for name, field in fields.items()
+            }
             one = self.dequantise(weight, own, dtype)
             if result is None:
                 result = one.new_empty((count, *one.shape))

@@ -12,13 +12,13 @@ import torch
 
 from model_runner_base.models.recurrent.mamba import decays
 from model_runner_base.models.recurrent.operations import chain_tiles
-from model_runner_base.models.recurrent.step import RowSteps, TileSteps, store
+from model_runner_base.models.recurrent.step import DecodeSteps, TileSteps, store
 
 Inputs = tuple[torch.Tensor, ...]
 Products = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def delta_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
+def delta_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: DecodeSteps) -> torch.Tensor:
     """[R, H, V] for decode rows.
 
     Args:
@@ -30,7 +30,7 @@ def delta_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowSt
     return channel_delta_rows((v, q, k, log.unsqueeze(2), beta), params, states, step)
 
 
-def channel_delta_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
+def channel_delta_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: DecodeSteps) -> torch.Tensor:
     """[R, H, V] for decode rows, as ``delta_rows``, with decays of channels: log [R, H, K]."""
     v, q, k, log, beta = inputs
     state = step.load(states).float() * torch.exp(log).unsqueeze(3)
@@ -60,9 +60,11 @@ def _tiles(inputs: Inputs, states: torch.Tensor, tiles: TileSteps, products: Pro
     new = inverse @ (v * beta)  # [NT, H, Q, V]
     seen = inverse @ (weighted * grown)  # [NT, H, Q, K]
     whole = log[..., -1:, :]
-    kept = (k * torch.exp(whole - log)).transpose(2, 3)  # [NT, H, K, Q]
+    decayed_keys = (k * torch.exp(whole - log)).transpose(2, 3)  # [NT, H, K, Q]
     identity = torch.eye(k.shape[3], dtype=k.dtype, device=k.device)
-    begin = chain_tiles(torch.exp(whole) * identity - kept @ seen, kept @ new, states, tiles, torch.matmul)
+    begin = chain_tiles(
+        torch.exp(whole) * identity - decayed_keys @ seen, decayed_keys @ new, states, tiles, torch.matmul
+    )
     out = (q * grown) @ begin + products(q, k, log) @ (new - seen @ begin)
     return tiles.flat(out.transpose(1, 2))
 

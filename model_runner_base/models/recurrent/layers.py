@@ -49,8 +49,9 @@ class Recurrence(NamedTuple):
     """
 
     rows: Callable[..., torch.Tensor]
-    """Outputs of decode rows, one token each: ``rows(inputs, params, states, step)``, where ``step`` is a ``RowSteps``.
-    Where drafts are verified it is called for the rows' first tokens, then for their second ones, and so on."""
+    """Outputs of decode rows, one token each: ``rows(inputs, params, states, step)``, where ``step`` is a
+    ``DecodeSteps``. Where drafts are verified it is called for the rows' first tokens, then for their second ones, and
+    so on."""
     tiles: Callable[..., torch.Tensor]
     """Outputs of chunks, cut into tiles: ``tiles(inputs, params, states, step.tiles)``."""
 

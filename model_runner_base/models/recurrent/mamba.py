@@ -14,16 +14,16 @@ groups of heads share b and c. Inside a tile of tokens the outputs are those of 
 import torch
 
 from model_runner_base.models.recurrent.operations import chain, chain_tiles
-from model_runner_base.models.recurrent.step import RowSteps, TileSteps, store
+from model_runner_base.models.recurrent.step import DecodeSteps, TileSteps, store
 
-PART = 16
-"""Tokens of a part: inside a part token follows token, all parts next to each other. Doubling over single tokens would
-read every state log2(tokens) times, which took 10 to 20 times as long."""
+SEGMENT = 16
+"""Tokens of a segment: inside it token follows token, all segments next to each other. Doubling over single tokens
+would read every state log2(tokens) times, which took 10 to 20 times as long."""
 
 Inputs = tuple[torch.Tensor, ...]
 
 
-def mamba1_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
+def mamba1_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: DecodeSteps) -> torch.Tensor:
     """[R, D] for decode rows.
 
     Args:
@@ -40,31 +40,31 @@ def mamba1_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowS
 def mamba1_tiles(inputs: Inputs, params: Inputs, states: torch.Tensor, tiles: TileSteps) -> torch.Tensor:
     """[C, D] for tokens of chunks; arguments as for rows, C tokens instead of R."""
     (a,), (num_tiles, query) = params, tiles.tokens.shape
-    size = PART if query % PART == 0 else query
-    num_parts = query // size
-    x, dt, b, c = (tiles.tiled(each).view(num_tiles * num_parts, size, -1) for each in inputs)
+    size = SEGMENT if query % SEGMENT == 0 else query
+    num_segments = query // size
+    x, dt, b, c = (tiles.tiled(each).view(num_tiles * num_segments, size, -1) for each in inputs)
     state, outs = torch.zeros(x.shape[0], *a.shape, dtype=x.dtype, device=x.device), []
     for token in range(size):
         state = state * torch.exp(dt[:, token].unsqueeze(2) * a)
         state = state + (dt[:, token] * x[:, token]).unsqueeze(2) * b[:, token].unsqueeze(1)
         outs.append((state * c[:, token].unsqueeze(1)).sum(dim=2))
     total = dt.cumsum(dim=1)
-    first_part = torch.arange(num_parts, device=x.device) == 0
+    first_segment = torch.arange(num_segments, device=x.device) == 0
     begin, after = chain(
         torch.exp(total[:, -1].unsqueeze(2) * a),
         state,
-        tiles.load(states).float().repeat_interleave(num_parts, dim=0),
-        (tiles.is_first.unsqueeze(1) & first_part).flatten(),
+        tiles.load(states).float().repeat_interleave(num_segments, dim=0),
+        (tiles.is_first.unsqueeze(1) & first_segment).flatten(),
         torch.mul,
     )
-    store(states, tiles.written, after.view(num_tiles, num_parts, *a.shape)[:, -1])
+    store(states, tiles.written, after.view(num_tiles, num_segments, *a.shape)[:, -1])
     for token in range(size):
         carried = begin * torch.exp(total[:, token].unsqueeze(2) * a)
         outs[token] = outs[token] + (carried * c[:, token].unsqueeze(1)).sum(dim=2)
     return tiles.flat(torch.stack(outs, dim=1).view(num_tiles, query, -1))
 
 
-def mamba2_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
+def mamba2_rows(inputs: Inputs, params: Inputs, states: torch.Tensor, step: DecodeSteps) -> torch.Tensor:
     """[R, H, P] for decode rows.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from model_runner_base.models.recurrent.layers import is_plain, state_tensors, tiles_at_once
-from model_runner_base.models.recurrent.mamba import PART
+from model_runner_base.models.recurrent.mamba import SEGMENT
 from model_runner_base.step.sizes import StepLimits
 from model_runner_base.vllm_compat.types.recurrent import is_delta_net, state_shapes
 
@@ -31,7 +31,7 @@ def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
         for state in state_shapes(layer)[1]:
             numbers = math.prod(state)
             if len(state) == 2:  # Mamba: parts of tiles, all tokens of which have inputs of the channels' size.
-                tiles = num_tiles * -(-query // PART) * 6 * numbers + num_tiles * query * 6 * state[0]
+                tiles = num_tiles * -(-query // SEGMENT) * 6 * numbers + num_tiles * query * 6 * state[0]
             else:
                 heads, rows, columns = state
                 inside = 5 * query * query + 3 * query * (rows + columns)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from model_runner_base.models.recurrent.step import RecurrentStep, RowSteps, TileSteps, store
+from model_runner_base.models.recurrent.step import DecodeSteps, RecurrentStep, TileSteps, store
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -55,7 +55,7 @@ def chain_tiles(
     return begin
 
 
-def convolve_rows(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, step: RowSteps) -> torch.Tensor:
+def convolve_rows(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, step: DecodeSteps) -> torch.Tensor:
     """[R, D] float32 for decode rows ``x`` [R, D]; ``weight`` [D, K] float32; ``states`` [S, K - 1, D] are updated."""
     window = torch.cat((step.load(states), x.unsqueeze(1)), dim=1)
     store(states, step.states, window[:, 1:])
@@ -81,8 +81,8 @@ def convolve_tiles(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, 
     for back in range(1, taps):
         out = out + pool[place(token, begin, tiles.tile_of, back)] * weight[:, taps - 1 - back]
     tile = torch.arange(tiles.states.shape[0], dtype=torch.int32, device=x.device)
-    kept = [place(tiles.ends, tiles.begins, tile, back) for back in range(taps - 2, -1, -1)]
-    store(states, tiles.written, pool[torch.stack(kept, dim=1)])
+    last_inputs = [place(tiles.ends, tiles.begins, tile, back) for back in range(taps - 2, -1, -1)]
+    store(states, tiles.written, pool[torch.stack(last_inputs, dim=1)])
     return out
 
 

@@ -112,7 +112,7 @@ class TileSteps(NamedTuple):
         return values.flatten(0, 1)[self.slots]
 
 
-class RowSteps(NamedTuple):
+class DecodeSteps(NamedTuple):
     """One token of each of R decode rows."""
 
     states: torch.Tensor
@@ -133,7 +133,7 @@ Values = tuple[torch.Tensor, ...]
 class RecurrentStep(NamedTuple):
     """States of a step: those of decode rows, then those of the chunks' tiles."""
 
-    rows: tuple[RowSteps, ...]
+    rows: tuple[DecodeSteps, ...]
     """Tokens of the decode rows: their first ones, their second ones where drafts are verified, and so on."""
     tiles: TileSteps | None
     """Tiles of the chunks; None in a step of decode rows alone."""
@@ -141,7 +141,7 @@ class RecurrentStep(NamedTuple):
     def run(
         self,
         values: Values,
-        run_rows: Callable[[Values, RowSteps], torch.Tensor],
+        run_rows: Callable[[Values, DecodeSteps], torch.Tensor],
         run_tiles: Callable[[Values, TileSteps], torch.Tensor],
     ) -> torch.Tensor:
         """[T, ...] outputs of all tokens, from values [T, ...]: of decode rows, row after row, then of chunks."""

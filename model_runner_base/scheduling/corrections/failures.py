@@ -236,9 +236,9 @@ def _num_group_blocks(spec: Any, num_tokens: int, scheduler: Any) -> int:
     spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)  # Layers of one type but several sizes.
     if isinstance(spec, FullAttentionSpec):
         return -(-num_tokens // spec.block_size)
-    kept = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    if kept is None:
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    if window is None:
         return spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes
     # vLLM frees the blocks before a window, and then allocates those of a step's tokens.
     step = scheduler.scheduler_config.max_num_batched_tokens
-    return min(-(-num_tokens // spec.block_size), -(-(kept - 1 + step) // spec.block_size) + 1)
+    return min(-(-num_tokens // spec.block_size), -(-(window - 1 + step) // spec.block_size) + 1)

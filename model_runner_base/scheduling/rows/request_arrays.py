@@ -69,11 +69,11 @@ class RequestArrays:
             self._tokens = np.vstack((self._tokens, np.zeros((more, self._tokens.shape[1]), np.int64)))
             self._stops = np.hstack((self._stops, np.full((MAX_STOPS, more), -1)))
 
-    def _keep(self, kept: np.ndarray) -> None:
+    def _move_up(self, rows: np.ndarray) -> None:
         """Moves these rows to the front, in order."""
-        self._numbers[:, : len(kept)] = self._numbers[:, kept]
-        self._tokens[: len(kept)] = self._tokens[kept]
-        self._stops[:, : len(kept)] = self._stops[:, kept]
+        self._numbers[:, : len(rows)] = self._numbers[:, rows]
+        self._tokens[: len(rows)] = self._tokens[rows]
+        self._stops[:, : len(rows)] = self._stops[:, rows]
 
     def _show(self, count: int) -> None:
         """Makes the arrays views of the first ``count`` rows."""

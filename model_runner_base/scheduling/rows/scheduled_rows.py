@@ -149,14 +149,14 @@ class ScheduledRows(RequestArrays):
     def _drop(self, dropped: list[int]) -> None:
         """Removes rows whose requests have left them; the rows after them move up."""
         count = len(self.requests)
-        is_kept = np.ones(count, bool)
-        is_kept[dropped] = False
-        kept = np.flatnonzero(is_kept)
+        is_left = np.ones(count, bool)
+        is_left[dropped] = False
+        left = np.flatnonzero(is_left)
         moved = np.full(count, -1)
-        moved[kept] = np.arange(len(kept))
+        moved[left] = np.arange(len(left))
         for batch in self._batches:
             batch.rows = moved[: len(batch.req_ids)] if batch.rows is None else np.append(moved, -1)[batch.rows]
-        self._keep(kept)
+        self._move_up(left)
         for row in reversed(dropped):
             del self.requests[row], self.req_ids[row]
         self._moved()

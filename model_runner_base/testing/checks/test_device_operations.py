@@ -185,14 +185,14 @@ def test_figures(text_engine: Start) -> None:
         assert memory.total <= host, f"memory_info: {memory.total} bytes in all, of the host's {host}"
         return
     falls: list[int] = []
-    kept = []
+    taken = []
     # An allocator may have had some left, or may take more than it was asked for and keep that for the next calls.
     while not TAKEN * len(falls) // 2 < sum(falls) < TAKEN * len(falls) * 2:
         assert len(falls) < TRIES, (
             f"zeros takes {TAKEN} bytes each time, and free memory of memory_info falls by {falls}"
         )
         before = ops.memory_info().free
-        kept.append(ops.zeros((TAKEN,), torch.uint8))
+        taken.append(ops.zeros((TAKEN,), torch.uint8))
         ops.synchronize()
         falls.append(before - ops.memory_info().free)
 

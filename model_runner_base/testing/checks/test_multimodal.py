@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from vllm import LLM, RequestOutput
 
-from model_runner_base.inputs.pool import EncoderRows
+from model_runner_base.inputs.pool import PoolRows
 from model_runner_base.testing.architectures import VOCAB_SIZE
 from model_runner_base.testing.engine import greedy, metric
 from model_runner_base.testing.images import TOKEN_BYTES, SeeingModel, make_seeing_model, picture
@@ -42,13 +42,13 @@ def llm(engine: Callable[..., LLM], model: SeeingModel) -> LLM:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The items that were encoded, one after another, eagerly or by a graph."""
     seen: list[str] = []
-    take = EncoderRows.take
+    take = PoolRows.take
 
-    def noting(rows: EncoderRows, identifier: str, count: int) -> np.ndarray:
+    def noting(rows: PoolRows, identifier: str, count: int) -> np.ndarray:
         seen.append(identifier)
         return take(rows, identifier, count)
 
-    monkeypatch.setattr(EncoderRows, "take", noting)
+    monkeypatch.setattr(PoolRows, "take", noting)
     return seen
 
 

@@ -344,7 +344,7 @@ def test_repeated_step_is_interrupted(engine: Callable[..., LLM], tiny_model: Ca
             for request in run.requests:
                 run.scheduler.preempt(request, silently)
             if not silently:
-                run.step({})  # A step without tokens leaves no trace of the batch before.
+                run.step({})  # A step without tokens leaves nothing of the batch before.
             while run.requests:
                 run.step({request.name: 1 for request in run.requests})
             run.end()

@@ -114,8 +114,8 @@ def test_beside_plain_and_finished_rows(backend: str, structured_engine: Start, 
     counts = [1, 4, 9, 2]
     free = [Request(p, greedy(count)) for p, count in zip(random_prompts(42, [7] * 4), counts, strict=True)]
     kinds = ["regex", "long", "grammar", "choice"]
-    bound = [structured(backend, kind, 6 + 3 * index) for index, kind in enumerate(kinds)]
-    mixed = [request for pair in zip(free, bound, strict=True) for request in pair]
+    constrained = [structured(backend, kind, 6 + 3 * index) for index, kind in enumerate(kinds)]
+    mixed = [request for pair in zip(free, constrained, strict=True) for request in pair]
     check_completions(structured_engine(), text_model, [*mixed, *mixed[::-1]])
 
 

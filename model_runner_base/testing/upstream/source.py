@@ -35,7 +35,7 @@ def source_of(release: str, cache: Path, own: Path, given: Path | None = None) -
         SourceError: there are none.
     """
     if given is None:
-        return _kept(release, cache, own)
+        return _cached(release, cache, own)
     if not given.is_dir():
         return _unpacked(given, release, own)
     if not (given / "tests" / "v1").is_dir():
@@ -43,7 +43,7 @@ def source_of(release: str, cache: Path, own: Path, given: Path | None = None) -
     return given
 
 
-def _kept(release: str, cache: Path, own: Path) -> Path:
+def _cached(release: str, cache: Path, own: Path) -> Path:
     """The folder in the cache. It is filled if there is none, and never replaced: other runs may use it."""
     folder = cache / release
     if folder.is_dir():

@@ -71,8 +71,8 @@ def keep_sounds_whole(architecture: str) -> None:
 
     @wraps(call)
     def call_hf_processor(self: Any, prompt: str, mm_data: Any, mm_kwargs: Any, tok_kwargs: Any) -> Any:
-        kept = {name: value for name, value in tok_kwargs.items() if name not in OF_TEXT}
-        return call(self, prompt, mm_data, mm_kwargs, kept)
+        of_audio = {name: value for name, value in tok_kwargs.items() if name not in OF_TEXT}
+        return call(self, prompt, mm_data, mm_kwargs, of_audio)
 
     Processor._call_hf_processor = call_hf_processor  # type: ignore[method-assign]
 

@@ -31,11 +31,11 @@ HAS_OTHER_DELTA_KERNELS = find_spec("vllm.model_executor.layers.mamba.gdn") is n
 
 def rename_adapters(model: Any) -> None:
     """Makes vLLM's LoRA managers find the layers of a model by their names in a checkpoint."""
-    parts = RENAMED.get(type(model).__name__, {})
-    if not parts or getattr(model, "hf_to_vllm_mapper", None):  # Newer releases have some.
+    renamed = RENAMED.get(type(model).__name__, {})
+    if not renamed or getattr(model, "hf_to_vllm_mapper", None):  # Newer releases have some.
         return
-    model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr=parts)
-    if ".w1." in parts:
+    model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr=renamed)
+    if ".w1." in renamed:
         # vLLM's layer w1 is w1 and w3 of the checkpoint, and vLLM takes the packed adapter for its part of that name.
         model.packed_modules_mapping = model.packed_modules_mapping | {"w1": ["w1_alone", "w3"]}
 

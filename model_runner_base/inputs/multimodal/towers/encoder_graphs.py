@@ -1,4 +1,4 @@
-"""Encoders as graphs, on devices that run them so (``DeviceOps.towers_as_graphs``); their rows stay in the pool.
+"""Encoders as graphs, on devices that run them so (``DeviceOps.towers_as_graphs``); their outputs stay in the pool.
 
 ``PatchGraphs`` has one graph for each number of patches. No patch sees another frame. So an item runs frame by frame,
 as many frames at a time as the largest graph takes. A frame larger than that runs eagerly, like every tower without
@@ -19,13 +19,13 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.inputs.multimodal.towers.patches import PADDING, Frames, PatchTower
 from model_runner_base.inputs.multimodal.towers.tiles import BETWEEN, TiledTower, tile_shape
-from model_runner_base.inputs.pool import EmbeddingPool, EncoderRows
+from model_runner_base.inputs.pool import EmbeddingPool, PoolRows
 from model_runner_base.models.tower_placement import towers_of
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.sizes import geometric
 
 
-def check_rows(item: MultiModalFeatureSpec, count: int) -> None:
+def check_num_embeds(item: MultiModalFeatureSpec, count: int) -> None:
     """Raises RuntimeError unless ``count`` embeddings are as many as the item's tokens, which the scheduler counts."""
     if count != item.mm_position.get_num_embeds():
         raise RuntimeError(
@@ -38,7 +38,7 @@ class EncoderGraphs:
     """Interface of encoder graphs; this default has none, so the model's towers run eagerly."""
 
     def encode(self, items: Sequence[MultiModalFeatureSpec]) -> Sequence[MultiModalFeatureSpec]:
-        """Writes the rows of all items that graphs can encode to the pool; returns the other items."""
+        """Writes the embeddings of all items that graphs can encode to the pool; returns the other items."""
         return items
 
     def step_memory(self) -> int:
@@ -63,18 +63,18 @@ PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_v
 
 class PatchGraphs(EncoderGraphs):
     def __init__(
-        self, tower: PatchTower, pool: EmbeddingPool, rows: EncoderRows, wrap: WrapFunction, device_ops: DeviceOps
+        self, tower: PatchTower, pool: EmbeddingPool, pool_rows: PoolRows, wrap: WrapFunction, device_ops: DeviceOps
     ) -> None:
         self._tower = tower
         self._pool = pool
-        self._rows = rows
+        self._pool_rows = pool_rows
         self._device_ops = device_ops
         self._sizes = geometric(FEWEST, min(MOST, pool.num_rows * tower.unit))
         tower.place(device_ops.place)
         self._run = wrap(self._encode_patches, pool.tensors)
 
     def _encode_patches(self, pool: torch.Tensor, places: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """Encodes ``inputs`` (``PatchTower.encode``) and writes the rows to ``places`` [P / merged] of the pool."""
+        """Encodes ``inputs`` (``PatchTower.encode``) and writes the results to ``places`` [P / merged] of the pool."""
         pool.index_put_((places,), self._tower.encode(*inputs).to(pool.dtype))
         return places.clone()
 
@@ -88,10 +88,10 @@ class PatchGraphs(EncoderGraphs):
             if pixels is None or height * width > self._sizes[-1]:
                 left.append(item)
                 continue
-            check_rows(item, count := len(pixels) // self._tower.unit)
-            rows = self._rows.take(item.identifier, count)
+            check_num_embeds(item, count := len(pixels) // self._tower.unit)
+            rows = self._pool_rows.take(item.identifier, count)
             for of_frames in self._tower.frames(pixels, (frames, height, width), self._sizes[-1]):
-                self._launch(of_frames, rows[of_frames.rows])
+                self._launch(of_frames, rows[of_frames.embed_index])
         return left
 
     def _launch(self, frames: Frames, rows: np.ndarray) -> None:
@@ -111,7 +111,7 @@ class PatchGraphs(EncoderGraphs):
     def warm_up(self) -> None:
         for size in self._sizes[::-1]:
             frames = self._tower.blank(size)
-            self._launch(frames, np.full(len(frames.rows), self._pool.num_rows, np.int32))
+            self._launch(frames, np.full(len(frames.embed_index), self._pool.num_rows, np.int32))
 
     def step_memory(self) -> int:
         """Bytes in float32 of the largest graph's inputs, one layer's outputs, and attention scores of some patches."""
@@ -136,28 +136,28 @@ class TileGraphs(EncoderGraphs):
         tower: TiledTower,
         model: Any,
         pool: EmbeddingPool,
-        rows: EncoderRows,
+        pool_rows: PoolRows,
         wrap: WrapFunction,
         device_ops: DeviceOps,
     ) -> None:
         self._tower = tower
         self._model = model
         self._pool = pool
-        self._rows = rows
+        self._pool_rows = pool_rows
         self._device_ops = device_ops
         self._vision = model.config.vision_config
         self._shape = tile_shape(self._vision)
         self._shaped = torch.nn.Unflatten(1, self._shape)
         """Gives tiles their shape; a module, whose numbers are constants of a graph."""
-        self._rows_per_tile = tower.num_rows(model)
-        most = min(pool.num_rows // self._rows_per_tile, MOST_PATCHES // self._num_patches)
+        self._embeds_per_tile = tower.num_embeds(model)
+        most = min(pool.num_rows // self._embeds_per_tile, MOST_PATCHES // self._num_patches)
         self._counts = [count for count in TILES if count <= most] or [1]
         for module in towers_of(model):
             device_ops.place(module)
         self._run = wrap(self._encode_tiles, pool.tensors)
 
     def _encode_tiles(self, pool: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Encodes ``tiles`` [N, pixels] and writes the rows to ``places`` [N * rows of a tile] of the pool."""
+        """Encodes ``tiles`` [N, pixels] and writes the results to ``places`` [N * embeddings of a tile] of the pool."""
         encoded = self._tower.encode(self._model, self._shaped(tiles))
         pool.index_put_((places,), encoded.reshape(len(places), -1).to(pool.dtype))
         return places.clone()
@@ -172,12 +172,12 @@ class TileGraphs(EncoderGraphs):
             if tiles is None:
                 left.append(item)
                 continue
-            order = self._tower.order(self._model, contents, len(tiles), self._rows_per_tile)
-            check_rows(item, len(order))
-            rows = self._rows.take(item.identifier, len(order))
+            order = self._tower.order(self._model, contents, len(tiles), self._embeds_per_tile)
+            check_num_embeds(item, len(order))
+            rows = self._pool_rows.take(item.identifier, len(order))
             # Some processors pad the images of one prompt to the same number of tiles.
-            tiles = tiles[: order.max() // self._rows_per_tile + 1]
-            places = np.full(len(tiles) * self._rows_per_tile, self._pool.num_rows, np.int32)
+            tiles = tiles[: order.max() // self._embeds_per_tile + 1]
+            places = np.full(len(tiles) * self._embeds_per_tile, self._pool.num_rows, np.int32)
             places[order[order != BETWEEN]] = rows[order != BETWEEN]
             all_tiles.append(tiles.flatten(1))
             all_places.append(places)
@@ -194,14 +194,14 @@ class TileGraphs(EncoderGraphs):
         tiles, begin = tiles.to(self._pool.tensors[0].dtype), 0
         while begin < len(tiles):
             count = next(count for count in self._counts if count <= len(tiles) - begin)
-            to = places[begin * self._rows_per_tile : (begin + count) * self._rows_per_tile]
+            to = places[begin * self._embeds_per_tile : (begin + count) * self._embeds_per_tile]
             of = self._device_ops.upload(tiles[begin : begin + count].clone())
             self._run(self._pool.tensors[0], of, self._device_ops.to_device(to))
             begin += count
 
     def warm_up(self) -> None:
         for count in self._counts:
-            nowhere = np.full(count * self._rows_per_tile, self._pool.num_rows, np.int32)
+            nowhere = np.full(count * self._embeds_per_tile, self._pool.num_rows, np.int32)
             self._launch(torch.zeros((count, int(np.prod(self._shape)))), nowhere)
 
     @property

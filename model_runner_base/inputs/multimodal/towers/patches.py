@@ -24,7 +24,7 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Frames:
-    """Frames of an item: P patches, in the tower's order, which become P / merged rows."""
+    """Frames of an item: P patches, in the tower's order, which become P / merged embeddings."""
 
     pixels: torch.Tensor
     """[P, numbers in a patch]"""
@@ -33,8 +33,8 @@ class Frames:
     """[P, half of a head]"""
     segments: np.ndarray
     """[kinds, P] int32: in layers of each kind, patches with the same number see each other."""
-    rows: np.ndarray
-    """[P / merged] the rows of the item that these patches become."""
+    embed_index: np.ndarray
+    """[P / merged] indices, among the item's embeddings, of those that these patches become."""
     embeddings: tuple[torch.Tensor, ...] = ()
     """Tensors [P, hidden] that some towers add to the embeddings of the patches."""
 
@@ -42,23 +42,23 @@ class Frames:
 class PatchTower:
     """Qwen2-VL: in all layers, each frame sees itself."""
 
-    parts: tuple[str, ...] = ("patch_embed", "blocks", "merger")
-    """Modules of the tower that run in graphs."""
+    submodules: tuple[str, ...] = ("patch_embed", "blocks", "merger")
+    """Submodules of the tower that run in graphs."""
 
     def __init__(self, visual: Any) -> None:
         """``visual`` is the tower on the host, and stays there."""
         self._visual = visual
         self.unit = visual.spatial_merge_size**2
-        """Number of patches that become one row."""
+        """Number of patches that become one embedding."""
         self.on_device: Any = copy(visual)
-        """The tower as graphs run it; ``place`` moves its ``parts`` to the device."""
+        """The tower as graphs run it; ``place`` moves its ``submodules`` to the device."""
         self.on_device._modules = dict(visual._modules)
-        for name in self.parts:
+        for name in self.submodules:
             setattr(self.on_device, name, copied(getattr(visual, name)))
 
     def place(self, place: Callable[[nn.Module], None]) -> None:
-        """Moves the parts that graphs run to the device."""
-        for name in self.parts:
+        """Moves the submodules that graphs run to the device."""
+        for name in self.submodules:
             place(getattr(self.on_device, name))
 
     def encode(
@@ -69,7 +69,7 @@ class PatchTower:
         segments: torch.Tensor,
         *embeddings: torch.Tensor,
     ) -> torch.Tensor:
-        """Encodes frames, with or without padding, to rows [P / merged, W]. Traceable."""
+        """Encodes frames, with or without padding, to embeddings [P / merged, W]. Traceable."""
         visual = self.on_device
         hidden = sum(embeddings, start=visual.patch_embed(pixels)).unsqueeze(1)
         beneath = []
@@ -96,12 +96,12 @@ class PatchTower:
         pixels = torch.zeros((count, self._visual.patch_embed.proj.weight[0].numel()))
         return self._prepare(pixels, (1, merge, count // merge), 0)
 
-    def _prepare(self, pixels: torch.Tensor, grid: tuple[int, int, int], first_row: int) -> Frames:
+    def _prepare(self, pixels: torch.Tensor, grid: tuple[int, int, int], first_embed: int) -> Frames:
         count, height, width = grid
         cos, sin = type(self._visual).rot_pos_emb(self._on_host, [list(grid)])
         segments = np.repeat(np.arange(count, dtype=np.int32), height * width)[None]
-        rows = first_row + np.arange(len(pixels) // self.unit)
-        return Frames(pixels, cos, sin, segments, rows, self._positions(grid))
+        embed_index = first_embed + np.arange(len(pixels) // self.unit)
+        return Frames(pixels, cos, sin, segments, embed_index, self._positions(grid))
 
     @property
     def _on_host(self) -> Any:
@@ -130,7 +130,7 @@ class WindowTower(PatchTower):
             if self._kind_of(number):
                 block.attn.attn.reach = (visual.window_size // visual.patch_size) ** 2
 
-    def _prepare(self, pixels: torch.Tensor, grid: tuple[int, int, int], first_row: int) -> Frames:
+    def _prepare(self, pixels: torch.Tensor, grid: tuple[int, int, int], first_embed: int) -> Frames:
         count, height, width = grid
         cos, sin, order, ends, _ = self._visual.get_rope_by_thw(*grid)
         windows = np.diff(ends.numpy(), prepend=0)
@@ -141,16 +141,16 @@ class WindowTower(PatchTower):
             )
         )
         merged = pixels.view(-1, self.unit, pixels.shape[1])[order].flatten(0, 1)
-        return Frames(merged, cos, sin, segments, first_row + order.numpy())
+        return Frames(merged, cos, sin, segments, first_embed + order.numpy())
 
     def _kind_of(self, number: int) -> int:
         return 0 if number in self._visual.fullatt_block_indexes else 1
 
 
 class DeepTower(PatchTower):
-    """Qwen3-VL: positions are added to the patches, and rows hold the outputs of some layers in addition."""
+    """Qwen3-VL: positions are added to the patches, and embeddings hold the outputs of some layers in addition."""
 
-    parts = (*PatchTower.parts, "deepstack_merger_list")
+    submodules = (*PatchTower.submodules, "deepstack_merger_list")
 
     @property
     def _on_host(self) -> Any:

@@ -1,8 +1,8 @@
-"""Towers that see tiles of one size: which models have one, and how an item's rows follow from its tiles.
+"""Towers that see tiles of one size: which models have one, and how an item's embeddings follow from its tiles.
 
-Each tile becomes the same number of rows, whatever its neighbours are. So one graph for each number of tiles serves
-images of all sizes. Only the choice and the order of the rows depend on the size of an image, and the host works them
-out.
+Each tile becomes the same number of embeddings, whatever its neighbours are. So one graph for each number of tiles
+serves images of all sizes. Only the choice and the order of the embeddings depend on the size of an image, and the host
+works them out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +18,19 @@ from vllm.model_executor.models.vision import get_num_selected_vision_tokens, ge
 from model_runner_base.vllm_compat.probes.multimodal import takes_items
 
 BETWEEN = -1
-"""Place of the model's embedding between the rows of an image, which is not a row of a tile."""
+"""Place of the model's embedding between the lines of an image, which no tile becomes."""
 
 Contents = Mapping[str, Any]
 """An item's tensors by name, as the processor made them."""
 
 
-def _in_order(model: Any, contents: Contents, num_tiles: int, num_rows: int) -> np.ndarray:
-    return np.arange(num_tiles * num_rows)
+def _in_order(model: Any, contents: Contents, num_tiles: int, num_embeds: int) -> np.ndarray:
+    return np.arange(num_tiles * num_embeds)
 
 
-def _around_newlines(model: Any, contents: Contents, num_tiles: int, num_rows: int) -> np.ndarray:
-    """Orders rows by vLLM's own function, which gets the rows' numbers in place of embeddings."""
-    numbers = torch.arange(num_tiles * num_rows).view(num_tiles, num_rows, 1)
+def _around_newlines(model: Any, contents: Contents, num_tiles: int, num_embeds: int) -> np.ndarray:
+    """Orders embeddings by vLLM's own function, which gets their numbers in place of them."""
+    numbers = torch.arange(num_tiles * num_embeds).view(num_tiles, num_embeds, 1)
     itself = SimpleNamespace(config=model.config, image_newline=torch.tensor([BETWEEN]))
     size = contents["image_sizes"].flatten()
     return type(model)._merge_image_patch_embeddings(itself, size, numbers, strategy="spatial_unpad").flatten().numpy()
@@ -38,16 +38,16 @@ def _around_newlines(model: Any, contents: Contents, num_tiles: int, num_rows: i
 
 @dataclass(frozen=True)
 class TiledTower:
-    """Functions of a model's tower: encoding of tiles, number of rows, and their order."""
+    """Functions of a model's tower: encoding of tiles, number of embeddings, and their order."""
 
     encode: Callable[[Any, torch.Tensor], torch.Tensor]
-    """Encodes tiles [N, channels, height, width] to rows [N, ..., hidden]. Traceable."""
-    num_rows: Callable[[Any], int]
-    """Number of rows that the model makes of a tile."""
+    """Encodes tiles [N, channels, height, width] to embeddings [N, ..., hidden]. Traceable."""
+    num_embeds: Callable[[Any], int]
+    """Number of embeddings that the model makes of a tile."""
     order: Callable[[Any, Contents, int, int], np.ndarray] = _in_order
-    """Finds, for each row of an item, the tile row that it is, or ``BETWEEN``: [N], no tile row twice.
+    """Finds, for each embedding of an item, which of its tiles' it is, or ``BETWEEN``: [N], none twice.
 
-    Takes the model, the item's contents, the number of its tiles, and the number of a tile's rows.
+    Takes the model, the item's contents, the number of its tiles, and the number of a tile's embeddings.
     """
     pixels: Sequence[str] = ("pixel_values",)
     """Names of the tiles in an item's contents, one for each kind of item."""
@@ -69,22 +69,22 @@ def _by_projector(model: Any, tiles: torch.Tensor) -> torch.Tensor:
     return model.multi_modal_projector(model._image_pixels_to_features(model.vision_tower, tiles))
 
 
-def _selected_rows(model: Any) -> int:
+def _num_selected(model: Any) -> int:
     info = get_vision_encoder_info(model.config)
     side = info.get_image_size()
     count = info.get_num_image_tokens(image_width=side, image_height=side)
     return get_num_selected_vision_tokens(count, model.config.vision_feature_select_strategy)
 
 
-def _shuffled_rows(model: Any) -> int:
+def _num_shuffled(model: Any) -> int:
     vision = model.config.vision_config
     return int((vision.image_size // vision.patch_size // model.config.downsample_factor) ** 2)
 
 
 TILED_TOWERS = {
-    "LlavaForConditionalGeneration": TiledTower(_by_projector, _selected_rows, towers=("clip_vision_model",)),
+    "LlavaForConditionalGeneration": TiledTower(_by_projector, _num_selected, towers=("clip_vision_model",)),
     "LlavaNextForConditionalGeneration": TiledTower(
-        _by_projector, _selected_rows, _around_newlines, towers=("clip_vision_model",)
+        _by_projector, _num_selected, _around_newlines, towers=("clip_vision_model",)
     ),
     "Gemma3ForConditionalGeneration": TiledTower(_by_projector, lambda model: int(model.config.mm_tokens_per_image)),
     "InternVLForConditionalGeneration": TiledTower(
@@ -93,7 +93,7 @@ TILED_TOWERS = {
         pixels=("pixel_values", "pixel_values_videos"),
     ),
     "Cohere2VisionForConditionalGeneration": TiledTower(
-        lambda model, tiles: model.multi_modal_projector(model.vision_tower(tiles)), _shuffled_rows
+        lambda model, tiles: model.multi_modal_projector(model.vision_tower(tiles)), _num_shuffled
     ),
 }
 """Towers with tiles, by architecture. Towers of all other models that see tiles run eagerly."""

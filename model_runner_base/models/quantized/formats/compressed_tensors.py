@@ -9,10 +9,10 @@ import torch
 
 from model_runner_base.models.quantized.arithmetic import scale_, scale_values, shift_, unpack_fp4, unpack_integers
 from model_runner_base.models.quantized.formats.small_floats import FLOAT8
-from model_runner_base.models.quantized.weight_format import VALUES, Parts, WeightFormat
+from model_runner_base.models.quantized.weight_format import VALUES, Fields, WeightFormat
 
 _RENAMED = {"model", "language_model"}
-"""Parts of a layer's name that releases of transformers add, leave out and change in order, while a config keeps the
+"""Words of a layer's name that releases of transformers add, leave out and change in order, while a config keeps the
 names that its layers had."""
 _EMBEDDINGS = {"wte", "wpe"}
 """Names of embeddings without "embed" in them."""
@@ -25,7 +25,7 @@ class Targets:
 
     def __init__(self, targets: Iterable[str]) -> None:
         ordered = sorted(targets)
-        self._names = {_own_parts(target): target for target in ordered if not target.startswith("re:")}
+        self._names = {_stable_name(target): target for target in ordered if not target.startswith("re:")}
         self._patterns = {each: re.compile(each.removeprefix("re:")) for each in ordered if each.startswith("re:")}
 
     def by_name(self, layer: str) -> str | None:
@@ -34,15 +34,15 @@ class Targets:
         This is the order of the library that writes such files. It does not depend on the order of the groups.
         """
         patterns = (target for target, pattern in self._patterns.items() if pattern.match(layer))
-        return self._names.get(_own_parts(layer)) or next(patterns, None)
+        return self._names.get(_stable_name(layer)) or next(patterns, None)
 
     def by_class(self, layer: str) -> str | None:
         """The target that is the class of a layer's module."""
         return next((self._names[each] for each in _classes(layer) if each in self._names), None)
 
 
-def _own_parts(layer: str) -> str:
-    return ".".join(part for part in layer.split(".") if part not in _RENAMED)
+def _stable_name(layer: str) -> str:
+    return ".".join(word for word in layer.split(".") if word not in _RENAMED)
 
 
 def _classes(layer: str) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ STORED_AS = {"int": {torch.int8, torch.int32}, "float": {torch.uint8, *FLOAT8}}
 
 class CompressedTensors(WeightFormat):
     """compressed-tensors: ``weight`` in int8 or float8, or ``weight_packed`` in words of integers or bytes of two FP4
-    values, with ``weight_scale``. The library's own settings of a layer, in ``config_groups``, name further parts."""
+    values, with ``weight_scale``. The library's own settings of a layer, in ``config_groups``, name further fields."""
 
     title = "compressed-tensors"
     endings = {  # noqa: RUF012
@@ -100,9 +100,9 @@ class CompressedTensors(WeightFormat):
     def rounds_activations(self) -> bool:
         return any(group.get("input_activations") for group in self._groups)
 
-    def part_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+    def field_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
         is_plain_name = name.endswith(".weight") and dtype in {torch.int8, *FLOAT8}
-        return (name, VALUES) if is_plain_name else super().part_of(name, dtype)
+        return (name, VALUES) if is_plain_name else super().field_of(name, dtype)
 
     @cached_property
     def _groups(self) -> list[Mapping[str, Any]]:
@@ -127,8 +127,8 @@ class CompressedTensors(WeightFormat):
         target = self._targets.by_name(layer) or self._targets.by_class(layer)
         return (self._weights[target] if target else None) or {}
 
-    def needed(self, weight: str, parts: Parts) -> Collection[str]:
-        values, scale, settings = parts.get(VALUES), parts.get("scale"), self._settings(weight)
+    def needed(self, weight: str, fields: Fields) -> Collection[str]:
+        values, scale, settings = fields.get(VALUES), fields.get("scale"), self._settings(weight)
         needed = [VALUES, "scale"]
         if values is not None and values.dtype == torch.int32:
             needed.append("shape")
@@ -142,17 +142,17 @@ class CompressedTensors(WeightFormat):
             needed.append("groups")
         return needed
 
-    def misfit(self, weight: str, parts: Parts) -> str | None:
+    def misfit(self, weight: str, fields: Fields) -> str | None:
         settings = self._settings(weight)
         if ignored := self._ignored.by_name(weight.removesuffix(".weight")):
             return f"ignore has {ignored}, so it should be stored as it is"
         if not settings:
             return "no target of config_groups that fits it has settings for weights"
-        if "zero_point" in parts and settings.get("symmetric", True):
+        if "zero_point" in fields and settings.get("symmetric", True):
             return "its group says symmetric, and it has a zero point"
-        if "groups" in parts and settings.get("actorder") not in ORDERED:
+        if "groups" in fields and settings.get("actorder") not in ORDERED:
             return f"its group says actorder {settings.get('actorder')}, and it has weight_g_idx"
-        values, kind, bits = parts.get(VALUES), settings.get("type", "int"), _bits(settings)
+        values, kind, bits = fields.get(VALUES), settings.get("type", "int"), _bits(settings)
         if values is None:
             return None
         float_bits = 4 if values.dtype == torch.uint8 else 8
@@ -160,30 +160,30 @@ class CompressedTensors(WeightFormat):
             dtype = str(values.dtype).removeprefix("torch.")
             return f"its group says {kind} of {bits} bits, and its values are stored in {dtype}"
         is_packed = values.dtype == torch.int32 and values.ndim == 2
-        return _packed_misfit(parts, bits) if is_packed and "shape" in parts else None
+        return _packed_misfit(fields, bits) if is_packed and "shape" in fields else None
 
-    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
-        settings, values = self._settings(weight), parts[VALUES]
-        bits, zero, scale = _bits(settings), parts.get("zero_point"), scale_values(parts["scale"])
+    def compute(self, weight: str, fields: Fields) -> torch.Tensor:
+        settings, values = self._settings(weight), fields[VALUES]
+        bits, zero, scale = _bits(settings), fields.get("zero_point"), scale_values(fields["scale"])
         if values.dtype == torch.int32:
-            rows, columns = parts["shape"].tolist()
+            rows, columns = fields["shape"].tolist()
             values = unpack_integers(values, bits)[:, :columns].sub_(1 << bits - 1)
             if zero is not None and zero.dtype == torch.int32:
                 zero = unpack_integers(zero.T, bits).T[:rows] - (1 << bits - 1)
         elif values.dtype == torch.uint8:
             values = unpack_fp4(values)
         values = values.float()
-        if "global_scale" in parts:
-            scale = scale / parts["global_scale"].float()
+        if "global_scale" in fields:
+            scale = scale / fields["global_scale"].float()
         if zero is not None:
-            shift_(values, *self._blocks(zero.float(), values, parts, settings))
-        return scale_(values, *self._blocks(scale, values, parts, settings))
+            shift_(values, *self._blocks(zero.float(), values, fields, settings))
+        return scale_(values, *self._blocks(scale, values, fields, settings))
 
     def _blocks(
-        self, numbers: torch.Tensor, values: torch.Tensor, parts: Parts, settings: Mapping[str, Any]
+        self, numbers: torch.Tensor, values: torch.Tensor, fields: Fields, settings: Mapping[str, Any]
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Scales or zero points, and their blocks; with act order, ``weight_g_idx`` has each input's group."""
-        groups = parts.get("groups")
+        groups = fields.get("groups")
         if groups is not None and settings.get("actorder") in ORDERED:
             if groups.shape != values.shape[-1:]:
                 raise ValueError(f"weight_g_idx has shape {list(groups.shape)} for {values.shape[-1]} inputs")
@@ -201,11 +201,11 @@ def _words(count: int, bits: int) -> int:
     return -(-count // (32 // bits))
 
 
-def _packed_misfit(parts: Parts, bits: int) -> str | None:
+def _packed_misfit(fields: Fields, bits: int) -> str | None:
     """Message about words that do not hold as many integers of so many bits as ``weight_shape`` says."""
-    rows, columns = shape = parts["shape"].tolist()
-    zero = parts.get("zero_point")
-    checked = {"weight_packed": (list(parts[VALUES].shape), [rows, _words(columns, bits)])}
+    rows, columns = shape = fields["shape"].tolist()
+    zero = fields.get("zero_point")
+    checked = {"weight_packed": (list(fields[VALUES].shape), [rows, _words(columns, bits)])}
     if zero is not None and zero.dtype == torch.int32:
         checked["weight_zero_point"] = (list(zero.shape[:1]), [_words(rows, bits)])
     for name, (found, wanted) in checked.items():

@@ -8,7 +8,7 @@ import torch
 
 from model_runner_base.models.quantized.arithmetic import in_blocks, scale_, scale_values, unpack_fp4
 from model_runner_base.models.quantized.formats.small_floats import Fp8
-from model_runner_base.models.quantized.weight_format import VALUES, Parts
+from model_runner_base.models.quantized.weight_format import VALUES, Fields
 
 GROUP = 16
 """Values of NVFP4 that share a scale."""
@@ -51,29 +51,29 @@ class ModelOpt(Fp8):
     def rounds_activations(self) -> bool:
         return self._algorithm() not in ("FP8_PB_WO", "W4A16_NVFP4")
 
-    def part_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+    def field_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
         is_fp4 = dtype == torch.uint8 and name.endswith(".weight")
-        return (name, VALUES) if is_fp4 else super().part_of(name, dtype)
+        return (name, VALUES) if is_fp4 else super().field_of(name, dtype)
 
-    def needed(self, weight: str, parts: Parts) -> Collection[str]:
-        is_fp4 = VALUES in parts and parts[VALUES].dtype == torch.uint8
+    def needed(self, weight: str, fields: Fields) -> Collection[str]:
+        is_fp4 = VALUES in fields and fields[VALUES].dtype == torch.uint8
         return (VALUES, "scale", "scale_of_scales") if is_fp4 else (VALUES, "scale")
 
-    def misfit(self, weight: str, parts: Parts) -> str | None:
-        algorithm, values = self._algorithms.get(weight.removesuffix(".weight")), parts.get(VALUES)
+    def misfit(self, weight: str, fields: Fields) -> str | None:
+        algorithm, values = self._algorithms.get(weight.removesuffix(".weight")), fields.get(VALUES)
         if values is None:
             return None
         is_fp4 = values.dtype == torch.uint8
         if algorithm is not None and is_fp4 is not algorithm.endswith("NVFP4"):
             dtype = str(values.dtype).removeprefix("torch.")
             return f"quantized_layers says {algorithm}, and its values are stored in {dtype}"
-        return None if is_fp4 or "scale_of_scales" not in parts else "weight_scale_2 belongs to NVFP4, and it has FP8"
+        return None if is_fp4 or "scale_of_scales" not in fields else "weight_scale_2 belongs to NVFP4, and it has FP8"
 
-    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
-        values, scale = parts[VALUES], scale_values(parts["scale"])
+    def compute(self, weight: str, fields: Fields) -> torch.Tensor:
+        values, scale = fields[VALUES], scale_values(fields["scale"])
         if values.dtype == torch.uint8:
             values = unpack_fp4(values)
-            scale, scale_of_scales = in_blocks(scale, parts["scale_of_scales"].float(), (1, 1))
+            scale, scale_of_scales = in_blocks(scale, fields["scale_of_scales"].float(), (1, 1))
             return scale_(values, scale * scale_of_scales, (1, GROUP))
         block = (1, 1)
         if scale.ndim == 4:  # Blocks of 128 by 128: [rows, 1, columns, 1].

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from model_runner_base.models.quantized.arithmetic import scale_, shift_, unpack_integers
-from model_runner_base.models.quantized.weight_format import VALUES, Parts, WeightFormat
+from model_runner_base.models.quantized.weight_format import VALUES, Fields, WeightFormat
 
 
 class Gptq(WeightFormat):
@@ -35,7 +35,7 @@ class Gptq(WeightFormat):
         form = self.config.get("checkpoint_format", "gptq")
         return None if form in ("gptq", "gptq_v2") else f"checkpoint_format {form}"
 
-    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+    def needed(self, weight: str, fields: Fields) -> Collection[str]:
         needed = (VALUES, "zeros", "scales")
         return (*needed, "groups") if self._setting(weight, "desc_act") else needed
 
@@ -54,11 +54,11 @@ class Gptq(WeightFormat):
         size = self._setting(weight, "group_size")
         return num_inputs if size in (None, -1) else int(size)
 
-    def misfit(self, weight: str, parts: Parts) -> str | None:
+    def misfit(self, weight: str, fields: Fields) -> str | None:
         rule, bits = self._rule(weight)[0], self._setting(weight, "bits")
         if rule.startswith("-:"):
             return f"dynamic has {rule}, so it should be stored as it is"
-        values, zeros, scales, groups = (parts.get(part) for part in (VALUES, "zeros", "scales", "groups"))
+        values, zeros, scales, groups = (fields.get(field) for field in (VALUES, "zeros", "scales", "groups"))
         pairs = [("qzeros", zeros, 1, scales, 1, "scales"), ("qweight", values, 0, groups, 0, "g_idx")]
         for name, packed, dim, whole, whole_dim, other in pairs:
             if packed is None or whole is None or packed.ndim != 2 or whole.ndim <= whole_dim:
@@ -73,17 +73,17 @@ class Gptq(WeightFormat):
         in_order = torch.arange(len(groups), device=groups.device) // self._group_size(weight, len(groups))
         return None if groups.equal(in_order.to(groups.dtype)) else "its g_idx, which came last, has an order"
 
-    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
+    def compute(self, weight: str, fields: Fields) -> torch.Tensor:
         bits = self._setting(weight, "bits")
-        values = unpack_integers(parts[VALUES].T.contiguous(), bits)
-        scales = parts["scales"].float()
-        zeros = unpack_integers(parts["zeros"], bits)[:, : scales.shape[1]]
+        values = unpack_integers(fields[VALUES].T.contiguous(), bits)
+        scales = fields["scales"].float()
+        zeros = unpack_integers(fields["zeros"], bits)[:, : scales.shape[1]]
         if self.config.get("checkpoint_format", "gptq") == "gptq":
             zeros = zeros + 1
         num_inputs, num_groups = values.shape[1], scales.shape[0]
         if zeros.shape != scales.shape:
             raise ValueError(f"{list(zeros.shape)} zero points do not fit {list(scales.shape)} scales")
-        groups = parts.get("groups")
+        groups = fields.get("groups")
         if groups is None:
             size = self._group_size(weight, num_inputs)
             if num_groups != -(-num_inputs // size):
@@ -121,11 +121,11 @@ class Awq(WeightFormat):
             return f"version {version}"
         return None if self.config.get("zero_point", True) else "zero_point False"
 
-    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+    def needed(self, weight: str, fields: Fields) -> Collection[str]:
         return (VALUES, "zeros", "scales")
 
-    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
-        values, zeros, scales = _in_order(parts[VALUES]), _in_order(parts["zeros"]), parts["scales"].float()
+    def compute(self, weight: str, fields: Fields) -> torch.Tensor:
+        values, zeros, scales = _in_order(fields[VALUES]), _in_order(fields["zeros"]), fields["scales"].float()
         size = self.config.get("group_size", self.config.get("q_group_size", -1))
         block = (values.shape[0] if size in (None, -1) else size, 1)
         return scale_(shift_(values, zeros, block).float(), scales, block).T

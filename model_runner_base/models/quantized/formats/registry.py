@@ -10,11 +10,11 @@ from model_runner_base.models.quantized.formats.compressed_tensors import Compre
 from model_runner_base.models.quantized.formats.modelopt import ModelOpt
 from model_runner_base.models.quantized.formats.packed_integers import Awq, Gptq
 from model_runner_base.models.quantized.formats.small_floats import Fp8, GptOssMxfp4
-from model_runner_base.models.quantized.weight_format import Parts, WeightFormat
+from model_runner_base.models.quantized.weight_format import Fields, WeightFormat
 
 
 class Gguf(WeightFormat):
-    """GGUF: no stored tensor is a part of a weight, each is a weight. ``config`` names the ``file``."""
+    """GGUF: no stored tensor is a field of a weight, each is a weight. ``config`` names the ``file``."""
 
     title = "GGUF"
     endings = {}  # noqa: RUF012
@@ -22,11 +22,11 @@ class Gguf(WeightFormat):
     def unsupported_reason(self) -> str | None:
         return None if self.config.get("file") else "no file in their config"
 
-    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+    def needed(self, weight: str, fields: Fields) -> Collection[str]:
         return ()
 
-    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
-        raise ValueError("it has no parts")
+    def compute(self, weight: str, fields: Fields) -> torch.Tensor:
+        raise ValueError("it has no fields")
 
 
 class Known(NamedTuple):

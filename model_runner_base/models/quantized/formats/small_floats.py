@@ -9,7 +9,7 @@ from collections.abc import Collection
 import torch
 
 from model_runner_base.models.quantized.arithmetic import scale_, scale_values, unpack_fp4
-from model_runner_base.models.quantized.weight_format import VALUES, Parts, WeightFormat
+from model_runner_base.models.quantized.weight_format import VALUES, Fields, WeightFormat
 
 FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
@@ -31,22 +31,22 @@ class Fp8(WeightFormat):
     def rounds_activations(self) -> bool:
         return True
 
-    def part_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
-        return super().part_of(name, dtype) or ((name, VALUES) if dtype in FLOAT8 else None)
+    def field_of(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+        return super().field_of(name, dtype) or ((name, VALUES) if dtype in FLOAT8 else None)
 
-    def names_of(self, weight: str, part: str) -> list[str]:
-        if part == VALUES:
+    def names_of(self, weight: str, field: str) -> list[str]:
+        if field == VALUES:
             return [weight]
         usual = "_scale_inv" if self.config.get("weight_block_size") else "_scale"
-        return sorted(super().names_of(weight, part), key=lambda name: not name.endswith(usual))
+        return sorted(super().names_of(weight, field), key=lambda name: not name.endswith(usual))
 
-    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+    def needed(self, weight: str, fields: Fields) -> Collection[str]:
         return (VALUES, "scale")
 
-    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
-        values = parts[VALUES].float()
+    def compute(self, weight: str, fields: Fields) -> torch.Tensor:
+        values = fields[VALUES].float()
         block = tuple(self.config.get("weight_block_size") or (1, 1))
-        return scale_(values, scale_values(parts["scale"]), block)
+        return scale_(values, scale_values(fields["scale"]), block)
 
 
 class GptOssMxfp4(WeightFormat):
@@ -57,11 +57,11 @@ class GptOssMxfp4(WeightFormat):
     endings = {"_blocks": (VALUES, ""), "_scales": ("scale", "")}  # noqa: RUF012
     num_dims = 3
 
-    def needed(self, weight: str, parts: Parts) -> Collection[str]:
+    def needed(self, weight: str, fields: Fields) -> Collection[str]:
         return (VALUES, "scale")
 
-    def compute(self, weight: str, parts: Parts) -> torch.Tensor:
-        values, scale = unpack_fp4(parts[VALUES]), scale_values(parts["scale"])
+    def compute(self, weight: str, fields: Fields) -> torch.Tensor:
+        values, scale = unpack_fp4(fields[VALUES]), scale_values(fields["scale"])
         if values.shape[:-1] != scale.shape:
-            raise ValueError(f"scales of shape {list(scale.shape)} do not fit blocks of {list(parts[VALUES].shape)}")
+            raise ValueError(f"scales of shape {list(scale.shape)} do not fit blocks of {list(fields[VALUES].shape)}")
         return values.mul_(scale.unsqueeze(-1)).flatten(-2).T

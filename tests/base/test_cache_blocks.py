@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from model_runner_base.caches.cache_rows import NUM_AT_ONCE, CacheRows, make_cache_rows, pieces_of
+from model_runner_base.caches.cache_blocks import NUM_AT_ONCE, CacheBlocks, make_cache_blocks, pieces_of
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.graph_policy import GraphState
 
 NUM_BLOCKS = 200
-Caches = tuple[MutableSequence[torch.Tensor], dict[str, CacheRows], Counter[Any]]
+Caches = tuple[MutableSequence[torch.Tensor], dict[str, CacheBlocks], Counter[Any]]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def caches() -> Caches:
         return call
 
     place_of = {"a": 1, "b": 0, "shares a": 1, "c": 2}
-    rows, functions = make_cache_rows(tensors, place_of, NUM_BLOCKS, replacing, DeviceOps(torch.device("cpu")))
+    rows, functions = make_cache_blocks(tensors, place_of, NUM_BLOCKS, replacing, DeviceOps(torch.device("cpu")))
     assert len(functions) == 2 and rows["a"] is rows["shares a"]
     for each in functions:
         each.warm_up()

@@ -1,4 +1,4 @@
-"""Trace of a rerun: its steps, and after each step the keys and values of every request, compared with the reference's.
+"""Rerun of a case: its steps, and after each step the keys and values of every request, compared with the reference's.
 
 A cache is read through its layer's ``CacheFormat``, so a device's own layout is read, too.
 """
@@ -56,8 +56,8 @@ class WatchedStep:
     """Contents of the cache after the step, by request id and layer name."""
 
     def __str__(self) -> str:
-        rows = self.trace.requests.values()
-        return describe_step(self.number, self.trace.size, len(rows), sum(len(row.positions) for row in rows))
+        requests = self.trace.requests.values()
+        return describe_step(self.number, self.trace.size, len(requests), sum(len(each.positions) for each in requests))
 
 
 class WrongSlot(NamedTuple):
@@ -184,8 +184,8 @@ def _told(
     ``place``."""
     position, *right = place
     for step in reversed(steps):
-        row = step.trace.requests[request]
-        if position in row.positions and layer in row.slots:
-            told = divmod(int(row.slots[layer][row.positions.index(position)]), block_size)
+        own = step.trace.requests[request]
+        if position in own.positions and layer in own.slots:
+            told = divmod(int(own.slots[layer][own.positions.index(position)]), block_size)
             return None if told == tuple(right) else told
     return None

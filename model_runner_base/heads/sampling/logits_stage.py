@@ -42,7 +42,7 @@ class LogitsStage:
         """Applies the stage's rules to the logits [S, V] float32, and returns the result.
 
         ``asking``: indices in the batch, at least one, of the requests that ask for the stage and yield a token.
-        ``InputBatch.logits_rows`` gives their rows of logits.
+        ``InputBatch.logits_rows`` gives their logits rows.
         """
         raise NotImplementedError
 
