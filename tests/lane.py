@@ -25,6 +25,7 @@ NEWEST = [
     "kit/test_right_devices.py",
     "kit/test_upstream.py",
     "base/test_audio.py",
+    "base/test_block_sparse.py",
     "base/test_config_fields.py",
     "base/test_engine_contracts.py",
     "base/test_engine_ends.py",

@@ -7,7 +7,14 @@ from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, nu
 from model_runner_base.vllm_compat.probes.config import setting
 from model_runner_base.vllm_compat.probes.experts import ZeroExpertRouter
 from model_runner_base.vllm_compat.probes.indexers import draft_with_indexer, misread_rotation, misread_sharing
-from model_runner_base.vllm_compat.probes.models import LAYER_TYPES, has_unequal_heads, other_layer_type
+from model_runner_base.vllm_compat.probes.models import (
+    LAYER_TYPES,
+    chooses_blocks,
+    has_unequal_heads,
+    is_minimax_m3,
+    other_layer_type,
+)
+from model_runner_base.vllm_compat.probes.multimodal import takes_items
 from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
 WITH_LATENTS = (*HOST_METHODS, "mtp")
@@ -31,6 +38,10 @@ def check_attention(vllm_config: VllmConfig) -> None:
         _check_sparse(vllm_config)
     if model.use_mla:
         _check_latent(vllm_config)
+    if is_minimax_m3(model.architecture):
+        _check_minimax_m3(vllm_config)
+    if chooses_blocks(model):
+        _check_chosen_blocks(vllm_config)
     if model.architecture in DRAFTS_BY_SEVERAL or has_unequal_heads(model.architecture, model.hf_text_config):
         refusals = {
             f"drafts by mtp are not supported with {model.architecture} yet: use one of {', '.join(HOST_METHODS)}, or "
@@ -117,6 +128,43 @@ def _check_hidden_keys(vllm_config: VllmConfig) -> None:
         f"which published code has as {rotation}: correct config.json, or pass "
         f'hf_overrides={{"indexer_rope_interleave": {rotation}}}': rotation is not None,
         f"{sharing}: correct config.json, or pass hf_overrides, or {dense}": sharing is not None,
+    }
+    refuse(refusals)
+
+
+def _check_minimax_m3(vllm_config: VllmConfig) -> None:
+    """Refuses what was not tried of MiniMax M3."""
+    refusals = {
+        "images of MiniMax M3 are not supported yet: use its text alone, with limit_mm_per_prompt 0 for image, "
+        "video and audio": takes_items(vllm_config.model_config),
+    }
+    refuse(refusals)
+
+
+def _check_chosen_blocks(vllm_config: VllmConfig) -> None:
+    """Refuses what attention to chosen blocks (MiniMax M3) is not served with."""
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    name, settings = model.architecture, model.hf_text_config.sparse_attention_config
+    kind = settings.get("sparse_score_type", "max")
+    sizes = settings["sparse_index_dim"], model.get_head_size()
+    refusals = {
+        f"{name} is not cut over ranks or stages yet: leave out tensor_parallel_size and pipeline_parallel_size": (
+            vllm_config.parallel_config.world_size > 1
+        ),
+        f"caches of 8 bits are not supported with {name} yet: leave out kv_cache_dtype": (
+            vllm_config.cache_config.cache_dtype.startswith("fp8")
+        ),
+        "an indexer's keys are kept in the model's dtype: leave out indexer_kv_dtype": (
+            setting(vllm_config, "attention_config.indexer_kv_dtype") not in KEPT_AS_THEY_ARE
+        ),
+        f"caches of {name} are not transferred yet: leave out kv_transfer_config": (
+            setting(vllm_config, "kv_transfer_config")
+        ),
+        f"drafts by {drafts and drafts.method} are not supported with {name} yet: use one of "
+        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method not in HOST_METHODS,
+        f"scores of {name} are largest products, not sparse_score_type={kind}: correct config.json": kind != "max",
+        f"an indexer of {name} has heads of head_dim={sizes[1]} numbers, not sparse_index_dim={sizes[0]}: correct "
+        "config.json": sizes[0] != sizes[1],
     }
     refuse(refusals)
 

@@ -47,7 +47,8 @@ class PairPlan:
     piece: int = 0
     """Largest number of pairs that attention in plain torch holds at a time (attention/pieces.py); 0: all of them."""
     chosen: torch.Tensor | None = None
-    """[NT, Q, C] positions, sorted, that each query sees of those up to ``last`` (attention/choice.py); None: all."""
+    """Keys up to ``last`` that each query sees: [NT, Q, C] positions, sorted (attention/choice.py), or
+    [NT, Q, K, C] numbers of blocks for each KV head (attention/block_choice.py). None: all."""
 
     @property
     def is_one_piece(self) -> bool:

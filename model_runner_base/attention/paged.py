@@ -199,7 +199,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
     def attend_decode(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
         """Attention of decode rows. Takes [rows, H * D], and returns [rows, H * V]."""
-        is_diagonal = is_traced() and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS
+        is_diagonal = is_traced() and self.num_kv_heads <= MAX_DIAGONAL_KV_HEADS and plan.chosen is None
         attend = self._attend_diagonally if is_diagonal else self._attend_rows
         shape = self._tiles_shape(query.shape[0] // plan.last.shape[1], plan)
         if plan.pair_blocks is None:  # Each pair is a whole line of a contiguous cache.
@@ -327,7 +327,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         products = torch.matmul(tiles.float(), keys.transpose(2, 3))
         slopes = self._slopes(tiles.device)
         if slopes is not None:
-            slopes = self._by_query(slopes, query_tile)
+            slopes = self._of_heads(slopes, query_tile)
         first = None if plan.first is None else _by_query(plan.first, group)
         last = _by_query(plan.last, group)
         scores, visible = self._mask(products, position.view(1, 1, 1, -1), first, last, slopes)
@@ -379,12 +379,12 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         """
         assert self.sinks is not None
         tile = maximum.shape[2] * self.num_kv_heads // self.num_heads
-        sinks = self._by_query(self.sinks.float(), tile)
+        sinks = self._of_heads(self.sinks.float(), tile)
         new_max = torch.maximum(maximum, sinks)
         scale = exp(maximum - new_max)
         return scale, total * scale + exp(sinks - new_max)
 
-    def _by_query(self, values: torch.Tensor, tile: int) -> torch.Tensor:
+    def _of_heads(self, values: torch.Tensor, tile: int) -> torch.Tensor:
         """Expands one value for each head, [H], to the rows of a tile, [1, K, Q * G, 1]."""
         values = values.view(1, self.num_kv_heads, 1, -1).expand(1, self.num_kv_heads, tile, -1)
         return values.reshape(1, self.num_kv_heads, -1, 1)

@@ -77,6 +77,21 @@ def attend_in_pieces(
     ``attend`` makes the partial results of the pairs of a plan, from ``query`` and ``kv_cache``. ``shape`` is that of
     the outputs, [NT, K, R, V].
     """
+
+    def add(state: State, part: PairPlan, reads: State) -> State:
+        return tuple(_add(Partial(*state), attend(reads[0], reads[1], part), part.pair_tile))
+
+    return Partial(*run_pieces(add, tuple(_empty(shape, query.device)), (query, kv_cache), plan))
+
+
+def run_pieces(
+    add: Callable[[State, PairPlan, State], State], state: State, reads: Sequence[torch.Tensor], plan: PairPlan
+) -> State:
+    """Runs ``add`` for each piece of a plan's pairs, as a loop.
+
+    ``add`` takes the state, a plan with the pairs of the piece, and the tensors that it reads, which are ``reads``. It
+    returns the next state. Pairs after the plan's last one see nothing.
+    """
     assert plan.pair_start is not None
     names = [
         name for name in ("pair_tile", "pair_start", "pair_blocks", "last", "first") if getattr(plan, name) is not None
@@ -85,21 +100,19 @@ def attend_in_pieces(
     if torch.compiler.is_dynamo_compiling():
         arrays = [array.clone() for array in arrays]  # Torch's loop takes no tensors that share memory.
     chosen = () if plan.chosen is None else (plan.chosen,)
-    reads = (query, kv_cache, *arrays, *chosen)
-    num_pairs, size = plan.pair_tile.shape[0], plan.piece
+    num_reads, num_pairs, size = len(reads), plan.pair_tile.shape[0], plan.piece
 
     def body(piece: torch.Tensor, state: State, reads: State) -> State:
-        query, kv_cache, *arrays = reads[: 2 + len(names)]
+        arrays = reads[num_reads : num_reads + len(names)]
         index = piece * size + torch.arange(size, dtype=torch.int32, device=piece.device)
         is_pair, index = index < num_pairs, index.clamp(max=num_pairs - 1)
         of_piece: dict[str, Any] = {name: array[index] for name, array in zip(names, arrays, strict=True)}
-        own = replace(plan, merge_tree=[], chosen=next(iter(reads[2 + len(names) :]), None), **of_piece)
-        own.last = torch.where(is_pair.unsqueeze(1), own.last, NEVER)
-        return tuple(_add(Partial(*state), attend(query, kv_cache, own), own.pair_tile))
+        part = replace(plan, merge_tree=[], chosen=next(iter(reads[num_reads + len(names) :]), None), **of_piece)
+        part.last = torch.where(is_pair.unsqueeze(1), part.last, NEVER)
+        return add(state, part, reads[:num_reads])
 
-    state = tuple(_empty(shape, query.device))
     rounds = ((plan.pair_start < FAR).sum(dtype=torch.int32) + (size - 1)) // size
-    return Partial(*run_rounds(rounds, -(-num_pairs // size), body, state, reads))
+    return run_rounds(rounds, -(-num_pairs // size), body, state, (*reads, *arrays, *chosen))
 
 
 def _add(state: Partial, piece: Partial, pair_tile: torch.Tensor) -> Partial:

@@ -13,6 +13,7 @@ from model_runner_base.admission.hybrid_config import check_kernels
 from model_runner_base.errors import CheckpointError as CheckpointError
 from model_runner_base.errors import UnsupportedConfigError, first_line
 from model_runner_base.models.draft_loading import load_draft
+from model_runner_base.models.layers.block_sparse import use_plain_block_sparse
 from model_runner_base.models.layers.cache_scales import CacheScales, has_small_cache
 from model_runner_base.models.layers.fused_moe import use_plain_experts
 from model_runner_base.models.layers.indexer import use_plain_indexers
@@ -32,6 +33,7 @@ from model_runner_base.models.recurrent.layers import use_plain_recurrences
 from model_runner_base.models.weight_stream import get_model, keep_all
 from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
 from model_runner_base.vllm_compat.probes.experts import wrong_in_float16
+from model_runner_base.vllm_compat.probes.models import is_minimax_m3
 from model_runner_base.vllm_compat.types.recurrent import has_states
 
 EXPLAINED = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
@@ -54,6 +56,10 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
         raise UnsupportedConfigError(
             "latent attention (MLA) runs in plain torch, which this device does not use: set VLLM_MLA_DISABLE=1, with "
             "which keys and values are kept"
+        )
+    if is_minimax_m3(vllm_config.model_config.architecture) and not use_plain_layers:
+        raise UnsupportedConfigError(
+            "MiniMax M3 runs in plain torch, which this device does not use: use another model"
         )
     # vLLM shares rotary embeddings of equal settings, and some models change theirs; the next model must not find
     # these.
@@ -87,6 +93,7 @@ def load_checkpoint(vllm_config: VllmConfig, use_plain_layers: bool = True) -> n
             use_plain_experts(model)
             use_plain_recurrences(model)
             use_plain_latents(model)
+            use_plain_block_sparse(model, vllm_config)
             # A draft has an indexer of its own, and may never keep vLLM's.
             if any(map(hides_keys, _models_of(vllm_config))):
                 use_plain_indexers(model)

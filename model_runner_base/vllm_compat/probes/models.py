@@ -41,6 +41,17 @@ def has_unequal_heads(architecture: str, config: Any) -> bool:
     return any(getattr(config, keys, None) != getattr(config, values, None) for keys, values in sizes)
 
 
+def chooses_blocks(model_config: Any) -> bool:
+    """Whether a model has layers whose tokens see blocks that an indexer chooses for each KV head (MiniMax M3)."""
+    settings = getattr(model_config.hf_text_config, "sparse_attention_config", None) or {}
+    return is_minimax_m3(model_config.architecture) and any(settings.get("sparse_attention_freq") or ())
+
+
+def is_minimax_m3(architecture: str) -> bool:
+    """Whether an architecture is vLLM's own class of MiniMax M3, whose norms and attention are kernels of a GPU."""
+    return architecture.startswith("MiniMaxM3Sparse")
+
+
 def has_own_kernels(architecture: str, config: Any) -> bool:
     """Whether a model's class runs keys and values of unequal head sizes with kernels that it names itself."""
     return "Pangu" in architecture and getattr(config, "param_sink_number", 0) > 0

@@ -1,0 +1,252 @@
+"""Attention to chosen blocks (MiniMax M3): tokens and log probabilities equal transformers in float32."""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import BUNDLED_MODEL, engine
+from safetensors.torch import load_file, save_file
+from test_latent_attention import check, largest_error
+from test_sparse_attention import plan_of
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+
+from model_runner_base.attention.block_choice import BlockChooser
+from model_runner_base.attention.plan import FAR
+from model_runner_base.step.rounds import loops_run_by, unrolled
+from model_runner_base.testing.architectures import UNTIED, hf
+from model_runner_base.testing.cases import random_prompts
+from model_runner_base.testing.checks.test_equality import run_with_arrivals, run_with_resets
+from model_runner_base.testing.engine import generate, greedy, metric, tokens_of
+from model_runner_base.testing.mismatch import check_equal
+from model_runner_base.testing.models import OF_TRANSFORMERS, TinyModel, vary
+from model_runner_base.testing.reference import logits_after
+
+pytestmark = pytest.mark.newest
+SIZE, COUNT, NUM_LAYERS = 16, 3, 3
+"""Positions of a block, blocks that a token sees, and layers, of which the first sees all keys."""
+PROMPTS = random_prompts(130, [1, 5, 15, 16, 17, 33, 48, 49, 64, 90, 130, 200])
+NEW_TOKENS = 12
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_logprobs": -1, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+"""Chunks of 24 tokens at most, which begin and end anywhere in blocks and tiles."""
+BLOCK_BYTES = 16 * (NUM_LAYERS * 2 * 2 + NUM_LAYERS - 1) * 16 * 4
+"""Bytes of a cache block: keys and values of two heads in each layer, and indexers' keys."""
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_channels": 3,
+    "image_size": 28,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+ROTARY = {"rope_theta": 5e6, "partial_rotary_factor": 0.5}
+SPARSE = {
+    "index_n_heads": UNTIED["num_key_value_heads"],
+    "index_head_dim": 16,
+    "index_block_size": SIZE,
+    "index_topk_blocks": COUNT,
+    "index_local_blocks": 1,
+}
+
+
+def published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of transformers' as tensors of a published checkpoint."""
+    for theirs, ours in {
+        ".self_attn.indexer.": ".self_attn.index_",
+        ".mlp.gate.e_score": ".mlp.e_score",
+    }.items():
+        name = name.replace(theirs, ours)
+    if ".layers.0." not in name:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." in name:
+        names = ("w1", "w3") if "gate_up" in name else ("w2",)
+        for number, expert in enumerate(tensor):
+            for of_expert, part in zip(names, expert.chunk(len(names)), strict=True):
+                yield f"{name.rpartition('.')[0]}.{number}.{of_expert}.weight", part.contiguous()
+    elif "gate_up_proj" in name:
+        for part, each in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+            yield name.replace("gate_up_proj", part), each.contiguous()
+    else:
+        yield name, tensor
+
+
+def make_model(path: Path, count: int = COUNT) -> TinyModel:
+    """A checkpoint under published names, and transformers' own."""
+    config = hf.MiniMaxM3VLTextConfig(
+        **UNTIED | {"intermediate_size": 32, "num_hidden_layers": NUM_LAYERS},
+        **SPARSE | {"index_topk_blocks": count},
+        head_dim=16,
+        rotary_dim=8,
+        rope_parameters=ROTARY | {"rope_type": "default"},
+        dense_intermediate_size=128,
+        shared_intermediate_size=32,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(4)
+    model = hf.MiniMaxM3VLForCausalLM(config)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(tensor, std=0.1)
+        elif isinstance(tensor, torch.nn.Parameter):
+            vary(name, tensor)
+    model.save_pretrained(path / OF_TRANSFORMERS)
+    tensors = load_file(path / OF_TRANSFORMERS / "model.safetensors")
+    save_file(dict(pair for each in tensors.items() for pair in published(*each)), path / "model.safetensors")
+    text = {
+        name: getattr(config, name)
+        for name in (*UNTIED, "head_dim", "rotary_dim", "dense_intermediate_size", "shared_intermediate_size")
+    }
+    frequency = [0] + [1] * (NUM_LAYERS - 1)
+    text |= {
+        **ROTARY,
+        "architectures": ["MiniMaxM3SparseForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_layer_freq": frequency,
+        "sparse_attention_config": {
+            "use_sparse_attention": True,
+            "sparse_index_dim": SPARSE["index_head_dim"],
+            "sparse_num_index_heads": SPARSE["index_n_heads"],
+            "sparse_topk_blocks": count,
+            "sparse_block_size": SIZE,
+            "sparse_local_block": SPARSE["index_local_blocks"],
+            "sparse_attention_freq": frequency,
+        },
+    }
+    whole = {"model_type": "minimax_m3_vl", "architectures": text["architectures"], "text_config": text}
+    (path / "config.json").write_text(json.dumps(whole))
+    return TinyModel(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_model(tmp_path_factory.mktemp("m3"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: TinyModel) -> Iterator[LLM]:
+    """An engine whose cache holds some 400 tokens, so that long requests preempt each other."""
+    memory = 26 * BLOCK_BYTES
+    with engine(model.path, max_model_len=256, block_size=16, kv_cache_memory_bytes=memory, **OPTIONS) as llm:
+        yield llm
+
+
+def test_reference_leaves_blocks_out(model: TinyModel, tmp_path: Path) -> None:
+    """The reference differs from one of all blocks after ``SIZE * COUNT`` tokens, and not before."""
+    tokens = PROMPTS[-1]
+    error = np.abs(logits_after(model, tokens) - logits_after(make_model(tmp_path, 100), tokens)).max(axis=1)
+    assert error[: SIZE * COUNT].max() < 1e-4 and np.median(error[SIZE * COUNT :]) > 0.1
+
+
+def test_equals_transformers(llm: LLM, model: TinyModel) -> None:
+    """Requests in batches, chunks, prefixes that are found, preemption."""
+    check(llm, model, PROMPTS, NEW_TOKENS)
+    outputs = generate(llm, PROMPTS[-1:], greedy(NEW_TOKENS))
+    check_equal(model, PROMPTS[-1:], tokens_of(outputs), [NEW_TOKENS])
+    assert all(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
+    assert largest_error(llm, model, PROMPTS) < 2e-4
+    check(llm, model, random_prompts(131, [120, 125, 130]), 30)
+    assert metric(llm, "vllm:num_preemptions") > 0, "nothing was preempted"
+
+
+def test_arrivals_and_resets(llm: LLM, model: TinyModel) -> None:
+    """Requests that arrive at any step, some of which are aborted, or all preempted every 30 steps."""
+    rng = np.random.default_rng(4)
+    counts = rng.integers(1, NEW_TOKENS + 1, len(PROMPTS)).tolist()
+    check_equal(model, PROMPTS, run_with_arrivals(llm, PROMPTS, counts, rng), counts)
+    check_equal(model, PROMPTS[-4:], run_with_resets(llm, PROMPTS[-4:], NEW_TOKENS), [NEW_TOKENS] * 4)
+
+
+def test_drafts_in_pieces(model: TinyModel) -> None:
+    """Decode rows of several tokens, each with blocks of its own; attention works in pieces of one pair, without those
+    that have no chosen block."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    pieces = {"attention_memory_gib": 1e-6}
+    with engine(model.path, max_model_len=256, **OPTIONS, speculative_config=drafts, additional_config=pieces) as llm:
+        check(llm, model, PROMPTS, 30)
+        assert metric(llm, "vllm:spec_decode_num_drafts") > 0
+
+
+def test_text_alone(model: TinyModel, tmp_path: Path) -> None:
+    """A published checkpoint, whose class has a tower, serves text where images are ruled out."""
+    config = json.loads((model.path / "config.json").read_text())
+    config |= {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "vision_config": TOWER}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    tensors = load_file(model.path / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    for file in BUNDLED_MODEL.glob("*token*"):
+        (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(ValueError, match="images of MiniMax M3 are not supported yet"):
+        EngineArgs(str(tmp_path), max_model_len=256).create_engine_config()
+    limits = {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}, "skip_tokenizer_init": False}
+    with engine(tmp_path, max_model_len=256, **OPTIONS, **limits) as llm:
+        check(llm, model, PROMPTS[-4:], NEW_TOKENS)
+
+
+@pytest.mark.parametrize("size", [4, 6, 16])
+@pytest.mark.parametrize(("piece", "is_traced"), [(0, False), (1, False), (8, False), (1, True)])
+def test_chosen_blocks_are_the_best(piece: int, is_traced: bool, size: int) -> None:
+    """The best blocks of each head of each row, with the first and the last two; whatever lies in places that no row
+    sees. Blocks are smaller than a KV tile of 8, larger, or of another size."""
+    lengths, width = [3, 40, 0, 17, 16, 100], 128
+    plan, entries = plan_of(lengths)
+    plan.piece = piece
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.full((400, 4, 1, 6), float("nan"))
+    for length, own in zip(lengths, entries, strict=True):
+        cache.flatten(0, 1)[own[:length]] = torch.randn((length, 1, 6), generator=generator)
+    queries = torch.randn((6, 1, 2, 6), generator=generator)
+    chooser = BlockChooser(size, 4, num_first=1, num_last=2, max_model_len=width)
+    with loops_run_by(unrolled) if is_traced else nullcontext():
+        new = chooser.plan_of_chosen(plan, queries, cache)
+    assert new.chosen is not None
+    for row, (length, own) in enumerate(zip(lengths, entries, strict=True)):
+        is_own = (new.pair_tile == row) & (new.last[:, 0] >= 0)
+        kept = new.pair_start[is_own]  # type: ignore[index]
+        seen = chooser.is_chosen(new)[is_own, 0]
+        for head in range(2):
+            scores = cache.flatten(0, 2)[own[:length]] @ queries[row, 0, head]
+            of_blocks = [float(scores[start : start + size].max()) for start in range(0, length, size)]
+            numbers = range(len(of_blocks))
+            always = {0, len(numbers) - 1, len(numbers) - 2} & {*numbers}
+            others = sorted({*numbers} - always, key=of_blocks.__getitem__, reverse=True)
+            want = always | {*others[: 4 - len(always)]}
+            assert {*new.chosen[row, 0, head].tolist()} - {-1} == want
+            places = zip(kept.tolist(), seen[:, head].tolist(), strict=True)
+            got = {start + key for start, keys in places for key, is_seen in enumerate(keys) if is_seen}
+            positions = {block * size + place for block in want for place in range(size)}
+            assert {position for position in got if position < length} == {each for each in positions if each < length}
+    if piece:
+        is_pair = new.pair_start != FAR
+        assert is_pair.tolist() == sorted(is_pair.tolist(), reverse=True), "padding comes last"
+        assert is_pair.sum() < (plan.pair_start != FAR).sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "not cut over ranks"),
+        ({"kv_cache_dtype": "fp8"}, "leave out kv_cache_dtype"),
+        ({"kv_offloading_size": 1}, "leave out kv_transfer_config"),
+        ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "drafts by mtp"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str, model: TinyModel) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(str(model.path), skip_tokenizer_init=True, max_model_len=256, **options).create_engine_config()
