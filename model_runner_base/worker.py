@@ -216,9 +216,9 @@ class ModelRunnerWorker(WorkerBase):
                 )
             return asked
         if self._shares_host_memory():
-            num_sharing = self._num_sharing() * self.num_local_replicas
+            num_shares = self._num_sharing() * self.num_local_replicas
             share = current_platform.default_memory_share
-            memory = MemoryInfo(free=memory.free // num_sharing, total=memory.total // num_sharing)
+            memory = MemoryInfo(free=memory.free // num_shares, total=memory.total // num_shares)
             specs, needed = self.model_runner.get_kv_cache_spec(), step_memory + states
             weights = self._weights_memory
             available = host_cache_memory(self.vllm_config, specs, memory, weights, needed, share, offloaded)

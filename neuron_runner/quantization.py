@@ -123,9 +123,9 @@ class Int8Experts(NamedTuple):
         taken: Any = (value[ids] if isinstance(value, torch.Tensor) else value for value in self)
         return Int8Experts(*taken)
 
-    def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """[E, M, hidden] to the same, each expert on its own rows; [1, M, hidden] gives all experts the same rows."""
-        inner = int8_matmul(rows, self.gate_up, self.gate_up_scale)
+    def run(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[E, M, hidden] to the same, each expert on its own inputs; [1, M, hidden] gives all experts the same."""
+        inner = int8_matmul(inputs, self.gate_up, self.gate_up_scale)
         if self.gate_up_bias is not None:
             inner = inner + self.gate_up_bias.unsqueeze(1)
         out = int8_matmul(ACTIVATIONS[self.activation](inner), self.down, self.down_scale)

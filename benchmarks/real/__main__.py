@@ -71,12 +71,17 @@ class Group:
     def read(cls, text: str) -> "Group":
         requests = list[Lengths]()
         for part in text.split(","):
-            match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", part)
+            match = re.fullmatch(r"([1-9]\d*)x(\d+)\+(\d+)", part)
             if match is None:
                 raise argparse.ArgumentTypeError(f"{part!r} is not like 4x100+16")
             count, *lengths = map(int, match.groups())
             requests += [Lengths(*lengths)] * count
         return cls(text, tuple(requests))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all requests have the same lengths."""
+        return len({*self.requests}) == 1
 
     def __str__(self) -> str:
         return self.name
@@ -91,8 +96,12 @@ class Times:
     end: float
 
     def figures(self, group: Group) -> dict[str, float]:
-        """Seconds, mean seconds to the first token, and tokens a second until all have one, and after that."""
+        """Seconds, mean seconds to the first token, and tokens a second until all have one, and after that.
+
+        The latter is 0 for a group of several lengths, since its short requests decode before.
+        """
         decoded, seconds = sum(each.output - 1 for each in group.requests), self.end - self.last_first
+        decoded = decoded if group.is_uniform else 0
         return {
             "seconds": round(self.end, 1),
             "first token": round(self.mean_first, 2),
@@ -229,10 +238,7 @@ def measure_transformers(name: str, args: argparse.Namespace) -> list[dict[str, 
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
         rows = [row_of(name, "start", {"seconds": round(time.perf_counter() - start, 1)}, process)]
         for group in args.requests:
-            lengths = set(group.requests)
-            if len(lengths) > 1:
-                raise ValueError(f"{group}: a batch of HF transformers takes requests of one length")
-            prompt, output = lengths.pop()
+            prompt, output = group.requests[0]
             ids = torch.randint(100, 1000, (len(group.requests), prompt))
             seconds = []
             for count in (1, output):
@@ -258,6 +264,8 @@ def main() -> None:
     if args.list:
         print("\n".join(shapes()))
         return
+    if args.device == "transformers" and not all(group.is_uniform for group in args.requests):
+        parser.error("a batch of HF transformers takes requests of one length")
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     run = measure_transformers if args.device == "transformers" else measure
     rows = [row for name in args.shape for row in run(name, args)]

@@ -2,8 +2,9 @@
 
 python examples/prefill_and_decode/proxy.py PORT PREFILL_URL DECODE_URL
 
-If the prefill engine does not answer, the decode engine computes the prompt. If the decode engine does not answer, the
-client gets status 503; if it ends while it answers, the client's connection breaks, so that no answer looks whole.
+If the prefill engine has ended or fails, the decode engine computes the prompt. If the decode engine has ended or
+fails, the client gets status 503. If it ends while it answers, the client's connection breaks, so that no answer looks
+whole; a server whose engine alone ends writes an error into the answer.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 SESSION = web.AppKey("session", ClientSession)
 ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "n": 1, "stream": False}
 NO_ANSWER = {"error": {"message": "the decode engine does not answer", "type": "ServiceUnavailable", "code": 503}}
+OF_SERVER = (408, 429)
+"""Statuses below 500 that say nothing about the request."""
 
 
 def make_proxy(prefill: str, decode: str) -> web.Application:
@@ -30,7 +33,7 @@ def make_proxy(prefill: str, decode: str) -> web.Application:
         with contextlib.suppress(ClientError):
             async with session.post(prefill + path, json=short) as prefilled:
                 text = await prefilled.read()
-                if 400 <= prefilled.status < 500:
+                if 400 <= prefilled.status < 500 and prefilled.status not in OF_SERVER:
                     return web.Response(body=text, status=prefilled.status, content_type=prefilled.content_type)
         return None
 
@@ -40,6 +43,8 @@ def make_proxy(prefill: str, decode: str) -> web.Application:
             return refused
         try:
             async with session.post(decode + request.path, json=body) as decoded:
+                if decoded.status >= 500:
+                    return web.json_response(NO_ANSWER, status=503)
                 response.set_status(decoded.status)
                 response.content_type = decoded.content_type
                 async for piece in decoded.content.iter_any():
@@ -60,4 +65,4 @@ def make_proxy(prefill: str, decode: str) -> web.Application:
 
 
 if __name__ == "__main__":
-    web.run_app(make_proxy(*sys.argv[2:4]), host="127.0.0.1", port=int(sys.argv[1]))
+    web.run_app(make_proxy(*sys.argv[2:4]), host="127.0.0.1", port=int(sys.argv[1]), handler_cancellation=True)

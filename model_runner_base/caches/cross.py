@@ -81,7 +81,7 @@ class CrossCaches(CacheKind):
         rows, tiles = call.decode_rows, call.tiles
         assert rows is not None
         nowhere = torch.zeros_like(call.positions)
-        is_token = torch.ones_like(rows.positions, dtype=torch.bool)
+        every_place = torch.ones_like(rows.positions, dtype=torch.bool)
         for index, group in enumerate(self._groups):
             chunks = None
             if tiles is not None:
@@ -89,7 +89,7 @@ class CrossCaches(CacheKind):
                 chunks = _plan(group, group.chunk_kv_tile, tile_blocks, tiles.is_token)
                 chunks.tile_tokens, chunks.tile_slots = tiles.tokens, tiles.slots
                 chunks.piece = self._limits.chunk_pairs_at_once(group.chunk_kv_tile)
-            decode = _plan(group, group.kv_tile, call.arrays[f"{ROW_BLOCKS}.{index}"], is_token)
+            decode = _plan(group, group.kv_tile, call.arrays[f"{ROW_BLOCKS}.{index}"], every_place)
             decode.piece = self._limits.decode_pairs_at_once(group.kv_tile)
             metadata = PagedAttentionMetadata(
                 slot_blocks=nowhere,

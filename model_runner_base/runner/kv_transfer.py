@@ -97,11 +97,11 @@ def check_new_weights(connector: WorkerConnector | None) -> None:
 def blocks_by_layer(
     caches: ConnectedCaches,
 ) -> tuple[Mapping[str, torch.Tensor] | Mapping[str, CacheBlocks], Sequence[BlockFunctions]]:
-    """Rows of each layer's cache, one for each of the scheduler's blocks, [blocks, numbers], and the captured functions
-    that read and write them: none where the rows are views of the caches.
+    """Blocks of each layer's cache, those of the scheduler, [blocks, numbers], and the captured functions that read and
+    write them: none where the blocks are views of the caches.
 
-    Rows say nothing about heads and tokens, since the base's formats differ from vLLM's. Layers that share memory have
-    views of the same memory, or the same rows.
+    A block says nothing about heads and tokens, since the base's formats differ from vLLM's. Layers that share memory
+    have views of the same memory, or the same blocks.
     """
     if foreign := [name for group in caches.groups if not group.reads_plans for name in group.layer_names]:
         raise UnsupportedConfigError(

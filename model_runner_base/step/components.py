@@ -1,5 +1,5 @@
-"""Components of a step: the parts that have sections of the packed buffer, further tensors of the graph, or work before
-or after a step.
+"""Components of a step: what has sections of the packed buffer, further tensors of the graph, or work before or after a
+step.
 
 A feature of the model, such as LoRA, is a component in one list (``runner/wiring.py``). All components are called in
 the list's order. A component may read sections that an earlier one has written (``reads``), and what an earlier one has
@@ -35,7 +35,7 @@ class SectionUpdater(Protocol):
 
 
 class StepComponent:
-    """Interface of a part of the step. Each default does nothing, and only methods that are overridden are called."""
+    """Interface of a component. Each default does nothing, and only methods that are overridden are called."""
 
     prompts_in_chunks = False
     """Whether all tokens of a prompt must be in chunks, and none in a decode row."""

@@ -140,7 +140,7 @@ class GraphPolicy:
 
     compiles_in_pauses = False
     """Whether ``compile_in_background`` returns only when the compilation is over. Sizes are then made while no request
-    is served; one that arrives meanwhile waits for the part of a size that is being made."""
+    is served; one that arrives meanwhile waits for the run of a size that is being made."""
 
     def offer_only(self, sizes: Sequence[StepSize]) -> None:
         """Restricts steps to these sizes."""

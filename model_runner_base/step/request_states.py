@@ -198,8 +198,8 @@ def append_blocks(
         if end + counts[index] * blocks_per_kv_block > table.shape[1]:
             raise IndexError("a request has more blocks than its row of the block table can hold")
         for block in range(first, first + counts[index]):
-            for part in range(blocks_per_kv_block):
-                table[row, end] = block_ids[block] * blocks_per_kv_block + part
+            for index_in_block in range(blocks_per_kv_block):
+                table[row, end] = block_ids[block] * blocks_per_kv_block + index_in_block
                 end += 1
         first += counts[index]
         num_blocks[row] = end

@@ -12,7 +12,7 @@ of 64 tokens; run at 2 decode rows and 128 chunk tokens. What is packed:
     decode_starts        [-5, 0]        row 4's position is on the device; padding
     chunk_tile_starts    [0, 64, 100, ...]  tokens 0 to 63 and 64 to 99 of the chunks are a tile each
     chunk_tile_positions [0, 64, ...]
-    chunk_tile_slots    [0, 1, ..., 99, 0, ...]  where in the flattened tiles each token lies
+    chunk_tile_slots     [0, 1, ..., 99, 0, ...]  where in the flattened tiles each token lies
 """
 
 from abc import ABC, abstractmethod

@@ -98,7 +98,7 @@ class Runner:
 
 
 def runs_of(runner: Runner, size: StepSize) -> Iterator[tuple[object, Callable[[], None]]]:
-    """Parts of a size: its model, and what sizes with as many rows share."""
+    """Runs of a size: its model, and what sizes with as many rows share."""
     tokens, rows = size.dims
     yield size, lambda: runner.trace(f"model {tokens}")
     yield ("rows", rows), lambda: runner.trace(f"rows {rows}")

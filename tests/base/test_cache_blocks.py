@@ -1,4 +1,4 @@
-"""Rows of caches that graphs replace: what is read and written of blocks, in numbers that are captured."""
+"""Blocks of caches that graphs replace: what is read and written of blocks, in numbers that are captured."""
 
 from collections import Counter
 from collections.abc import Callable, MutableSequence

@@ -1,4 +1,4 @@
-"""Blocks that come back from the host, beside adapters, images, drafts, latents, ranks and preemption."""
+"""Blocks that come back from the host, with adapters, images, drafts, latents, ranks and preemption."""
 
 from collections.abc import Callable
 from functools import partial

@@ -59,11 +59,11 @@ def test_rows_given_up_in_a_step_of_no_tokens(make_model: Any) -> None:
     with engine(model.path, **OPTIONS) as llm:
         ask(llm, asked)
         runner = runner_of(llm)
-        ((identifier, _),) = runner.encoder._rows._rows.items()
+        ((identifier, _),) = runner.encoder._pool_rows._rows.items()
         step = SchedulerOutput.make_empty()
         step.preempted_req_ids, step.free_encoder_mm_hashes = set(), [identifier]
         runner.execute_model(step)
-        assert identifier not in runner.encoder._rows
+        assert identifier not in runner.encoder._pool_rows
 
 
 def test_what_a_request_that_fails_shares_with_others(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

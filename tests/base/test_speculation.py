@@ -121,8 +121,8 @@ def test_prompt_lookup_is_vllms(tokens: list[int], lengths: list[int], num_draft
     assert got == want.tolist()
 
 
-def test_rows_of_logits_of_a_batch() -> None:
-    """Rows of logits are right where three requests decode, with 3, 0 and 1 drafts, and two have chunks."""
+def test_logits_rows_of_a_batch() -> None:
+    """Logits rows are right where three requests decode, with 3, 0 and 1 drafts, and two have chunks."""
     batch: Any = SimpleNamespace(decode_query_len=4, num_decodes=3, query_len=np.array([4, 1, 2, 17, 5]))
     start, count = InputBatch.logits_start, InputBatch.num_logits
     batch.logits_start, batch.num_logits = (lambda r: start(batch, r)), (lambda r: count(batch, r))

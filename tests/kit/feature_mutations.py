@@ -118,7 +118,7 @@ MUTATIONS = [
         "test_adapter_alone",
     ),
     Mutation(
-        "rows of logits have the adapters of the step's first tokens",
+        "logits rows have the adapters of the step's first tokens",
         "inputs/adapters/inputs.py",
         'slots[call.arrays["logits_indices"]]',
         'slots[: call.arrays["logits_indices"].shape[0]]',

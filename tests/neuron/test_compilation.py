@@ -242,7 +242,7 @@ def test_an_error_while_compiling_ahead_ends_the_phase(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dims", [1, 2])
 def test_an_assignment_by_mask_holds_for_every_mask(dims: int) -> None:
-    """A mask is read in every call; the lazy trace itself would keep the places of the first mask."""
+    """A mask is read in every call; lazy tracing itself would keep the places of the first mask."""
     device = torch_xla.device()
 
     def step(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from model_runner_base.testing.server import gauge
 pytestmark = pytest.mark.newest
 EXAMPLE = ROOT / "examples" / "prefill_and_decode"
 PROMPTS = random_prompts(34, [90, 5, 33])
-SMALL = ["--max-model-len", "128", "--max-num-seqs", "4", "--block-size", "16", "--enforce-eager"]
+SMALL = ["--max-model-len", "512", "--max-num-seqs", "4", "--block-size", "16", "--enforce-eager"]
+ASKED = "vllm:prompt_tokens_total"
 LOADED = "vllm:external_prefix_cache_hits_total"
 
 
@@ -76,17 +77,32 @@ def tokens_of(answer: httpx.Response) -> list[int]:
 
 
 def processes_of(url: str) -> list[psutil.Process]:
-    """The server at a port, and the processes that it has started."""
+    """The server at a port, and the processes that it has started, of which one is the engine's."""
     port = url.rsplit(":", 1)[1]
     children = psutil.Process().children(recursive=True)
     (server,) = (each for each in children if "serve" in each.cmdline() and port in each.cmdline())
     return [server, *server.children(recursive=True)]
 
 
-def engine_of(url: str) -> psutil.Process:
-    """The engine core's process."""
-    (core,) = (each for each in processes_of(url) if "EngineCore" in " ".join(each.cmdline()))
-    return core
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def cut_answer(url: str, prompt: tuple[int, ...], processes: list[psutil.Process]) -> list[str]:
+    """Lines that come of a streamed answer while the processes are killed after the first one."""
+    lines = []
+    asked = body(prompt, 400, stream=True)
+    with (
+        suppress(httpx.RemoteProtocolError),
+        httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as got,
+    ):
+        for line in got.iter_lines():
+            if not lines:
+                kill(processes)
+            lines.append(line)
+    return lines
 
 
 def test_two_servers(tmp_path: Path) -> None:
@@ -101,22 +117,16 @@ def test_two_servers(tmp_path: Path) -> None:
         proxy = stack.enter_context(proxied(prefill, decode))
         assert [tokens_of(ask(proxy, prompt)) for prompt in PROMPTS] == wanted
         assert gauge(decode, LOADED) == sum((len(prompt) - 1) // 16 * 16 for prompt in PROMPTS)
-        assert ask(proxy, PROMPTS[0], 1000).status_code == 400, "the client's fault"
-
-        engine_of(prefill).kill()
         (new,) = random_prompts(35, [70])
+        of_prefill, of_decode = processes_of(prefill), processes_of(decode)
+        num_asked = gauge(decode, ASKED)
+        assert ask(proxy, new * 10).status_code == 400, "the client's fault"
+        assert gauge(decode, ASKED) == num_asked, "the decode engine is asked for what the other one refuses"
+
+        kill(of_prefill)
         assert tokens_of(ask(proxy, new)) == model.greedy(new, 12), "the decode engine computes the prompt"
 
-        lines = []
-        with (
-            pytest.raises(httpx.RemoteProtocolError),
-            httpx.stream("POST", f"{proxy}/v1/completions", json=body(new, 50, stream=True), timeout=60) as answer,
-        ):
-            for line in answer.iter_lines():
-                if not lines:
-                    for process in processes_of(decode):
-                        process.kill()
-                lines.append(line)
+        lines = cut_answer(proxy, new, of_decode)
         assert lines and not any("[DONE]" in line for line in lines), "an answer that is cut looks whole"
         refused = ask(proxy, new)
         assert refused.status_code == 503 and "does not answer" in refused.json()["error"]["message"]

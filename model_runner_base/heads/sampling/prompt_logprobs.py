@@ -22,7 +22,7 @@ class PromptChunk:
     whole: LogprobsTensors
     """Results for the whole prompt, in host memory; each chunk fills in its tokens."""
     pieces: list[tuple[slice, DeviceLogprobs]]
-    """Rows of ``whole``, and the values that belong there."""
+    """Tokens of ``whole``, and the values that belong there."""
     is_last: bool
 
     def store(self, device_ops: DeviceOps) -> None:

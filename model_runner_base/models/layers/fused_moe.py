@@ -220,10 +220,10 @@ def tile_places(
     return place, tile_expert, end[-1]
 
 
-def _weighted_sum(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """[T * top-k, hidden] to [T, hidden]."""
-    inputs, weights = inputs.view(*weights.shape, -1), weights.unsqueeze(-1).to(inputs.dtype)
-    return torch.where(weights != 0, inputs * weights, 0.0).sum(dim=1)
+    outputs, weights = outputs.view(*weights.shape, -1), weights.unsqueeze(-1).to(outputs.dtype)
+    return torch.where(weights != 0, outputs * weights, 0.0).sum(dim=1)
 
 
 # ---- vLLM's layer ----

@@ -30,7 +30,7 @@ def recurrence_memory(layers: Iterable[Any], limits: StepLimits) -> int:
         num_tiles = int(min(all_tiles, tiles_at_once(state_tensors(layer)[-1][1])))
         for state in state_shapes(layer)[1]:
             numbers = math.prod(state)
-            if len(state) == 2:  # Mamba: parts of tiles, all tokens of which have inputs of the channels' size.
+            if len(state) == 2:  # Mamba: segments of tiles, all tokens of which have inputs of the channels' size.
                 tiles = num_tiles * -(-query // SEGMENT) * 6 * numbers + num_tiles * query * 6 * state[0]
             else:
                 heads, rows, columns = state

@@ -149,14 +149,14 @@ class ScheduledRows(RequestArrays):
     def _drop(self, dropped: list[int]) -> None:
         """Removes rows whose requests have left them; the rows after them move up."""
         count = len(self.requests)
-        is_left = np.ones(count, bool)
-        is_left[dropped] = False
-        left = np.flatnonzero(is_left)
+        is_staying = np.ones(count, bool)
+        is_staying[dropped] = False
+        staying = np.flatnonzero(is_staying)
         moved = np.full(count, -1)
-        moved[left] = np.arange(len(left))
+        moved[staying] = np.arange(len(staying))
         for batch in self._batches:
             batch.rows = moved[: len(batch.req_ids)] if batch.rows is None else np.append(moved, -1)[batch.rows]
-        self._move_up(left)
+        self._move_up(staying)
         for row in reversed(dropped):
             del self.requests[row], self.req_ids[row]
         self._moved()
