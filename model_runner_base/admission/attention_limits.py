@@ -24,6 +24,15 @@ WITH_INDEXERS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 beyond."""
 KEPT_AS_THEY_ARE = (None, "auto", "bf16", "bfloat16")
 """Settings of vLLM for an indexer's cache that say no more than that its keys are not quantised."""
+ALWAYS_OF_M3 = {
+    "use_gemma_norm": True,
+    "attention_output_gate": False,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_head",
+}
+"""Settings of MiniMax M3 that vLLM's class passes over, with the values that it has."""
+OF_TRANSFORMERS_M3 = ("index_topk_blocks", "index_block_size", "index_n_heads", "layer_types")
+"""Settings of MiniMax M3's sparse layers as transformers names them."""
 DRAFTS_BY_SEVERAL = ("Step3p5ForCausalLM",)
 """Architectures that draft each token by a layer of its own; the base's drafts come from one."""
 LONGCAT = "LongcatFlashForCausalLM"
@@ -133,8 +142,22 @@ def _check_hidden_keys(vllm_config: VllmConfig) -> None:
 
 
 def _check_minimax_m3(vllm_config: VllmConfig) -> None:
-    """Refuses what was not tried of MiniMax M3."""
+    """Refuses what was not tried of MiniMax M3, and settings that vLLM's class passes over."""
+    config, drafts = vllm_config.model_config.hf_text_config, vllm_config.speculative_config
+    others = [name for name, value in ALWAYS_OF_M3.items() if getattr(config, name, value) != value]
+    names = [name for name in OF_TRANSFORMERS_M3 if getattr(config, name, None) is not None]
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     refusals = {
+        f"vLLM's class of MiniMax M3 passes over {', '.join(others)}, and computes as published: correct config.json": (
+            others
+        ),
+        f"vLLM's class of MiniMax M3 passes over {', '.join(names)}, as transformers writes them: say it in "
+        "sparse_attention_config": names,
+        f"vLLM's class of MiniMax M3 passes over rotary positions of type {kind}: leave rope_parameters out": (
+            kind != "default"
+        ),
+        f"drafts by {drafts and drafts.method} are not supported with MiniMax M3 yet: use one of "
+        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method not in HOST_METHODS,
         "images of MiniMax M3 are not supported yet: use its text alone, with limit_mm_per_prompt 0 for image, "
         "video and audio": takes_items(vllm_config.model_config),
     }
@@ -143,10 +166,13 @@ def _check_minimax_m3(vllm_config: VllmConfig) -> None:
 
 def _check_chosen_blocks(vllm_config: VllmConfig) -> None:
     """Refuses what attention to chosen blocks (MiniMax M3) is not served with."""
-    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    model = vllm_config.model_config
     name, settings = model.architecture, model.hf_text_config.sparse_attention_config
     kind = settings.get("sparse_score_type", "max")
-    sizes = settings["sparse_index_dim"], model.get_head_size()
+    sizes = settings.get("sparse_index_dim"), model.get_head_size()
+    frequency = settings["sparse_attention_freq"]
+    off = settings.get("sparse_disable_index_value") or [1] * len(frequency)
+    always = settings.get("sparse_init_block", 0) + settings.get("sparse_local_block", 0)
     refusals = {
         f"{name} is not cut over ranks or stages yet: leave out tensor_parallel_size and pipeline_parallel_size": (
             vllm_config.parallel_config.world_size > 1
@@ -160,11 +186,16 @@ def _check_chosen_blocks(vllm_config: VllmConfig) -> None:
         f"caches of {name} are not transferred yet: leave out kv_transfer_config": (
             setting(vllm_config, "kv_transfer_config")
         ),
-        f"drafts by {drafts and drafts.method} are not supported with {name} yet: use one of "
-        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method not in HOST_METHODS,
         f"scores of {name} are largest products, not sparse_score_type={kind}: correct config.json": kind != "max",
         f"an indexer of {name} has heads of head_dim={sizes[1]} numbers, not sparse_index_dim={sizes[0]}: correct "
         "config.json": sizes[0] != sizes[1],
+        f"an indexer of {name} has no values: correct sparse_disable_index_value of config.json": any(
+            is_sparse and not is_off for is_sparse, is_off in zip(frequency, off, strict=False)
+        ),
+        f"{always} blocks are always seen (sparse_init_block, sparse_local_block), and sparse_topk_blocks are fewer: "
+        "correct config.json": always > settings.get("sparse_topk_blocks", always),
+        "layers of chosen blocks are not switched off by use_sparse_attention: set sparse_attention_freq to zeros in "
+        "config.json": not settings.get("use_sparse_attention", True),
     }
     refuse(refusals)
 

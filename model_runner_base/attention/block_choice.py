@@ -9,7 +9,8 @@ are always among them, as many as the model says. These blocks have nothing to d
 
 Scores are made in pieces of pairs, as attention is. They are held for all blocks of a context, a hundredth of its
 positions. Attention then follows plans of the same kind, with the chosen blocks as a mask. Where it works in pieces,
-pairs without a chosen block are left out, so what decode reads does not grow with the context.
+pairs without a chosen block are left out. So decode reads an indexer's key of every position, but keys and values of
+chosen blocks alone, where a loop can end early: on the host, and in graphs with loops.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, 
 from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
 from model_runner_base.attention.pieces import MASK_VALUE, run_pieces
 from model_runner_base.attention.plan import FAR
-from model_runner_base.step.rounds import State, is_read_at_once
+from model_runner_base.step.rounds import State, is_read_at_once, is_traced
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,22 @@ class BlockChooser:
         """Plan of the blocks that the indexer's queries [NT, Q, K, D] choose; ``plan`` itself if it is known that each
         sees all."""
         assert plan.pair_start is not None and plan.first is None
+        num_blocks = -(-self.max_model_len // self.size)
         if is_read_at_once(plan.last):
             last = torch.where(plan.last >= 0, plan.pair_start.unsqueeze(1) + plan.last, NEVER)
-            if int(last.amax()) < self.count * self.size:
+            longest = int(last.amax())
+            if longest < self.count * self.size:
                 return plan
-        chosen = self.best(self._scores(plan, queries, cache))
+            num_blocks = longest // self.size + 1
+        chosen = self.best(self._scores(plan, queries, cache, num_blocks))
         plan = replace(plan, chosen=chosen)
-        return plan if plan.is_one_piece else self._without_others(plan)
+        return plan if plan.is_one_piece else self._without_others(plan, num_blocks)
 
-    def _scores(self, plan: PairPlan, queries: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def _scores(self, plan: PairPlan, queries: torch.Tensor, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
         """[NT, Q, K, blocks] float32 scores; ``MASK_VALUE`` for a block without a key that is seen."""
         num_tiles, num_queries, num_heads, _ = queries.shape
-        width = self.num_blocks + 1  # The last one is that of padding.
+        width = num_blocks + 1  # The last one is that of padding.
+        write = torch.Tensor.scatter_reduce if is_traced() else torch.Tensor.scatter_reduce_
 
         def add(state: State, part: PairPlan, reads: State) -> State:
             queries, cache = reads
@@ -81,9 +86,9 @@ class BlockChooser:
             is_seen = position <= part.last.view(-1, num_queries, 1, 1)
             products = torch.where(is_seen, products, MASK_VALUE)
             of_segments = products.unflatten(3, (-1, gcd(part.kv_tile, self.size))).amax(dim=4)
-            place = part.pair_tile.unsqueeze(1) * width + self.blocks_of(part)
+            place = part.pair_tile.unsqueeze(1) * width + self.blocks_of(part).clamp(max=num_blocks)
             values = of_segments.permute(0, 3, 1, 2).flatten(0, 1).flatten(1)
-            return (state[0].scatter_reduce(0, place.view(-1, 1).long().expand_as(values), values, "amax"),)
+            return (write(state[0], 0, place.view(-1, 1).long().expand_as(values), values, "amax"),)
 
         shape = num_tiles * width, num_queries * num_heads
         state = (torch.full(shape, MASK_VALUE, dtype=torch.float32, device=queries.device),)
@@ -95,27 +100,22 @@ class BlockChooser:
     def best(self, scores: torch.Tensor) -> torch.Tensor:
         """[NT, Q, K, C] int32 numbers of the chosen blocks, -1 for none, by scores [NT, Q, K, blocks]."""
         is_seen = scores > MASK_VALUE
-        number = torch.arange(self.num_blocks, dtype=torch.int32, device=scores.device)
+        number = torch.arange(scores.shape[3], dtype=torch.int32, device=scores.device)
         own = is_seen.sum(dim=3, keepdim=True) - 1
         is_always = is_seen & ((number < self.num_first) | (number > own - self.num_last))
         scores = torch.where(is_always, torch.inf, torch.where(is_seen, scores, -torch.inf))
-        best = scores.topk(min(self.count, self.num_blocks), dim=3, sorted=False)
+        best = scores.topk(min(self.count, scores.shape[3]), dim=3, sorted=False)
         return torch.where(best.values > -torch.inf, best.indices, -1).int()
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of the longest context."""
-        return -(-self.max_model_len // self.size)
-
     def blocks_of(self, plan: PairPlan) -> torch.Tensor:
-        """[P, N] int32 block of each segment of each pair's KV tile; ``num_blocks`` for padding.
+        """[P, N] int32 block of each segment of each pair's KV tile; for padding, one after all blocks.
 
         A segment is the largest number of positions that divides both a KV tile and a block.
         """
         assert plan.pair_start is not None
         segment = gcd(plan.kv_tile, self.size)
         start = torch.arange(0, plan.kv_tile, segment, dtype=torch.int32, device=plan.pair_start.device)
-        return ((plan.pair_start.unsqueeze(1) + start) // self.size).clamp(max=self.num_blocks)
+        return (plan.pair_start.unsqueeze(1) + start) // self.size
 
     def is_chosen(self, plan: PairPlan) -> torch.Tensor:
         """[P, Q, K, S] bool: which keys of each pair's KV tile lie in blocks that its queries chose."""
@@ -124,16 +124,16 @@ class BlockChooser:
         is_chosen = (plan.chosen[plan.pair_tile].unsqueeze(4) == blocks).any(dim=3)
         return is_chosen.repeat_interleave(gcd(plan.kv_tile, self.size), dim=3)
 
-    def _without_others(self, plan: PairPlan) -> PairPlan:
+    def _without_others(self, plan: PairPlan, num_blocks: int) -> PairPlan:
         """The plan with the pairs first that have a chosen block of any of their queries; the others are padding."""
         assert plan.chosen is not None and plan.pair_start is not None and plan.pair_blocks is not None
-        num_pairs, width, device = len(plan.pair_tile), self.num_blocks + 1, plan.pair_tile.device
+        num_pairs, width, device = len(plan.pair_tile), num_blocks + 1, plan.pair_tile.device
         tile = torch.arange(len(plan.chosen), dtype=torch.int32, device=device).view(-1, 1)
-        chosen = torch.where(plan.chosen < 0, self.num_blocks, plan.chosen).flatten(1)
+        chosen = torch.where(plan.chosen < 0, num_blocks, plan.chosen).flatten(1)
         is_wanted = torch.zeros(len(plan.chosen) * width, dtype=torch.bool, device=device)
         is_wanted = is_wanted.index_fill(0, (tile * width + chosen).flatten().long(), True)
-        blocks = self.blocks_of(plan)
-        is_kept = is_wanted[plan.pair_tile.unsqueeze(1) * width + blocks] & (blocks < self.num_blocks)
+        blocks = self.blocks_of(plan).clamp(max=num_blocks)
+        is_kept = is_wanted[plan.pair_tile.unsqueeze(1) * width + blocks] & (blocks < num_blocks)
         is_kept = is_kept.any(dim=1)
         place = torch.where(is_kept, is_kept.cumsum(0, dtype=torch.int32) - 1, num_pairs)
         pair = torch.arange(num_pairs, dtype=torch.int32, device=device)

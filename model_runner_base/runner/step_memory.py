@@ -12,6 +12,7 @@ from model_runner_base.inputs.embeddings import embeddings_memory
 from model_runner_base.models.layers.fused_moe import GATHER_COST, MAX_DENSE_TOKENS, tiles_at_once
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.patches.without_indexer import hides_keys, num_indexed_keys
+from model_runner_base.vllm_compat.probes.models import chooses_blocks
 from model_runner_base.vllm_compat.types.kv_cache import is_of_encoder, layer_caches
 
 SAMPLING_ARRAYS = 10
@@ -56,6 +57,8 @@ def estimate_step_memory(
         dims = limits.named(size)
         if hides_keys(model_config):
             layer += _choice(model_config, dims, limits, block_size, is_unrolled)
+        if chooses_blocks(model_config):
+            layer += _choice_of_blocks(model_config, dims, limits)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
         of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
         sampling = 4 * size.num_tokens * hidden + SAMPLING_ARRAYS * size.num_logits * width
@@ -128,6 +131,24 @@ def _choice(
         round_numbers = max(round_numbers, at_once.tiles * of_tile)
     pairs = min(dims["chunk_pairs"], limits.chunk_piece or dims["chunk_pairs"])
     return numbers + round_numbers + pairs * limits.chunk.query * (2 * count + 6 * limits.chunk.keys)
+
+
+def _choice_of_blocks(model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits) -> int:
+    """Numbers that a choice of blocks takes (attention/block_choice.py), with decode rows and chunk tiles.
+
+    By query and KV head, scores of all blocks: the state before and after a piece, and their copies with and without
+    the blocks that are always seen, for the best. Of the pairs that attention holds, which keys were chosen.
+    """
+    settings = model_config.hf_text_config.sparse_attention_config
+    heads, num_heads = settings["sparse_num_index_heads"], _largest(model_config, "num_attention_heads")
+    num_blocks, numbers = -(-limits.max_model_len // settings["sparse_block_size"]) + 1, 0
+    for query, keys, tiles, pairs, piece in (
+        (limits.longest_row, limits.decode.keys, dims["decode_rows"], dims["decode_pairs"], limits.decode_piece),
+        (limits.chunk.query, limits.chunk.keys, dims["chunk_tiles"], dims["chunk_pairs"], limits.chunk_piece),
+    ):
+        held = min(pairs, piece) if piece else pairs
+        numbers += 5 * tiles * query * heads * num_blocks + 2 * held * query * num_heads * keys
+    return numbers
 
 
 def _experts(model_config: ModelConfig, num_tokens: int, is_unrolled: bool) -> int:

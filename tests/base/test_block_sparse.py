@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from model_runner_base.attention.block_choice import BlockChooser
 from model_runner_base.attention.plan import FAR
+from model_runner_base.errors import CheckpointError
 from model_runner_base.step.rounds import loops_run_by, unrolled
 from model_runner_base.testing.architectures import UNTIED, hf
 from model_runner_base.testing.cases import random_prompts
@@ -199,6 +200,17 @@ def test_text_alone(model: TinyModel, tmp_path: Path) -> None:
         check(llm, model, PROMPTS[-4:], NEW_TOKENS)
 
 
+def test_an_indexer_without_weights(model: TinyModel, tmp_path: Path) -> None:
+    """vLLM would choose blocks by what is in memory."""
+    tensors = load_file(model.path / "model.safetensors")
+    others = {name: tensor for name, tensor in tensors.items() if not name.endswith("1.self_attn.index_k_proj.weight")}
+    assert len(others) == len(tensors) - 1
+    save_file(others, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(model.path / "config.json")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.index_k_proj\.weight is missing"):
+        engine(tmp_path, max_model_len=64, **OPTIONS).__enter__()
+
+
 @pytest.mark.parametrize("size", [4, 6, 16])
 @pytest.mark.parametrize(("piece", "is_traced"), [(0, False), (1, False), (8, False), (1, True)])
 def test_chosen_blocks_are_the_best(piece: int, is_traced: bool, size: int) -> None:
@@ -245,6 +257,8 @@ def test_chosen_blocks_are_the_best(piece: int, is_traced: bool, size: int) -> N
         ({"kv_cache_dtype": "fp8"}, "leave out kv_cache_dtype"),
         ({"kv_offloading_size": 1}, "leave out kv_transfer_config"),
         ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "drafts by mtp"),
+        ({"hf_overrides": {"text_config": {"qk_norm_type": "per_layer"}}}, "passes over qk_norm_type"),
+        ({"hf_overrides": {"text_config": {"index_block_size": 64}}}, "passes over index_block_size"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str, model: TinyModel) -> None:

@@ -12,17 +12,25 @@ import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from model_runner_base.attention.block_choice import BlockChooser, BlockSparseBackend, BlockSparseImpl
 from model_runner_base.attention.latent import LatentFormat
 from model_runner_base.attention.metadata import PagedAttentionMetadata
+from model_runner_base.attention.paged import PagedAttentionImpl
+from model_runner_base.errors import CheckpointError, UnsupportedConfigError
+from model_runner_base.models.checkpoint_record import CheckpointRecord, record_of
 from model_runner_base.models.layers.indexer import IndexKeys
 from model_runner_base.vllm_compat.probes.models import is_minimax_m3
 from model_runner_base.vllm_compat.types.minimax_m3 import layer_classes
 
 
 def use_plain_block_sparse(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Makes norms and attention of a loaded MiniMax M3 run in plain torch."""
+    """Makes norms and attention of a loaded MiniMax M3 run in plain torch.
+
+    Raises CheckpointError if a layer's indexer has no weights, and UnsupportedConfigError where other layers have an
+    attention backend of their own.
+    """
     if not is_minimax_m3(vllm_config.model_config.architecture):
         return
     classes = layer_classes()
@@ -31,19 +39,38 @@ def use_plain_block_sparse(model: nn.Module, vllm_config: VllmConfig) -> None:
         if isinstance(module, classes.norm):
             layer.forward = MethodType(_norm, layer)
         elif isinstance(module, classes.dense):
+            _check_backend(layer.attn)
             layer.forward = MethodType(_dense, layer)
             layer.attn.get_attn_backend = _backend
         elif isinstance(module, classes.sparse):
+            _check_indexer(record_of(model), layer.layer_name)
             _prepare(layer, vllm_config.model_config)
+
+
+def _check_backend(layer: Any) -> None:
+    if type(layer.impl) is not PagedAttentionImpl:
+        raise UnsupportedConfigError(
+            f"MiniMax M3 is not supported with {type(layer.impl).__name__} yet: run attention as plain torch"
+        )
+
+
+def _check_indexer(record: CheckpointRecord | None, name: str) -> None:
+    """Compares with what the model took: vLLM takes a layer's projections for loaded if it has some of them."""
+    prefix = name.removesuffix(".attn")
+    for projection in ("index_q_proj", "index_k_proj"):
+        if record is not None and record.shapes and f"{prefix}.{projection}.weight" not in record.shapes:
+            raise CheckpointError(
+                f"{prefix}.{projection}.weight is missing, and sparse_attention_config says that the layer has an "
+                "indexer: correct config.json, which has sparse layers if it does not say which, or save again"
+            )
 
 
 def _prepare(layer: Any, model_config: ModelConfig) -> None:
     """Makes a sparse layer and its indexer's cache layers of the base."""
-    of_indexer, cache, dtype = layer.indexer.impl, layer.indexer.index_cache, layer.qkv_proj.weight.dtype
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # As while vLLM makes a model: the cache's numbers follow from it.
-    layer.impl = BlockSparseImpl(layer.num_heads, layer.head_dim, layer.scaling, layer.num_kv_heads)
-    torch.set_default_dtype(before)
+    of_indexer, cache, dtype = layer.indexer.impl, layer.indexer.index_cache, model_config.dtype
+    assert isinstance(dtype, torch.dtype)
+    with set_default_torch_dtype(dtype):  # As while vLLM makes a model: the cache's numbers follow from it.
+        layer.impl = BlockSparseImpl(layer.num_heads, layer.head_dim, layer.scaling, layer.num_kv_heads)
     layer.impl.chooser = BlockChooser(
         of_indexer.block_size,
         of_indexer.topk_blocks,

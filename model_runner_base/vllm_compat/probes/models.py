@@ -44,7 +44,7 @@ def has_unequal_heads(architecture: str, config: Any) -> bool:
 def chooses_blocks(model_config: Any) -> bool:
     """Whether a model has layers whose tokens see blocks that an indexer chooses for each KV head (MiniMax M3)."""
     settings = getattr(model_config.hf_text_config, "sparse_attention_config", None) or {}
-    return is_minimax_m3(model_config.architecture) and any(settings.get("sparse_attention_freq") or ())
+    return any(settings.get("sparse_attention_freq") or ()) and is_minimax_m3(model_config.architecture)
 
 
 def is_minimax_m3(architecture: str) -> bool:
