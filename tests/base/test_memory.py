@@ -383,3 +383,22 @@ def test_step_memory_counts_an_indexers_choice() -> None:
         assert estimate(**{name: 2 * value}) > estimate(), name
     dense = estimate_step_memory([size], in_pieces, specs, model_config())
     assert estimate(index_topk=LIMITS.max_model_len) == dense
+
+
+def test_step_memory_counts_a_choice_of_blocks() -> None:
+    """A context sixteen times as long takes scores of as many more blocks, which five arrays hold for each token and KV
+    head."""
+    settings = {"sparse_attention_freq": [0, 1], "sparse_num_index_heads": 2, "sparse_block_size": 16}
+    limits = replace(LIMITS, decode_piece=10, chunk_piece=4)
+    size = LIMITS.mixed_size(4, 20, 100, 3, 12)
+    dims = LIMITS.named(size)
+    queries = dims["decode_rows"] * LIMITS.longest_row + dims["chunk_tiles"] * LIMITS.chunk.query
+
+    def estimate(max_model_len: int, **others: Any) -> int:
+        config = model_config(**others)
+        config.architecture = "MiniMaxM3SparseForCausalLM"
+        return estimate_step_memory([size], replace(limits, max_model_len=max_model_len), {"layer": spec(2, 8)}, config)
+
+    added = estimate(4096, sparse_attention_config=settings) - estimate(256, sparse_attention_config=settings)
+    assert added == 4 * 5 * queries * 2 * (4096 - 256) // 16
+    assert estimate(256, sparse_attention_config=settings) > estimate(256) == estimate(4096)
