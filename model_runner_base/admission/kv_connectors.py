@@ -111,6 +111,9 @@ def _check_offloading(vllm_config: VllmConfig) -> None:
         "canonical_layout is not supported, since it cuts blocks by heads: leave it out of kv_connector_extra_config": (
             extra.get("canonical_layout")
         ),
+        "eviction_policy=arc is not supported with this vLLM, whose manager may end the engine: use lru or vLLM 0.33": (
+            extra.get("eviction_policy") == "arc" and not HAS_TRANSFER_RESULTS
+        ),
         "latent attention (MLA) is not offloaded by this vLLM, which looks for other layers: leave out"
         " kv_offloading_size, or use vLLM 0.33": setting(model, "use_mla", False) and not HAS_TRANSFER_RESULTS,
     }
