@@ -6,8 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from model_runner_base.testing.server import started
+
+
+def block_files(role: str, directory: Path) -> dict[str, Any]:
+    """Config of the connector of ``examples/prefill_and_decode``."""
+    return {
+        "kv_connector": "BlockFiles",
+        "kv_connector_module_path": "block_files",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"directory": str(directory)},
+    }
 
 
 @contextmanager

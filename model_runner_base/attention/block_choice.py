@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import torch
 
+from model_runner_base.attention.choice import padding_last
 from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, PairPlan
 from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttentionImpl
 from model_runner_base.attention.pieces import MASK_VALUE, run_pieces
@@ -127,7 +128,7 @@ class BlockChooser:
     def _without_others(self, plan: PairPlan, num_blocks: int) -> PairPlan:
         """The plan with the pairs first that have a chosen block of any of their queries; the others are padding."""
         assert plan.chosen is not None and plan.pair_start is not None and plan.pair_blocks is not None
-        num_pairs, width, device = len(plan.pair_tile), num_blocks + 1, plan.pair_tile.device
+        width, device = num_blocks + 1, plan.pair_tile.device
         tile = torch.arange(len(plan.chosen), dtype=torch.int32, device=device).view(-1, 1)
         chosen = torch.where(plan.chosen < 0, num_blocks, plan.chosen).flatten(1)
         is_wanted = torch.zeros(len(plan.chosen) * width, dtype=torch.bool, device=device)
@@ -135,10 +136,7 @@ class BlockChooser:
         blocks = self.blocks_of(plan).clamp(max=num_blocks)
         is_kept = is_wanted[plan.pair_tile.unsqueeze(1) * width + blocks] & (blocks < num_blocks)
         is_kept = is_kept.any(dim=1)
-        place = torch.where(is_kept, is_kept.cumsum(0, dtype=torch.int32) - 1, num_pairs)
-        pair = torch.arange(num_pairs, dtype=torch.int32, device=device)
-        order = torch.full((num_pairs + 1,), -1, dtype=torch.int32, device=device).index_put((place,), pair)[:-1]
-        is_pair, order = order >= 0, order.clamp(min=0)
+        order, is_pair = padding_last(is_kept)
         return replace(
             plan,
             pair_tile=plan.pair_tile[order],
@@ -166,13 +164,5 @@ class BlockSparseImpl(PagedAttentionImpl):
     chooser: BlockChooser
     """Choice of the layer's own indexer, which the model sets after loading."""
 
-    def _score(
-        self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        scores, visible, values = super()._score(tiles, kv_cache, plan)
-        if plan.chosen is None:
-            return scores, visible, values
-        is_chosen = self.chooser.is_chosen(plan).transpose(1, 2).unsqueeze(3)
-        is_chosen = is_chosen.expand(-1, -1, -1, self.num_heads // self.num_kv_heads, -1).reshape(scores.shape)
-        visible = is_chosen.float() if visible is None else visible * is_chosen
-        return torch.where(is_chosen, scores, MASK_VALUE), visible, values
+    def _is_chosen(self, plan: PairPlan) -> torch.Tensor:
+        return self.chooser.is_chosen(plan).transpose(1, 2)

@@ -257,9 +257,7 @@ def plan_of_chosen(table: KeyTable, positions: torch.Tensor) -> PairPlan:
     num_seen = (table.last.flatten() + 1).clamp(0, count)
     pair = torch.arange(num_pairs, dtype=torch.int32, device=device)
     is_pair = pair % num_kv_tiles * size < num_seen[pair // num_kv_tiles]
-    place = torch.where(is_pair, is_pair.cumsum(0, dtype=torch.int32) - 1, num_pairs)
-    order = torch.full((num_pairs + 1,), -1, dtype=torch.int32, device=device).index_put((place,), pair)[:-1]
-    is_pair, order = order >= 0, torch.where(order >= 0, order, num_pairs - 1)
+    order, is_pair = padding_last(is_pair)
     query, start = order // num_kv_tiles, order % num_kv_tiles * size
     return PairPlan(
         block_size=1,
@@ -272,3 +270,15 @@ def plan_of_chosen(table: KeyTable, positions: torch.Tensor) -> PairPlan:
         merge_tree=[],
         piece=plan.piece,
     )
+
+
+def padding_last(is_pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order in which pairs come before padding, [P] int32, and which places of it have a pair, [P] bool.
+
+    ``is_pair`` [P] says which of the pairs are none. Pairs keep their order; places of padding have the last one.
+    """
+    num_pairs, device = len(is_pair), is_pair.device
+    place = torch.where(is_pair, is_pair.cumsum(0, dtype=torch.int32) - 1, num_pairs)
+    pair = torch.arange(num_pairs, dtype=torch.int32, device=device)
+    order = torch.full((num_pairs + 1,), -1, dtype=torch.int32, device=device).index_put((place,), pair)[:-1]
+    return torch.where(order >= 0, order, num_pairs - 1), order >= 0

@@ -331,7 +331,15 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         first = None if plan.first is None else _by_query(plan.first, group)
         last = _by_query(plan.last, group)
         scores, visible = self._mask(products, position.view(1, 1, 1, -1), first, last, slopes)
-        return scores, visible, values
+        if plan.chosen is None:
+            return scores, visible, values
+        is_chosen = self._is_chosen(plan).unsqueeze(3).expand(-1, -1, -1, group, -1).reshape(scores.shape)
+        visible = is_chosen.float() if visible is None else visible * is_chosen
+        return torch.where(is_chosen, scores, MASK_VALUE), visible, values
+
+    def _is_chosen(self, plan: PairPlan) -> torch.Tensor:
+        """[P, K, Q, S] bool: which keys of each pair its queries chose (``plan.chosen``)."""
+        raise NotImplementedError
 
     def _slopes(self, device: torch.device) -> torch.Tensor | None:
         """[H] float32 ALiBi slopes; float32 whatever the model's dtype, since distances are long."""

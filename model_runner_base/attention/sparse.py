@@ -8,7 +8,6 @@ from vllm.v1.attention.backend import AttentionLayer
 from model_runner_base.attention.choice import SparseMetadata
 from model_runner_base.attention.latent import LatentAttentionBackend, LatentAttentionImpl
 from model_runner_base.attention.metadata import PairPlan
-from model_runner_base.attention.pieces import MASK_VALUE
 
 
 class SparseLatentBackend(LatentAttentionBackend):
@@ -52,26 +51,13 @@ class SparseLatentImpl(LatentAttentionImpl):
             assert chosen is not None, "the first layer of a step has no indexer"
         return super().forward(layer, query, key, value, kv_cache, chosen, output)
 
-    def _score(
-        self, tiles: torch.Tensor, kv_cache: torch.Tensor, plan: PairPlan
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        scores, visible, values = super()._score(tiles, kv_cache, plan)
-        if plan.chosen is None:
-            return scores, visible, values
-        is_chosen = _is_chosen(plan.chosen, plan, scores.shape[3])
-        is_chosen = is_chosen.unsqueeze(2).expand(-1, -1, self.num_heads, -1).reshape(scores.shape)
-        visible = is_chosen.float() if visible is None else visible * is_chosen
-        return torch.where(is_chosen, scores, MASK_VALUE), visible, values
-
-
-def _is_chosen(positions: torch.Tensor, plan: PairPlan, num_keys: int) -> torch.Tensor:
-    """[P, Q, S] bool: which keys of each pair its queries chose, by their sorted ``positions`` [NT, Q, C]."""
-    assert plan.pair_start is not None
-    chosen, start = positions[plan.pair_tile], plan.pair_start.view(-1, 1, 1)
-    # At most S of the positions are the pair's own, and they follow each other.
-    first = (chosen < start).sum(dim=2, keepdim=True)
-    index = first + torch.arange(min(num_keys, chosen.shape[2]), device=first.device)
-    place = chosen.gather(2, index.clamp(max=chosen.shape[2] - 1)) - start
-    place = torch.where((place >= 0) & (place < num_keys), place, num_keys).long()
-    is_chosen = torch.zeros((*place.shape[:2], num_keys + 1), dtype=torch.bool, device=place.device)
-    return is_chosen.scatter(2, place, True)[..., :num_keys]
+    def _is_chosen(self, plan: PairPlan) -> torch.Tensor:
+        assert plan.chosen is not None and plan.pair_start is not None
+        chosen, start, num_keys = plan.chosen[plan.pair_tile], plan.pair_start.view(-1, 1, 1), plan.kv_tile
+        # At most S of the positions are the pair's own, and they follow each other.
+        first = (chosen < start).sum(dim=2, keepdim=True)
+        index = first + torch.arange(min(num_keys, chosen.shape[2]), device=first.device)
+        place = chosen.gather(2, index.clamp(max=chosen.shape[2] - 1)) - start
+        place = torch.where((place >= 0) & (place < num_keys), place, num_keys).long()
+        is_chosen = torch.zeros((*place.shape[:2], num_keys + 1), dtype=torch.bool, device=place.device)
+        return is_chosen.scatter(2, place, True)[..., :num_keys].unsqueeze(1)

@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestServer
 from conftest import engine
 from greedy import expected, generate
 from lane import ROOT
+from serving import block_files
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import cache_bytes, metric
@@ -30,13 +31,7 @@ def _example(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(model: TinyModel, role: str, directory: Path) -> dict[str, Any]:
-    transfer = {
-        "kv_connector": "BlockFiles",
-        "kv_connector_module_path": "block_files",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"directory": str(directory)},
-    }
+    transfer = block_files(role, directory)
     memory = cache_bytes(model.path, 1024)
     return {"enforce_eager": True, "block_size": 16, "kv_cache_memory_bytes": memory, "kv_transfer_config": transfer}
 

@@ -83,24 +83,31 @@ def test_reference_hides_keys(deepseek: TinyModel, directory: Path) -> None:
     assert error[:KEYS].max() < 1e-4 and np.median(error[KEYS:]) > 0.1
 
 
-def test_equals_reference(served: LLM, deepseek: TinyModel) -> None:
-    """Requests in batches, chunks, prefixes that are found, preemption."""
-    check(served, deepseek, PROMPTS, NEW_TOKENS)
-    outputs = generate(served, PROMPTS[-1:], greedy(NEW_TOKENS))
-    check_equal(deepseek, PROMPTS[-1:], tokens_of(outputs), [NEW_TOKENS])
+def check_batches(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int = NEW_TOKENS) -> None:
+    """Compares requests in batches, chunks, with prefixes that are found, and preempted."""
+    check(llm, model, prompts, count)
+    outputs = generate(llm, prompts[-1:], greedy(count))
+    check_equal(model, prompts[-1:], tokens_of(outputs), [count])
     assert all(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
-    assert largest_error(served, deepseek, PROMPTS[3:]) < 2e-4
-    long = random_prompts(121, [120, 125, 130])
-    check(served, deepseek, long, 30)
-    assert metric(served, "vllm:num_preemptions") > 0, "nothing was preempted"
+    assert largest_error(llm, model, prompts[3:]) < 2e-4
+    check(llm, model, random_prompts(121, [120, 125, 130]), 30)
+    assert metric(llm, "vllm:num_preemptions") > 0, "nothing was preempted"
+
+
+def check_arrivals(llm: LLM, model: TinyModel, prompts: list[tuple[int, ...]], count: int = NEW_TOKENS) -> None:
+    """Compares requests that arrive at any step, some of which are aborted, or all preempted every 30 steps."""
+    rng = np.random.default_rng(4)
+    counts = rng.integers(1, count + 1, len(prompts)).tolist()
+    check_equal(model, prompts, run_with_arrivals(llm, prompts, counts, rng), counts)
+    check_equal(model, prompts[-4:], run_with_resets(llm, prompts[-4:], count), [count] * 4)
+
+
+def test_equals_reference(served: LLM, deepseek: TinyModel) -> None:
+    check_batches(served, deepseek, PROMPTS)
 
 
 def test_arrivals_and_resets(served: LLM, deepseek: TinyModel) -> None:
-    """Requests that arrive at any step, some of which are aborted, or all preempted every 30 steps."""
-    rng = np.random.default_rng(4)
-    counts = rng.integers(1, NEW_TOKENS + 1, len(PROMPTS)).tolist()
-    check_equal(deepseek, PROMPTS, run_with_arrivals(served, PROMPTS, counts, rng), counts)
-    check_equal(deepseek, PROMPTS[-4:], run_with_resets(served, PROMPTS[-4:], NEW_TOKENS), [NEW_TOKENS] * 4)
+    check_arrivals(served, deepseek, PROMPTS)
 
 
 @pytest.mark.newest

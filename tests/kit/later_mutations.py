@@ -69,7 +69,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tokens of chunks see all keys",
-        "attention/sparse.py",
+        "attention/paged.py",
         "        if plan.chosen is None:\n",
         "        if True:\n",
         "test_chosen_keys",

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from conftest import BUNDLED_MODEL
 from lane import ROOT
-from serving import served
+from serving import block_files, served
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.models import TinyModel
@@ -30,13 +30,7 @@ LOADED = "vllm:external_prefix_cache_hits_total"
 
 
 def options(role: str, directory: Path) -> list[str]:
-    transfer = {
-        "kv_connector": "BlockFiles",
-        "kv_connector_module_path": "block_files",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"directory": str(directory)},
-    }
+    transfer = block_files(role, directory)
     return [*SMALL, "--kv-cache-memory-bytes", str(1 << 26), "--kv-transfer-config", json.dumps(transfer)]
 
 
