@@ -10,10 +10,10 @@ import pytest
 from lane import HAS_OPENXLA, ROOT
 
 IN_THIRDS = """
-    acme_device architectures contiguous_cache drafted_prefixes drafts drafts_with_images dynamo examples expert_ranks
-    gpu_lora gpu_recurrent gpu_runner image_ranks images latent_adapters orphans plain_device quantization
-    recurrent_ranks reload_images serving_while_compiling smallest_limits suffix_decoding tensor_parallel
-    trained_heads unequal_layers upstream
+    acme_device architectures contiguous_cache drafted_prefixes drafts drafts_with_images dynamo engine_contracts
+    examples expert_ranks gpu_lora gpu_recurrent gpu_runner host_offload image_ranks images latent_adapters orphans
+    plain_device quantization recurrent_ranks reload_images serving_while_compiling smallest_limits suffix_decoding
+    tensor_parallel trained_heads unequal_layers upstream xdrope
 """.split()
 """Files whose cases take long. A third of their cases runs at a commit."""
 IN_QUARTERS = """
@@ -27,7 +27,8 @@ IN_QUARTERS = """
 torch_xla, and a half in the newest lane, whose engines start sooner."""
 WHOLE_IN_THIRDS = """
     embeddings_server engine_ends foreign_platform hostile_engine hostile_server image_embeddings image_server
-    lora_server plugins pooling_ranks pooling_server ray runtime_control sleep transcription_server ways_to_run wheel
+    lora_server plugins pooling_ranks pooling_server prefill_and_decode_servers ray runtime_control sleep
+    transcription_server ways_to_run wheel
 """.split()
 """Files that run whole: their tests share a server, or are few and long. A third of the files runs at a commit."""
 

@@ -355,6 +355,7 @@ def test_vllm_reads_anew_how_processes_are_started(
         envs.disable_envs_cache()
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

@@ -287,6 +287,7 @@ def test_a_paused_engine_refuses_requests_too(llm: LLM, model: TinyModel) -> Non
         llm.wake_up(tags=["scheduling"])
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("kind", ["same", "ngram"])
 def test_drafts(kind: str, options: dict[str, Any], model: TinyModel) -> None:

@@ -260,6 +260,7 @@ def accepted() -> list[float]:
     return []
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_multi_token_prediction(is_eager: bool, tiny_model: Any, tmp_path: Path, accepted: list[float]) -> None:
     """A compiled layer masks other positions than those it was traced with, and drafts as the eager one does."""

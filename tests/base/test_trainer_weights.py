@@ -286,6 +286,7 @@ def test_a_worker_takes_its_own_part() -> None:
         weight_transfer.info_of_rank(infos[:3], config)
 
 
+@pytest.mark.in_turns
 def test_two_workers_take_their_parts_of_each_tensor(old: TinyModel, new: TinyModel) -> None:
     options = {"enforce_eager": True, "tensor_parallel_size": 2, "weight_transfer_config": transfer_config()}
     with small_engine(old, **options) as llm:
@@ -405,6 +406,7 @@ def acceptance(llm: LLM) -> float:
     return accepted / drafted
 
 
+@pytest.mark.in_turns
 def test_a_draft_model_is_updated_by_a_session_of_its_own(old: TinyModel, new: TinyModel) -> None:
     config = speculation("same", old)
     with small_engine(old, weight_transfer_config=transfer_config(), speculative_config=config) as llm:
@@ -532,6 +534,7 @@ def test_backends_that_write_parameters_are_refused(old: TinyModel) -> None:
         small_engine(old, weight_transfer_config=config).__enter__()
 
 
+@pytest.mark.in_turns
 @pytest.mark.newest
 def test_the_loop_of_the_example() -> None:
     done = subprocess.run(

@@ -166,6 +166,7 @@ def test_platform_that_comes_too_late(tmp_path: Path) -> None:
     assert status == 4 and "ERROR: vendor.PlainPlatform must be defined above the imports" in printed, printed[-3000:]
 
 
+@pytest.mark.in_turns
 @pytest.mark.once
 def test_as_a_plugin(tmp_path: Path) -> None:
     """A vendor's own tests run the checks by pytest's own command; without ``--worker`` the plugin does nothing."""

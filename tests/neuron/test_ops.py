@@ -128,6 +128,7 @@ def run_compiled(layers: list[Any], *runs: list[tuple[torch.Tensor, ...]]) -> li
     return outputs
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f32", "bf16"])
 def test_openxla_agrees_with_vllm(dtype: torch.dtype) -> None:
     layers = [layer for layer, _ in cases(dtype, 2)]

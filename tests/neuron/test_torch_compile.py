@@ -19,6 +19,7 @@ BUCKETS = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4], "context
 DRAWN = SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=9, logprobs=2, presence_penalty=0.5)
 
 
+@pytest.mark.in_turns
 def test_tokens_equal_the_default_path(tiny_model: Callable[[str], TinyModel]) -> None:
     model, drawn = tiny_model("llama"), []
     for backend in ("torch.compile", "openxla"):
