@@ -27,6 +27,7 @@ from model_runner_base.caches.spans import BidirectionalSpans
 from model_runner_base.caches.step_limits import in_pieces, step_limits
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.heads.factory import supported_tasks
+from model_runner_base.heads.generate import SamplingPlan
 from model_runner_base.heads.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -36,7 +37,6 @@ from model_runner_base.heads.outputs import (
     with_fields,
 )
 from model_runner_base.heads.sampling.logprobs import reads_processed
-from model_runner_base.heads.sampling.pipeline import SamplingPlan
 from model_runner_base.heads.sampling.sampler import WHOLE, SamplingMode, Vocabulary, sample
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.inputs.adapters.lora import check_adapters, make_adapters
@@ -58,8 +58,7 @@ from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
 from model_runner_base.step.guard import StepGuard, guarded
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_failures import make_request_errors
-from model_runner_base.step.schedule import Schedule
-from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput, read_grammar, read_schedule
+from model_runner_base.step.schedule import GrammarOutput, Schedule, SchedulerOutput, read_grammar, read_schedule
 from model_runner_base.step.sizes import StepLimits, StepSize
 from model_runner_base.vllm_compat.types.kv_cache import CacheLayout, KVCacheConfig, KVCacheSpec, read_layout
 from model_runner_base.vllm_compat.types.kv_connector import WorkerConnector

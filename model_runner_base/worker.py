@@ -42,7 +42,7 @@ from model_runner_base.runner.memory import (
     weights_memory,
 )
 from model_runner_base.runner.weight_updates import WeightUpdates
-from model_runner_base.step.scheduler_output import GrammarOutput, SchedulerOutput
+from model_runner_base.step.schedule import GrammarOutput, SchedulerOutput
 from model_runner_base.vllm_compat.patches.engine_processes import end_with_parent
 from model_runner_base.vllm_compat.patches.shared_groups import leave_groups, make_expert_groups, use_groups
 from model_runner_base.vllm_compat.probes.config import device_index, num_local_replicas

@@ -13,12 +13,12 @@ SEED = 13
 
 def fail_admission(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the runner raise IndexError once a request with ``SEED`` has taken a row."""
-    pipeline = runner_of(llm).parts.head.sampling
-    admit = pipeline.admit
+    head = runner_of(llm).parts.head
+    admit = head.admit
 
     def fails(row: int, info: Any, token_ids: list[int]) -> None:
         admit(row, info, token_ids)
         if info.params.seed == SEED:
             raise IndexError(f"nothing at {SEED}")
 
-    monkeypatch.setattr(pipeline, "admit", fails)
+    monkeypatch.setattr(head, "admit", fails)

@@ -13,7 +13,7 @@ from benchmarks.harness.fake_device import FakeDevice
 from benchmarks.harness.report import take_turns
 from benchmarks.harness.runners import Lane, Side
 from model_runner_base import ModelRunnerWorker, StepSize
-from model_runner_base.step.scheduler_output import SchedulerOutput
+from model_runner_base.step.schedule import SchedulerOutput
 from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
 
 

@@ -17,7 +17,7 @@ PARTS = {
         "layers/vocab_parallel_embedding.py",
     ),
     "sampling": ("model_runner_base/heads/",),
-    "rest of the model": ("vllm/model_executor/", "model_runner_base/runner/forward.py"),
+    "rest of the model": ("vllm/model_executor/", "model_runner_base/runner/model_graph.py"),
     "rest of the step": ("model_runner_base/",),
 }
 """Parts of a step, and parts of the paths of the files that belong to them. The first part that fits a function has it,

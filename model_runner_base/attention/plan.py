@@ -27,6 +27,15 @@ FlashAttention, arXiv:2205.14135). In plain torch each result is added to that o
 (attention/pieces.py). A plan also has a merge tree, which leads from a query tile's pairs to the tile: level by level,
 a node has up to ``FAN_IN`` children of the level below. Chunks take their maxima by it, and kernels may merge results
 by it, without a scatter or a sort.
+
+The decode plan of a step that is repeated (step/repeat.py) grows in the packed buffer (``PlanUpdates``). Where a
+request enters a cache block, the block's id is written. If the request enters a KV tile, a pair is added at the end of
+the list, and linked into the merge tree after the request's other pairs. A plan made from scratch lists the pairs in
+another order; it merges the same pairs in the same order as long as none leaves the row's key range.
+
+Example: blocks of 16, KV tiles of 64. A request at position 47 is repeated. At 48 it enters a block: two entries, the
+block's id in its last pair and as the row's own. At 64 it enters a KV tile: further entries for a new pair (tile,
+start) and for the tree. The steps between these change nothing in the buffer.
 """
 
 from dataclasses import dataclass
@@ -36,10 +45,14 @@ import numpy as np
 import torch
 
 from model_runner_base.step.host_loops import compiled
+from model_runner_base.step.packing import Changes, PackedStep, write_entry
+from model_runner_base.step.request_states import BlockTable
+from model_runner_base.step.sizes import StepLimits
 
 FAN_IN = 8
 FAR = 1 << 29
 """Start of a padding pair: a position after all that any token sees."""
+PLAN_IS_FULL = -1
 
 
 class KeyRange(NamedTuple):
@@ -357,3 +370,216 @@ def fill_node_starts(trees: tuple[np.ndarray, ...], pairs_per_tile: np.ndarray) 
             child += counts[tile]
         starts[node:] = child
         counts = num_nodes
+
+
+# ---- A plan that grows while its step is repeated ----
+
+
+class Reach(NamedTuple):
+    """Numbers of a group that are the same in each step: how its positions are cut, and which ones a step touches.
+
+    A request is at the position that the scheduler says, or up to ``unread`` before it. It touches ``query + ahead``
+    positions from there, as far as they are before ``max_model_len``.
+    """
+
+    block_size: int
+    kv_tile: int
+    window: int
+    chunk: int
+    ring: int
+    """Number of own blocks of a row."""
+    unread: int
+    query: int
+    ahead: int
+    max_model_len: int
+
+
+class Reached(NamedTuple):
+    """Requests of a plan, R of them, and how far the plan goes for each."""
+
+    rows: np.ndarray
+    """[R] rows in the block table."""
+    block_table: np.ndarray
+    num_blocks: np.ndarray
+    last_block: np.ndarray
+    """[R] last block of each request that is in the plan."""
+    last_pair: np.ndarray
+    """[R] pair of each request's last KV tile in the plan."""
+
+
+class Children(NamedTuple):
+    """Children in the merge tree, by level and request [levels, R]."""
+
+    counts: np.ndarray
+    """[levels, R] number of a request's children on each level."""
+    last: np.ndarray
+    """[levels, R] the last one of them."""
+    totals: np.ndarray
+    """[levels] number of all requests' children."""
+
+
+class PlanSections(NamedTuple):
+    """PlanSections of a plan in the packed buffer."""
+
+    pair_tile: np.ndarray
+    pair_start: np.ndarray
+    begins: np.ndarray
+    """Places at which they begin: rows' own blocks; pairs' tiles, starts and blocks; the levels of the tree."""
+
+
+class PlanUpdates:
+    """Decode plan of one group in the packed buffer, and the state needed to add to it. R requests, one tile each.
+
+    Args:
+        names: names of the group's sections: rows' own blocks; pairs' tiles, starts and blocks; the levels of the tree.
+        count: the pairs that were packed.
+        block_table: the group's block table.
+        rows: [R] rows of the requests in ``block_table``.
+        limits: say which positions a row may touch around the one that the scheduler says.
+    """
+
+    def __init__(
+        self,
+        geometry: PairGeometry,
+        names: tuple[str, str, str, str, list[str]],
+        step: PackedStep,
+        count: PairCount,
+        block_table: BlockTable,
+        rows: np.ndarray,
+        limits: StepLimits,
+    ) -> None:
+        *before, levels = names
+        self.num_pairs = count.num_pairs
+        self._count = count
+        self._num_levels = len(levels)
+        self._reach = Reach(
+            geometry.block_size,
+            geometry.kv_tile,
+            geometry.key_range.window,
+            geometry.key_range.chunk,
+            ring=step.views[names[0]].shape[1],
+            unread=limits.unread,
+            query=limits.decode.query,
+            ahead=limits.ahead,
+            max_model_len=limits.max_model_len,
+        )
+        unset = np.empty(len(rows), np.int64)
+        self._reached = Reached(rows, block_table.table, block_table.num_blocks, unset, unset.copy())
+        begins = np.array([step.offsets[name] for name in (*before, *levels)], np.int64)
+        self._sections = PlanSections(step.views[names[1]], step.views[names[2]], begins)
+        self._changes = Changes.of(step)
+        self._steps_to_entry = 0
+        self._children: Children
+
+    def begin(self, positions: np.ndarray) -> None:
+        """Counts the nodes of the tree; ``positions`` [R] int64 are those of the step that was packed."""
+        per_tile, reach, reached = self._count.per_tile, self._reach, self._reached
+        self._children = count_children(per_tile, self._num_levels)
+        reached.last_pair[:] = per_tile.cumsum() - 1
+        stops = np.minimum(positions + reach.query + reach.ahead, reach.max_model_len)
+        reached.last_block[:] = (stops - 1) // reach.block_size
+        self._steps_to_entry = 1
+
+    def advance(self, positions: np.ndarray) -> bool:
+        """Updates the plan for ``positions``, which have moved on by one token, or by as many as drafts may have been
+        right.
+
+        Returns False if the sections have no space for the pairs that are needed; they are inconsistent then.
+        """
+        self._steps_to_entry -= 1
+        if self._steps_to_entry:
+            return True
+        self.num_pairs, self._steps_to_entry = enter_blocks(
+            self._reach, self._reached, self._children, self._sections, self._changes, positions, self.num_pairs
+        )
+        return self.num_pairs != PLAN_IS_FULL
+
+
+@compiled
+def count_children(pairs_per_tile: np.ndarray, num_levels: int) -> Children:
+    """Counts the children in the merge tree of requests that have so many pairs each."""
+    counts = np.empty((num_levels, len(pairs_per_tile)), np.int64)
+    last = np.empty_like(counts)
+    totals = np.zeros(num_levels, np.int64)
+    for tile in range(len(pairs_per_tile)):
+        count = pairs_per_tile[tile]
+        for level in range(num_levels):
+            totals[level] += count
+            counts[level, tile], last[level, tile] = count, totals[level] - 1
+            count = (count + FAN_IN - 1) // FAN_IN
+    return Children(counts, last, totals)
+
+
+@compiled
+def enter_blocks(
+    reach: Reach,
+    reached: Reached,
+    children: Children,
+    sections: PlanSections,
+    changes: Changes,
+    positions: np.ndarray,
+    num_pairs: int,
+) -> tuple[int, int]:
+    """Adds the blocks that requests at ``positions`` [R] may touch after those that the plan has, and updates
+    ``reached``.
+
+    Returns the number of pairs, or PLAN_IS_FULL; and the number of steps after which a request may touch a further
+    block, if each step moves it on by ``query`` tokens.
+    """
+    size, kv_tile, begins = reach.block_size, reach.kv_tile, sections.begins
+    blocks_per_tile = kv_tile // size
+    left = size
+    for tile in range(len(reached.rows)):
+        row, end = reached.rows[tile], min(positions[tile] + reach.query + reach.ahead, reach.max_model_len) - 1
+        last = end // size
+        left = min(left, size - end % size)
+        for block in range(reached.last_block[tile] + 1, last + 1):
+            if block % blocks_per_tile == 0:
+                first = first_seen(positions[tile] - reach.unread, reach.window, reach.chunk)
+                pair = unseen_pair(tile, first, kv_tile, num_pairs, sections)
+                if pair < 0:
+                    pair = num_pairs
+                    num_pairs += 1
+                    if num_pairs == len(sections.pair_tile):  # The last pair stays neutral.
+                        return PLAN_IS_FULL, 0
+                    write_entry(changes, begins[1] + pair, tile)
+                    add_child(children, tile, pair, begins, changes)
+                write_entry(changes, begins[2] + pair, block * size)
+                reached.last_pair[tile] = pair
+            block_id = reached.block_table[row, block] if block < reached.num_blocks[row] else 0
+            place = begins[3] + reached.last_pair[tile] * blocks_per_tile + block % blocks_per_tile
+            write_entry(changes, place, block_id)
+            write_entry(changes, begins[0] + tile * reach.ring + block % reach.ring, block_id)
+        reached.last_block[tile] = max(reached.last_block[tile], last)
+    return num_pairs, (left + reach.query - 1) // reach.query
+
+
+@compiled
+def unseen_pair(tile: int, first: int, kv_tile: int, num_pairs: int, sections: PlanSections) -> int:
+    """Returns a pair of the tile whose keys all lie before ``first``, its first seen position, to be reused; or -1."""
+    if first:
+        for pair in range(num_pairs):
+            if sections.pair_tile[pair] == tile and sections.pair_start[pair] + kv_tile <= first:
+                return pair
+    return -1
+
+
+@compiled
+def add_child(children: Children, tile: int, child: int, begins: np.ndarray, changes: Changes) -> None:
+    """Adds a child to a tile's lowest level of the tree, and to the levels above the nodes that this needs."""
+    counts, last, totals = children
+    for level in range(len(totals)):
+        place = counts[level, tile] % FAN_IN
+        counts[level, tile] += 1
+        last[level, tile] = child
+        # The highest level has one node for each tile, in the tiles' order.
+        if level == len(totals) - 1:
+            write_entry(changes, begins[4 + level] + tile * FAN_IN + place, child)
+        else:
+            # After a full node comes a new one, which becomes a child on the next level.
+            node = totals[level + 1] if place == 0 else last[level + 1, tile]
+            write_entry(changes, begins[4 + level] + node * FAN_IN + place, child)
+            if place != 0:
+                return
+            totals[level + 1] += 1
+            child = node

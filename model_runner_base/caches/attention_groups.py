@@ -35,7 +35,7 @@ def attention_groups(
     """
     layers = attention_layers(vllm_config)
     sharing = shared_caches(vllm_config)
-    tables, groups = [], []
+    tables, groups = list[BlockTable](), list[AttentionGroup]()
     for group in layout.groups:
         if not group.layers:
             raise UnsupportedConfigError(
@@ -52,10 +52,11 @@ def attention_groups(
         readers = {name: group.layers[target] for name, target in sharing.items() if target in group.layers}
         caches = group.layers | readers
         seen = {name: key_range_of(layers[name]) for name in caches}
-        for (backend, key_range, _), names in _alike(seen, layers, caches).items():
-            spec = caches[names[0]].spec
-            shared = cut.kv_tile, cut.chunk_kv_tile, key_range, backend, spec, cross_len
-            groups.append(AttentionGroup(names, table, *shared))
+        sizes = cut.kv_tile, cut.chunk_kv_tile
+        groups += [
+            AttentionGroup(names, table, *sizes, key_range, backend, caches[names[0]].spec, cross_len)
+            for (backend, key_range, _), names in _alike(seen, layers, caches).items()
+        ]
     return tables, groups + _scratch_groups(vllm_config, max_num_reqs, max_model_len, tiles)
 
 

@@ -14,9 +14,9 @@ A request's states lie at two coordinates:
   the same place.
 
 The device knows a row's position (``DecodeRows``), also where the host has not read it yet, and works out both. The
-host sends the blocks of all positions that a row may touch, as a ring (caches/plan_updates.py). So a repeated step
-sends something only where a request may enter a block. Of chunks the host knows all, and sends the indices. A request
-at position 0 reads zeros, whatever the last owner of its state left there.
+host sends the blocks of all positions that a row may touch, as a ring (``fill_ring`` in caches/paged.py). So a repeated
+step sends something only where a request may enter a block. Of chunks the host knows all, and sends the indices. A
+request at position 0 reads zeros, whatever the last owner of its state left there.
 
 Example, Q = 4, blocks of 16 tokens: a row at position 30 reads place 2 of block 1. It writes places 3 and 0 of block 1,
 and places 1 and 2 of block 2. Its first draft is right and the second is not, so the next step is at position 32: it
@@ -32,14 +32,14 @@ import torch
 from vllm.config import VllmConfig
 
 from model_runner_base.caches.group import CacheKind, ModelCaches, OwnTensors
-from model_runner_base.caches.plan_updates import Changes, fill_ring, ring_size, write
+from model_runner_base.caches.paged import fill_ring, ring_size
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.recurrent.layers import is_plain, state_tensors
 from model_runner_base.models.recurrent.step import DecodeSteps, RecurrentStep, TileSteps
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import DecodeRows, ModelCall
 from model_runner_base.step.components import SectionUpdater
-from model_runner_base.step.packing import PackedStep, Section, pad_into
+from model_runner_base.step.packing import Changes, PackedStep, Section, pad_into, write_entry
 from model_runner_base.step.request_states import BlockTable
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize
 from model_runner_base.step.trace import LayerTrace
@@ -245,7 +245,7 @@ class RingUpdates:
         fill_rings(self._table, self._unread, positions, self._batch, rings)
         changes, begin = Changes.of(step), step.offsets[BLOCKS]
         for place in np.flatnonzero(rings != sent).tolist():
-            write(changes, begin + place, int(rings.flat[place]))
+            write_entry(changes, begin + place, int(rings.flat[place]))
         # Positions move on by as many tokens as a row has, at most.
         left = size - (positions + self._query - 1) % size
         self._steps_to_entry = -(-int(left.min()) // self._query)

@@ -15,8 +15,8 @@ from vllm.forward_context import get_forward_context
 from model_runner_base.caches.group import CacheKind
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.draft.drafter import Drafter
+from model_runner_base.heads.head import SampledStep
 from model_runner_base.heads.outputs import DraftTokenIds
-from model_runner_base.heads.sampling.pipeline import SampledStep
 from model_runner_base.heads.sampling.sampler import SamplingMode, draw
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import LENGTHS, NO_FIELDS, Forward, ModelCall, ModelResults

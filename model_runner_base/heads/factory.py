@@ -8,7 +8,8 @@ from vllm.config import ModelConfig
 from vllm.tasks import SupportedTask
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.head import Head, supported_generation_tasks
+from model_runner_base.heads.generate import supported_generation_tasks
+from model_runner_base.heads.head import Head
 from model_runner_base.heads.pooling.head import PoolingHead
 from model_runner_base.heads.pooling.placement import keep_inner_activations, pooler_to_host
 from model_runner_base.heads.pooling.pooler import supported_pooling_tasks

@@ -1,35 +1,42 @@
-"""Heads: a step's hidden states to results, and the head that generates text.
+"""Interface of heads, which make results of a step's hidden states.
 
 ``traced`` is a part of the model's graph. After the graph the head either answers the step at once (``answer``), or
-leaves the answer to ``sample_tokens``, which the engine calls next. ``GenerateHead`` computes logits inside the graph,
-then samples; heads that pool are in ``pooling/``.
+leaves the answer to ``sample_tokens``, which the engine calls next. ``GenerateHead`` (generate.py) computes logits
+inside the graph, then samples; heads that pool are in ``pooling/``.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from vllm.config import VllmConfig
-from vllm.model_executor.models.interfaces import supports_transcription
-from vllm.sampling_params import SamplingParams
-from vllm.tasks import SupportedTask
 
-from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.sampling.logits_stage import CustomProcessors
-from model_runner_base.heads.sampling.pipeline import SampledStep, SamplingPipeline, SamplingPlan
-from model_runner_base.heads.sampling.sampler import SamplingMode, Vocabulary
+from model_runner_base.heads.sampling.logprobs import DeviceLogprobs
+from model_runner_base.heads.sampling.prompt_logprobs import PromptChunk
+from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelCall, StepResults
 from model_runner_base.step.components import StepComponent
-from model_runner_base.step.graph_policy import GraphPolicy, StepFunction, WrapFunction
-from model_runner_base.step.request_states import DeviceRows, RequestInfo, RequestStates
+from model_runner_base.step.request_states import RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar
 
 Value = torch.Tensor | None
 """Result of pooling for one request: a vector, a row for each of its tokens, or None while its prompt is not whole."""
+
+
+@dataclass
+class SampledStep(StepResults):
+    """Results of sampling on the device, for S padded logits rows."""
+
+    tokens: torch.Tensor
+    """[S] int32; -1 for tokens sampled after a wrong draft, NO_TOKEN where no rule allows any token."""
+    logprobs: DeviceLogprobs | None = None
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
+    num_nans: torch.Tensor | None = None
+    """[S] int32 NaNs in each logits row, if they are counted."""
+    mode: SamplingMode = SamplingMode.GREEDY
+    """Mode that the tokens were drawn in."""
 
 
 @dataclass
@@ -90,133 +97,3 @@ class Head(ABC):
 
     def warm_up_logits(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:  # noqa: B027
         """Runs once every function whose shapes depend on a step's number of logits rows."""
-
-
-@dataclass(frozen=True)
-class ModelLogits:
-    """Computes logits from hidden states, with the model's head and this rank's part of the vocabulary."""
-
-    model: Any
-    vocabulary: Vocabulary
-
-    def own(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Computes this rank's part of the logits of some tokens.
-
-        Args:
-            hidden_states: [T, hidden]
-            indices: the tokens, as rows of ``hidden_states``.
-
-        Returns:
-            [len(indices), V] float32, where V is the width of this rank's part.
-        """
-        return self.vocabulary.own(self.model.compute_logits(hidden_states[indices]).float())
-
-    def whole(self, hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Computes whole logits rows, gathered from all ranks; takes what ``own`` takes."""
-        return self.vocabulary.whole(self.own(hidden_states, indices))
-
-
-class LogitsInputs(Protocol):
-    """Source of what logits need in addition to hidden states. ``Adapters`` implements and documents it."""
-
-    def logits_inputs(self, row: int | None, count: int) -> tuple[np.ndarray, ...]: ...
-
-    def bind_logits(self, *inputs: torch.Tensor) -> None: ...
-
-    def unbind_logits(self) -> None: ...
-
-
-class LateLogits:
-    """Computes logits of prompt tokens, for log probabilities of prompts, in a graph that runs after the step's."""
-
-    def __init__(self, logits: ModelLogits, inputs: LogitsInputs, wrap: WrapFunction, device_ops: DeviceOps) -> None:
-        self._logits = logits
-        self._inputs = inputs
-        self._compute = wrap(self._traced, [])
-        self._device_ops = device_ops
-
-    def __call__(self, hidden_states: torch.Tensor, indices: np.ndarray, row: int | None) -> torch.Tensor:
-        """Logits [len(indices), V] of tokens of the request in ``row``; if it is None, the tokens are padding."""
-        arrays = indices, *self._inputs.logits_inputs(row, len(indices))
-        return self._compute(hidden_states, *map(self._device_ops.to_device, arrays))
-
-    def _traced(self, hidden_states: torch.Tensor, indices: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        self._inputs.bind_logits(*inputs)
-        logits = self._logits.whole(hidden_states, indices)
-        self._inputs.unbind_logits()
-        return logits
-
-
-class GenerateHead(Head):
-    """Computes logits inside the graph, and samples tokens from them after it."""
-
-    def __init__(self, logits: ModelLogits, sampling: SamplingPipeline) -> None:
-        self._logits = logits
-        self.sampling = sampling
-
-    def info_of(self, arrival: Arrival) -> RequestInfo:
-        params = arrival.params
-        assert isinstance(params, SamplingParams)
-        seed = self.sampling.draw_seed() if params.seed is None else params.seed
-        return RequestInfo(params, seed, arrival.token_ids, arrival.prompt_embeds, arrival.adapter, arrival.items)
-
-    def introduce(self, req_id: str, info: RequestInfo) -> None:
-        self.sampling.prompt_logprobs.admit(req_id, info)
-
-    def admit(self, row: int, info: RequestInfo, token_ids: list[int]) -> None:
-        self.sampling.admit(row, info, token_ids)
-
-    def forget(self, req_id: str) -> None:
-        self.sampling.prompt_logprobs.release(req_id)
-
-    def traced(self, hidden_states: torch.Tensor, call: ModelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = self._logits.own(hidden_states, call.arrays["logits_indices"])
-        return logits, call.sample_slots, hidden_states
-
-    def plan(self, batch: InputBatch) -> SamplingPlan:
-        """Collects the stages, the sampler and the log probabilities that the batch's requests ask for."""
-        return self.sampling.prepare(batch)
-
-    def sample(self, plan: SamplingPlan, forward: Forward, grammar: Grammar | None) -> SampledStep:
-        """Launches the sampler. It waits for earlier steps only if a stage reads their tokens."""
-        return self.sampling.run(plan, forward, grammar)
-
-    def warm_up_tokens(self, hidden_states: torch.Tensor) -> None:
-        self.sampling.prompt_logprobs.warm_up(hidden_states)
-
-    def warm_up_logits(self, logits: torch.Tensor, sample_slots: torch.Tensor) -> None:
-        self.sampling.warm_up(logits, sample_slots)
-
-
-def make_generate_head(
-    vllm_config: VllmConfig,
-    model: Any,
-    vocabulary: Vocabulary,
-    processors: CustomProcessors,
-    make_sampler: Callable[[SamplingMode], StepFunction],
-    inputs: LogitsInputs,
-    requests: RequestStates,
-    rows: DeviceRows,
-    policy: GraphPolicy,
-    device_ops: DeviceOps,
-) -> GenerateHead:
-    """Makes the head of a loaded ``model``, with a sampler for each mode; the samplers record tokens in ``rows``."""
-    wrap, logits = policy.wrap, ModelLogits(model, vocabulary)
-    sampling = SamplingPipeline(
-        vllm_config,
-        processors,
-        requests,
-        {mode: wrap(make_sampler(mode), rows.tensors) for mode in SamplingMode},
-        LateLogits(logits, inputs, wrap, device_ops),
-        rows,
-        wrap,
-        policy.sort_limits,
-        vocabulary,
-        device_ops,
-    )
-    return GenerateHead(logits, sampling)
-
-
-def supported_generation_tasks(model: Any) -> tuple[SupportedTask, ...]:
-    """Tasks that the API server offers; a model that only transcribes takes no text prompts."""
-    return ("transcription",) if supports_transcription(model) and model.supports_transcription_only else ("generate",)

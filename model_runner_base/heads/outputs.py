@@ -14,8 +14,7 @@ from vllm.v1.outputs import (
 )
 
 from model_runner_base.device_ops import DeviceOps
-from model_runner_base.heads.head import HandedOn, PooledStep
-from model_runner_base.heads.sampling.pipeline import SampledStep
+from model_runner_base.heads.head import HandedOn, PooledStep, SampledStep
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import StepResults, joined_fields
 from model_runner_base.step.request_states import NO_TOKEN

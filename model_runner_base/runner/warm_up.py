@@ -11,7 +11,7 @@ from vllm.forward_context import create_forward_context, override_forward_contex
 from vllm.sampling_params import SamplingParams
 from vllm.sequence import IntermediateTensors
 
-from model_runner_base.heads.head import ModelLogits
+from model_runner_base.heads.generate import ModelLogits
 from model_runner_base.heads.pipeline_stages import received_at_profile
 from model_runner_base.heads.sampling.sampler import SamplingMode
 from model_runner_base.inputs.embeddings import profile_inputs

@@ -20,7 +20,8 @@ from model_runner_base.draft.device import DraftParts
 from model_runner_base.draft.drafter import Drafter
 from model_runner_base.draft.factory import make_drafter
 from model_runner_base.heads.factory import make_head
-from model_runner_base.heads.head import GenerateHead, Head, make_generate_head
+from model_runner_base.heads.generate import GenerateHead
+from model_runner_base.heads.head import Head
 from model_runner_base.heads.pipeline_stages import make_stage
 from model_runner_base.heads.sampling.logits_processors import BatchProcessors
 from model_runner_base.heads.sampling.logits_stage import CustomProcessors
@@ -32,8 +33,8 @@ from model_runner_base.inputs.multimodal.encoder import Encoder, LayerCaches
 from model_runner_base.inputs.tokens import TokenInputs
 from model_runner_base.models.draft_loading import draft_of
 from model_runner_base.runner.background import BackgroundCompiler
-from model_runner_base.runner.forward import ModelGraph
 from model_runner_base.runner.kv_transfer import ConnectedCaches, transfer_components
+from model_runner_base.runner.model_graph import ModelGraph
 from model_runner_base.runner.state_updates import StateUpdates
 from model_runner_base.step.batch import BatchBuilder
 from model_runner_base.step.components import StepComponents
@@ -141,7 +142,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
 
     # The head, which turns the model's hidden states into tokens or vectors.
     generating = partial(
-        make_generate_head,
+        GenerateHead,
         config,
         runner.model,
         runner.vocabulary,
@@ -191,7 +192,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
             caches=caches,
             components=components,
             rows=rows,
-            tables=head.sampling.tables,
+            tables=head.tables,
             num_drafts=speculation.num_drafts,
             mask_token=speculation.mask_token or 0,
             max_length=min(max_model_len, speculation.max_length),

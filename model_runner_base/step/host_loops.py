@@ -5,9 +5,10 @@ the time would go into the calls. Without numba, or with numba's ``NUMBA_DISABLE
 plain Python: slower, with the same results.
 
 Compiled code is kept on disk, under ``NUMBA_CACHE_DIR`` or else ``VLLM_CACHE_ROOT``. It is used again as long as the
-loop's file stays the same, so a loop must read no value that another file defines. Code of older versions is not
-deleted. If the directory cannot be written, every start compiles anew. Code is compiled for types of arguments, so
-arguments must keep theirs: int64 for numbers that describe a batch, int32 for numbers that are sent to the device.
+loop's file and those of the loops that it calls stay the same, so a loop must read no value that another file defines.
+Code of older versions is not deleted. If the directory cannot be written, every start compiles anew. Code is compiled
+for types of arguments, so arguments must keep theirs: int64 for numbers that describe a batch, int32 for numbers that
+are sent to the device.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ def compiled(function: Function) -> Function:
     if config.DISABLE_JIT:
         return function
     try:
-        folder = cache_folder(Path(function.__code__.co_filename))
+        folder = cache_folder(*files_of(function))
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:  # There is no file that tells versions apart, or no directory that can be written.
@@ -76,19 +77,29 @@ def cache_root() -> Path:
     return Path(config.CACHE_DIR or os.path.join(envs.VLLM_CACHE_ROOT, "host_loops"))
 
 
-def cache_folder(file: Path) -> Path:
-    """Directory of the code that this version of numba, with its flags, compiles from this version of a file.
+def files_of(function: Callable[..., Any]) -> list[Path]:
+    """Files whose code numba compiles for a loop: its own, and those of the loops that it calls."""
+    files = {Path(function.__code__.co_filename)}
+    for name in function.__code__.co_names:
+        if called := getattr(function.__globals__.get(name), "py_func", None):
+            files.update(files_of(called))
+    return sorted(files)
+
+
+def cache_folder(*files: Path) -> Path:
+    """Directory of the code that this version of numba, with its flags, compiles from these versions of files.
 
     numba itself keeps all versions under one name, and writes its index before the code that the index names. A process
     that starts between the two writes, after an update, would load code of the old version. numba also compares a
     file's time, so a file that is only newer has a directory of its own, too.
 
-    Raises OSError where the file cannot be read.
+    Raises OSError where a file cannot be read.
     """
     import numba
 
-    time, checks = file.stat().st_mtime_ns, numba.config.BOUNDSCHECK
-    version = hashlib.sha256(f"{numba.__version__} {checks} {time}\0".encode() + file.read_bytes())
+    version = hashlib.sha256(f"{numba.__version__} {numba.config.BOUNDSCHECK}".encode())
+    for file in files:
+        version.update(f" {file.stat().st_mtime_ns}\0".encode() + file.read_bytes())
     return cache_root() / version.hexdigest()[:16]
 
 

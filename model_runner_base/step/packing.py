@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.step.host_loops import compiled
 from model_runner_base.step.sizes import StepSize
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
@@ -105,6 +106,31 @@ class PackedStep:
         else:
             assert self._no_entries is not None
             self.entries_on_device = self._no_entries
+
+
+class Changes(NamedTuple):
+    """Packed buffer of a step, and what changes in it."""
+
+    buffer: np.ndarray
+    entries: np.ndarray
+    """[2, E] places and numbers (``Entries.array``)."""
+    num_changes: np.ndarray
+    """[1], as ``Entries.count``."""
+
+    @classmethod
+    def of(cls, step: PackedStep) -> "Changes":
+        return cls(step.buffer, step.entries.array, step.entries.count)
+
+
+@compiled
+def write_entry(changes: Changes, place: int, value: int) -> None:
+    """Writes one number of the packed buffer, and records it as an entry if there is space for one."""
+    changes.buffer[place] = value
+    count = changes.num_changes[0]
+    if count < changes.entries.shape[1]:
+        changes.entries[0, count] = place
+        changes.entries[1, count] = value
+    changes.num_changes[0] += 1
 
 
 class Packer:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from vllm.sampling_params import SamplingParams
 
-from model_runner_base.step.scheduler_output import SchedulerOutput
+from model_runner_base.step.schedule import SchedulerOutput
 from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
 
 NULL_BLOCK = 0

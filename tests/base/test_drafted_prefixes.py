@@ -12,7 +12,7 @@ from test_recurrent_speculation import multi_token_prediction
 from test_state_prefixes import NEW_TOKENS, OPTIONS, SIZE, cached
 from vllm import LLM
 
-from model_runner_base.caches.plan_updates import ring_size
+from model_runner_base.caches.paged import ring_size
 from model_runner_base.caches.states import BLOCKS, RingUpdates, fill_rings
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.packing import PackedStep, Section

@@ -1,5 +1,6 @@
 """Compiled loops that are kept on disk: which version of a file's code a process gets."""
 
+import ast
 import importlib.util
 import os
 import sys
@@ -11,6 +12,7 @@ import pytest
 from filelock import FileLock, Timeout
 from numba.core.caching import IndexDataCacheFile
 
+from model_runner_base.step import host_loops
 from model_runner_base.step.host_loops import cache_folder, compiling
 
 LOOP = """from model_runner_base.step.host_loops import compiled
@@ -20,6 +22,21 @@ LOOP = """from model_runner_base.step.host_loops import compiled
 def loop(n):
     return n * {factor}
 """
+
+CALLER = """from model_runner_base.step.host_loops import compiled
+
+
+@compiled
+def loop(n):
+    return called(n) + 1
+"""
+BASE = Path(host_loops.__file__).parent.parent
+LOOPS = sorted(
+    ".".join(file.relative_to(BASE.parent).with_suffix("").parts)
+    for file in BASE.rglob("*.py")
+    if "\n@compiled\n" in file.read_text()
+)
+"""Modules of the base that have loops."""
 
 
 def loop_of(path: Path) -> Callable[[int], int]:
@@ -69,6 +86,30 @@ def test_a_file_that_stays_the_same_is_compiled_once(path: Path) -> None:
     again = loop_of(path)
     assert again(7) == 14
     assert sum(again.stats.cache_hits.values()) == 1  # type: ignore[attr-defined]
+
+
+def test_a_loop_of_another_file_changes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop calls one of another file, and only that file gets a new version."""
+    monkeypatch.syspath_prepend(path.parent)
+    called = path.with_name("called_loops.py")
+    path.write_text(f"from called_loops import loop as called\n{CALLER}")
+    for factor in (2, 3):
+        sys.modules.pop("called_loops", None)
+        called.write_text(LOOP.format(factor=factor))
+        assert loop_of(path)(7) == 7 * factor + 1
+
+
+@pytest.mark.parametrize("module", LOOPS)
+def test_loops_read_no_value_of_another_file(module: str) -> None:
+    """Loops use other loops alone of what their file imports from others of this library."""
+    loaded = importlib.import_module(module)
+    tree = ast.parse(Path(str(loaded.__file__)).read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    ours = {name.name for node in imports if (node.module or "").startswith("model_runner_base") for name in node.names}
+    loops = [each for each in vars(loaded).values() if hasattr(each, "py_func")]
+    assert loops
+    used = {name for loop in loops if loop.__module__ == module for name in loop.py_func.__code__.co_names}
+    assert [name for name in used & ours if not hasattr(getattr(loaded, name), "py_func")] == []
 
 
 def test_a_file_that_is_only_newer(path: Path) -> None:

@@ -16,8 +16,8 @@ from scipy.stats import chisquare
 from vllm import LLM, SamplingParams
 
 from model_runner_base.device_ops import DeviceOps
+from model_runner_base.heads.generate import most_asked
 from model_runner_base.heads.sampling.logprobs import NO_LOGPROBS
-from model_runner_base.heads.sampling.pipeline import most_asked
 from model_runner_base.heads.sampling.sampler import SamplingMode, SamplingStates, _gumbel, gumbel_noise, sample
 from model_runner_base.step.graph_policy import SortLimits
 from model_runner_base.step.request_states import DeviceRows

@@ -17,7 +17,7 @@ from vllm import LLM
 from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
 
 from model_runner_base import DeviceOps
-from model_runner_base.caches.plan_updates import blocks_of_rows, fill_ring, ring_size
+from model_runner_base.caches.paged import blocks_of_rows, fill_ring, ring_size
 from model_runner_base.draft.host import NgramDrafter
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.heads.sampling.token_masks import TokenMasks

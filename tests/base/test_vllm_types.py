@@ -30,8 +30,7 @@ from model_runner_base.attention.paged import PagedAttentionBackend
 from model_runner_base.caches import allocation
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.step.request_states import RequestInfo
-from model_runner_base.step.schedule import Arrival, Grammar
-from model_runner_base.step.scheduler_output import read_grammar, read_schedule
+from model_runner_base.step.schedule import Arrival, Grammar, read_grammar, read_schedule
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.scheduler_outputs import Continued, HandMadeStep
 from model_runner_base.vllm_compat.patches.items import keep_item_data

@@ -69,7 +69,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a repeated step does not list the positions that drafts may be at",
-        "caches/plan_updates.py",
+        "attention/plan.py",
         "            query=limits.decode.query,\n            ahead=limits.ahead,\n",
         "            query=1,\n            ahead=0,\n",
         "test_preemption and always-right",

@@ -62,7 +62,7 @@ MUTATIONS = [
     ),
     Mutation(
         "logits stay in the model's dtype",
-        "heads/head.py",
+        "heads/generate.py",
         "self.model.compute_logits(hidden_states[indices]).float())",
         "self.model.compute_logits(hidden_states[indices]))",
         "test_half_precision",

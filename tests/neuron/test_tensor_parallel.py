@@ -128,7 +128,7 @@ def test_what_is_drawn_is_what_one_worker_draws(pair: LLM, model: TinyModel) -> 
 
 
 def restart_seeds(seed: int, worker: Any) -> None:
-    worker.model_runner.parts.head.sampling._states._random.seed(seed)
+    worker.model_runner.parts.head._states._random.seed(seed)
 
 
 def break_the_last_rank(worker: Any) -> None:

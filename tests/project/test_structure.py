@@ -31,7 +31,7 @@ SPECS = "vllm.v1.kv_cache_interface"
 BASE = ROOT / "model_runner_base"
 PORTS = [
     *(BASE / "vllm_compat" / "types").glob("*.py"),
-    BASE / "step" / "scheduler_output.py",
+    BASE / "step" / "schedule.py",
     BASE / "heads" / "outputs.py",
 ]
 """Modules that read vLLM's step types: into types of the base, and results of a head into vLLM's output."""
@@ -94,7 +94,7 @@ def test_readers_of_step_types_are_found() -> None:
     ):
         assert any(map(is_step_type, of_vllm(ast.parse(line)))), line
     for line in (
-        "from model_runner_base.step.scheduler_output import SchedulerOutput",
+        "from model_runner_base.step.schedule import SchedulerOutput",
         "from vllm import SamplingParams",
     ):
         assert not any(map(is_step_type, of_vllm(ast.parse(line)))), line

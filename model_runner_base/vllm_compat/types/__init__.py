@@ -2,5 +2,5 @@
 
 Elsewhere a cache is a ``CacheLayout`` and a step is a ``Schedule``. So a release of vLLM that changes its
 ``KVCacheConfig`` or ``CommonAttentionMetadata`` changes this folder alone. Its ``SchedulerOutput`` is read in
-step/scheduler_output.py, and its ``ModelRunnerOutput`` is made in heads/outputs.py.
+step/schedule.py, and its ``ModelRunnerOutput`` is made in heads/outputs.py.
 """
