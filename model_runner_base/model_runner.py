@@ -55,7 +55,7 @@ from model_runner_base.runner.wiring import StepParts, load_processors, wire
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import Forward, ModelResults, StepResults
 from model_runner_base.step.graph_policy import GraphPolicy, StepFunction
-from model_runner_base.step.guard import StepGuard, guarded
+from model_runner_base.step.guard import StepGuard, guarded, in_forward_context
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_failures import make_request_errors
 from model_runner_base.step.schedule import GrammarOutput, Schedule, SchedulerOutput, read_grammar, read_schedule
@@ -287,6 +287,7 @@ class ModelRunnerBase:
     # ---- The engine's contract: one step ----
 
     @guarded
+    @in_forward_context
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None) -> Output | None:
         """Launches the model on the scheduled tokens; ``sample_tokens`` follows unless this returns an output.
 

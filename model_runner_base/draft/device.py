@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
 from model_runner_base.caches.group import CacheKind
 from model_runner_base.device_ops import DeviceOps
@@ -52,6 +52,8 @@ class DraftParts(NamedTuple):
     wrap: WrapFunction
     state: MutableSequence[torch.Tensor]
     """Tensors that drafting updates: KV caches and rows."""
+    forward_context: ForwardContext
+    """Context of all steps, in which the draft model runs, too."""
     device_ops: DeviceOps
 
 
@@ -108,7 +110,8 @@ class DeviceDrafter(Drafter):
             self._last_batch, sampled = forward.batch, forward.results
             assert isinstance(sampled, SampledStep), "a pooling model has no drafter"
             outcome = Outcome(sampled.tokens, forward.hidden_states, forward.for_drafts, forward.batch.num_decodes > 0)
-            self.launch(forward.step, max(sampled.mode, SamplingMode.RANDOM), outcome)
+            with override_forward_context(self.parts.forward_context):
+                self.launch(forward.step, max(sampled.mode, SamplingMode.RANDOM), outcome)
         return NO_FIELDS
 
     def warm_up_at(self, step: PackedStep, results: ModelResults) -> None:
@@ -116,8 +119,9 @@ class DeviceDrafter(Drafter):
         outcome = Outcome(
             yielded, results.hidden_states, results.for_drafts, has_decode_rows=len(step.views[LENGTHS]) > 0
         )
-        for mode in MODES:
-            self.launch(step, mode, outcome)
+        with override_forward_context(self.parts.forward_context):
+            for mode in MODES:
+                self.launch(step, mode, outcome)
 
     def take(self, requests: dict[str, int]) -> DraftTokenIds | None:
         last = self.parts.device_ops.to_host(self.parts.rows.tensors[0])[list(requests.values()), 1:]

@@ -100,8 +100,7 @@ class ModelGraph:
 
     def warm_up_drafter(self, size: StepSize, results: ModelResults) -> None:
         """Runs the drafting that follows a step of a size; ``results`` are what the step's run returned."""
-        with override_forward_context(self._forward_context):
-            self._drafter.warm_up_at(self._packer.at(size), results)
+        self._drafter.warm_up_at(self._packer.at(size), results)
 
     def _run(
         self,

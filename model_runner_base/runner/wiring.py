@@ -183,6 +183,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     )
 
     # The drafter, which guesses the next tokens.
+    forward_context = create_forward_context(None, config)
     draft_parts = None
     if speculation.num_drafts:
         assert isinstance(head, GenerateHead)
@@ -200,6 +201,7 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
             sort_limits=policy.sort_limits,
             wrap=policy.wrap,
             state=state.tensors,
+            forward_context=forward_context,
             device_ops=device_ops,
         )
     drafter = make_drafter(speculation, requests, draft_parts)
@@ -208,7 +210,6 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     # The model's graph, which runs on the device.
     agree, agrees = SizeDoor(policy.agree), type(policy).agree is not GraphPolicy.agree
     repeat = make_repeat(requests, agree, agrees, num_in_flight=stage.count)
-    forward_context = create_forward_context(None, config)
     graph = ModelGraph(
         runner.model,
         token_layout,

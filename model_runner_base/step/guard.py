@@ -78,12 +78,22 @@ class StepGuard:
 
 
 def guarded(half: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Wraps a runner's half of a step so that it runs inside the runner's ``step_guard``, in vLLM's forward context of
-    steps."""
+    """Wraps a runner's half of a step so that it runs inside the runner's ``step_guard``."""
 
     @wraps(half)
     def run(runner: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        with runner.step_guard, override_forward_context(runner.parts.forward_context):
+        with runner.step_guard:
+            return half(runner, *args, **kwargs)
+
+    return run
+
+
+def in_forward_context(half: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Wraps the half of a step that runs the model: layers find their attention metadata in vLLM's forward context."""
+
+    @wraps(half)
+    def run(runner: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        with override_forward_context(runner.parts.forward_context):
             return half(runner, *args, **kwargs)
 
     return run

@@ -10,7 +10,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 
 from gpu_runner.model_runner import GPUModelRunner
 from model_runner_base import ModelRunnerBase
-from model_runner_base.step.guard import StepGuard, guarded
+from model_runner_base.step.guard import StepGuard, guarded, in_forward_context
 from neuron_runner.model_runner import NeuronModelRunner
 
 CONTEXT: Any = object()
@@ -21,6 +21,7 @@ class Ended(BaseException):
 
 
 @guarded
+@in_forward_context
 def half(runner: Any, error: type[BaseException] | None) -> bool:
     assert get_forward_context() is CONTEXT
     if error is not None:
