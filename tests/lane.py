@@ -35,6 +35,7 @@ NEWEST = [
     "base/test_hostile_engine.py",
     "base/test_gemma4.py",
     "base/test_hunyuan.py",
+    "base/test_hy_v4.py",
     "base/test_image_families.py",
     "base/test_image_ranks.py",
     "base/test_kimi_linear.py",

@@ -19,7 +19,8 @@ from model_runner_base.vllm_compat.types.speculation import HOST_METHODS
 
 WITH_LATENTS = (*HOST_METHODS, "mtp")
 """Speculative methods that are supported with latent attention."""
-WITH_INDEXERS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+HY_V4 = "HYV4ForCausalLM"
+WITH_INDEXERS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", HY_V4)
 """Architectures with an indexer that are tested: up to as many tokens as it leaves keys, where they are dense, and
 beyond."""
 KEPT_AS_THEY_ARE = (None, "auto", "bf16", "bfloat16")
@@ -33,6 +34,19 @@ ALWAYS_OF_M3 = {
 """Settings of MiniMax M3 that vLLM's class passes over, with the values that it has."""
 OF_TRANSFORMERS_M3 = ("index_topk_blocks", "index_block_size", "index_n_heads", "layer_types")
 """Settings of MiniMax M3's sparse layers as transformers names them."""
+PUBLISHED_OF_HY_V4 = {
+    "enable_ihc": True,
+    "gated_mla": True,
+    "gating_type": "elementwise",
+    "learnable_sink": True,
+    "swiglu_limit": 10.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "attention_bias": False,
+}
+"""Settings of HY V4 with the values that are tested; vLLM's class passes over the last three."""
+SPARSE_OF_HY_V4 = ("indexed_attention", "deepseek_sparse_attention", "sparse_attention", "sparse")
+"""Layer types of HY V4 whose tokens see chosen keys."""
 DRAFTS_BY_SEVERAL = ("Step3p5ForCausalLM",)
 """Architectures that draft each token by a layer of its own; the base's drafts come from one."""
 LONGCAT = "LongcatFlashForCausalLM"
@@ -49,6 +63,8 @@ def check_attention(vllm_config: VllmConfig) -> None:
         _check_latent(vllm_config)
     if is_minimax_m3(model.architecture):
         _check_minimax_m3(vllm_config)
+    if model.architecture == HY_V4:
+        _check_hy_v4(vllm_config)
     if chooses_blocks(model):
         _check_chosen_blocks(vllm_config)
     if model.architecture in DRAFTS_BY_SEVERAL or has_unequal_heads(model.architecture, model.hf_text_config):
@@ -117,7 +133,7 @@ def _check_hidden_keys(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     dense = f"set max_model_len={num_indexed_keys(model)} or less (index_topk), where {model.architecture} is dense"
     config = model.hf_text_config
-    rotation, sharing = misread_rotation(config, model.architecture), misread_sharing(config)
+    rotation, sharing = misread_rotation(config, model.architecture), misread_sharing(config, model.architecture)
     refusals = {
         f"sparse attention (DSA) is not cut over ranks or stages yet: leave out tensor_parallel_size and "
         f"pipeline_parallel_size, or {dense}": vllm_config.parallel_config.world_size > 1,
@@ -137,6 +153,33 @@ def _check_hidden_keys(vllm_config: VllmConfig) -> None:
         f"which published code has as {rotation}: correct config.json, or pass "
         f'hf_overrides={{"indexer_rope_interleave": {rotation}}}': rotation is not None,
         f"{sharing}: correct config.json, or pass hf_overrides, or {dense}": sharing is not None,
+    }
+    refuse(refusals)
+
+
+def _check_hy_v4(vllm_config: VllmConfig) -> None:
+    """Refuses what was not tried of HY V4, and settings that vLLM's class passes over."""
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    config = model.hf_text_config
+    others = [name for name, value in PUBLISHED_OF_HY_V4.items() if getattr(config, name, value) != value]
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    not_sparse = next((layer for layer, type_ in enumerate(types) if type_ not in SPARSE_OF_HY_V4), None)
+    refusals = {
+        f"HY V4 is served as published, which has {', '.join(others)} otherwise: correct config.json": others,
+        f"rotary positions of type {kind} are not supported with HY V4 yet: correct rope_parameters of config.json": (
+            kind != "default"
+        ),
+        f"vLLM's class has layer {not_sparse} of HY V4 see all keys, as layer_types says: correct config.json, or pass "
+        f'hf_overrides with layer_types of {config.num_hidden_layers} times "indexed_attention"': (
+            hides_keys(model) and not_sparse is not None
+        ),
+        "HY V4 is not cut over ranks or stages yet: leave out tensor_parallel_size and pipeline_parallel_size": (
+            vllm_config.parallel_config.world_size > 1
+        ),
+        "adapters are not supported with HY V4 yet: leave out enable_lora": vllm_config.lora_config,
+        f"drafts by {drafts and drafts.method} are not supported with HY V4 yet: use one of "
+        f"{', '.join(HOST_METHODS)}, or leave out speculative_config": drafts and drafts.method not in HOST_METHODS,
     }
     refuse(refusals)
 

@@ -43,6 +43,11 @@ def stepped_swiglu(inner: np.ndarray) -> np.ndarray:
     return np.minimum(gate * sigmoid(gate), 7) * np.clip(up, -7, 7)
 
 
+def limited_silu(inner: np.ndarray) -> np.ndarray:
+    gate, up = np.minimum(inner[:INNER], 10), np.clip(inner[INNER:], -10, 10)
+    return gate * sigmoid(gate) * up
+
+
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
     return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
@@ -51,6 +56,7 @@ ACTIVATIONS = {
     "gelu_tanh": lambda inner: gelu_tanh(inner[:INNER]) * inner[INNER:],
     "silu": lambda inner: inner[:INNER] * sigmoid(inner[:INNER]) * inner[INNER:],
     "gelu": lambda inner: gelu(inner[:INNER]) * inner[INNER:],
+    "silu_limited": limited_silu,
     "swigluoai": clamped_swiglu,
     "swigluoai_uninterleave": clamped_swiglu_of_halves,
     "swiglustep": stepped_swiglu,

@@ -20,6 +20,7 @@ from model_runner_base.attention.choice import Chooser, SparseMetadata
 from model_runner_base.attention.latent import LatentFormat
 from model_runner_base.attention.sparse import SparseLatentBackend
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.vllm_compat.probes.indexers import indexers
 
 IS_FUSED = "wk_weights_proj"
 """Projection that makes keys and weights in some releases of vLLM; ``wk`` and ``weights_proj`` in others."""
@@ -37,18 +38,15 @@ def use_plain_indexers(model: nn.Module) -> None:
 
     Raises UnsupportedConfigError for an indexer whose projections are quantised.
     """
-    from vllm.model_executor.models.deepseek_v2 import Indexer  # Imported already, by a model that has one.
-
-    for name, module in model.named_modules():
-        if isinstance(module, Indexer):
-            indexer: Any = module
-            _check(name, indexer)
-            cache = indexer.k_cache
-            cache.head_dim, cache.dtype = indexer.head_dim, indexer.wq_b.weight.dtype
-            cache.impl = IndexKeys(LatentFormat(1, indexer.head_dim))
-            cache.get_attn_backend = _backend
-            indexer.chooser = Chooser(indexer.topk_tokens)
-            indexer.forward = MethodType(forward, indexer)
+    for name, indexer, rotates_last in indexers(model):
+        _check(name, indexer)
+        cache = indexer.k_cache
+        cache.head_dim, cache.dtype = indexer.head_dim, indexer.wq_b.weight.dtype
+        cache.impl = IndexKeys(LatentFormat(1, indexer.head_dim))
+        cache.get_attn_backend = _backend
+        indexer.chooser = Chooser(indexer.topk_tokens)
+        indexer.rotates_last = rotates_last
+        indexer.forward = MethodType(forward, indexer)
 
 
 def _check(name: str, indexer: nn.Module) -> None:
@@ -75,22 +73,29 @@ def forward(self: Any, hidden_states: torch.Tensor, qr: torch.Tensor, positions:
     if metadata is None:
         return
     step: SparseMetadata = metadata[self.k_cache.prefix]
-    rotated = self.rope_dim, self.head_dim - self.rope_dim
     keys, weights = _keys_and_weights(self, hidden_states)
     queries = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
-    queries, keys = queries.split(rotated, dim=2), self.k_norm(keys).unsqueeze(1).split(rotated, dim=2)
-    rotary = rotary_emb(positions, queries[0].contiguous(), keys[0].contiguous())
-    # Some layers of rotary positions return further leading dimensions.
-    queries, keys = (
-        torch.cat((part.reshape(first.shape), rest), dim=2)
-        for part, (first, rest) in zip(rotary, (queries, keys), strict=True)
-    )
+    queries, keys = _rotated(self, positions, rotary_emb, queries, self.k_norm(keys).unsqueeze(1))
     planned, form = step.planned, self.k_cache.impl.cache_format
     cache = self.k_cache.kv_cache[0] if isinstance(self.k_cache.kv_cache, list) else self.k_cache.kv_cache
     cache = form.view(cache, planned.block_size)
     cache.index_put_((planned.slot_blocks, planned.slot_offsets), keys.to(cache.dtype))
     scale = (self.head_dim * self.n_head) ** -0.5
     self.chooser.leave_choice(step, queries, weights.float() * scale, cache)
+
+
+def _rotated(
+    indexer: Any, positions: torch.Tensor, rotary_emb: Any, *vectors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Queries and keys, [T, heads, D], with the rotary part at its positions."""
+    sizes, own = [indexer.rope_dim, indexer.head_dim - indexer.rope_dim], 0
+    if indexer.rotates_last:
+        sizes, own = sizes[::-1], 1
+    parts = [list(x.split(sizes, dim=2)) for x in vectors]
+    for each, rotated in zip(parts, rotary_emb(positions, *(each[own].contiguous() for each in parts)), strict=True):
+        # Some layers of rotary positions return further leading dimensions.
+        each[own] = rotated.reshape(each[own].shape)
+    return tuple(torch.cat(each, dim=2) for each in parts)
 
 
 def _keys_and_weights(indexer: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

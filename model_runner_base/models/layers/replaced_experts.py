@@ -12,12 +12,13 @@ from torch import nn
 
 from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.models.layers.fused_moe import ACTIVATIONS
-from model_runner_base.vllm_compat.probes.experts import ExpertsView
+from model_runner_base.vllm_compat.probes.experts import LIMITED_SILU, ExpertsView
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Function of the first products' numbers, gate and up [..., 2 * inner], to [..., inner]."""
 
-GATED = {name: compute for name, compute in ACTIVATIONS.items() if not name.endswith("_no_mul")}
+GATED = {name: compute for name, compute in ACTIVATIONS.items() if not name.endswith(("_no_mul", LIMITED_SILU))}
+"""Activations with a gate that vLLM has a name for."""
 PRODUCTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's products that vLLM loads."""
 SPREAD = 6.0

@@ -20,6 +20,8 @@ _FIELD = "index_topk"
 
 WITH_BUFFERS = ("vllm.model_executor.models.deepseek_v2", "vllm.model_executor.models.deepseek_mtp")
 """Modules of models that make buffers for an indexer's choice."""
+WITH_OWN_BUFFERS = {"HYV4ForCausalLM": "vllm.models.hy_v4.nvidia.model"}
+"""More of them, which not every release has, by architecture."""
 
 
 class _WithoutIndexer:
@@ -74,7 +76,8 @@ def without_indexer(model_config: ModelConfig) -> Iterator[None]:
         if is_dense(model_config):
             model_config.hf_config = _WithoutIndexer(config)  # type: ignore[assignment]
         elif hides_keys(model_config):
-            for name in WITH_BUFFERS:
+            own = WITH_OWN_BUFFERS.get(model_config.architecture)
+            for name in (*WITH_BUFFERS, own) if own else WITH_BUFFERS:
                 module: Any = import_module(name)
                 stack.enter_context(patch.object(module, "current_platform", _OnHost(module.current_platform)))
         try:

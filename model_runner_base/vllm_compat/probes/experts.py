@@ -24,6 +24,12 @@ except ImportError:  # Older releases compute such experts in a layer class of t
     ZeroExpertRouter = None
 """Router of a layer in which experts without weights return their input; None in releases without it."""
 
+LIMITED_SILU = "silu_limited"
+"""Name of "silu" with the ``swiglu_limit`` that HY V4 is published with, for which vLLM has no name."""
+SILU_LIMIT = 10.0
+SWIGLU_LIMITS = dict.fromkeys(("swigluoai", "swigluoai_uninterleave"), (None, 7.0)) | {LIMITED_SILU: (SILU_LIMIT,)}
+"""Values of ``swiglu_limit`` that plain torch supports, by activation; None alone for others."""
+
 DIVIDING_LAYERS = {"DeepseekV2DecoderLayer", "AXK1DecoderLayer", "OpenPanguDecoderLayer"}
 """Decoder layers that divide all that they add to the residual, in float16, as vLLM divides their shared experts."""
 
@@ -71,7 +77,7 @@ class ExpertsView:
             getattr(self.weights, f"swiglu_{name}", None) if is_clamped else None for name in ("alpha", "beta")
         )
         wanted = {
-            f"swiglu_limit={limit}": limit not in ((None, 7.0) if is_clamped else (None,)),
+            f"swiglu_limit={limit}": limit not in SWIGLU_LIMITS.get(self.activation, (None,)),
             f"swiglu_alpha={alpha}": alpha not in (None, 1.702),
             f"swiglu_beta={beta}": beta not in (None, 1.0),
             "hash routing": getattr(self.weights, "hash_indices_table", None) is not None,
@@ -135,8 +141,11 @@ class ExpertsView:
 
 
 def activation_name(weights: Any) -> str:
-    """Name that checkpoints have for the activation of ``weights``, the module that has the weights."""
-    return getattr(weights.activation, "value", weights.activation)
+    """Name that checkpoints have for the activation of ``weights``, the module that has the weights; ``LIMITED_SILU``
+    for one that they have no name for."""
+    name: str = getattr(weights.activation, "value", weights.activation)
+    is_limited = name == "silu" and getattr(weights, "swiglu_limit", None) == SILU_LIMIT
+    return LIMITED_SILU if is_limited else name
 
 
 def experts_layers(model: nn.Module) -> Iterator[tuple[str, ExpertsView]]:
