@@ -135,9 +135,4 @@ def read_lines(kv_cache: torch.Tensor, plan: PairPlan) -> torch.Tensor:
     """
     lines = kv_cache.view(plan.pair_tile.shape[0] + 1, -1, *kv_cache.shape[1:])
     tiles = lines[1:, : plan.line_tiles].flatten(1, 2)
-    position = torch.arange(tiles.shape[1], dtype=torch.int32, device=tiles.device).unsqueeze(0)
-    is_seen = position <= plan.pair_last.unsqueeze(1)
-    first = plan.pair_first
-    if first is not None:
-        is_seen = is_seen & (position >= first.unsqueeze(1))
-    return torch.where(is_seen.unsqueeze(2).unsqueeze(3), tiles, 0)
+    return torch.where(plan.is_seen.unsqueeze(2).unsqueeze(3), tiles, 0)

@@ -74,6 +74,16 @@ class PairPlan:
         return entries.gather(1, position.long()).flatten()
 
     @property
+    def is_seen(self) -> torch.Tensor:
+        """[P, S] bool: the positions of each pair's KV tile, or front of a line, from the first that any of its queries
+        sees to the last."""
+        num_positions = self.kv_tile * max(1, self.line_tiles)
+        position = torch.arange(num_positions, dtype=torch.int32, device=self.last.device).unsqueeze(0)
+        is_seen = position <= self.pair_last.unsqueeze(1)
+        first = self.pair_first
+        return is_seen if first is None else is_seen & (position >= first.unsqueeze(1))
+
+    @property
     def pair_last(self) -> torch.Tensor:
         """[P] last key that any query of the pair sees; keys after it may belong to other requests."""
         return self.last.amax(dim=1)
