@@ -47,6 +47,10 @@ class PagedPlatform(Platform):
     dtype that is not listed, the first. A device that emulates a dtype leaves it out of ``supported_dtypes``, so that a
     user has to ask for it."""
     default_block_size = 32
+    has_cache_lines = False
+    """Whether a request's keys and values are one block (docs/kv_cache.md#contiguous). ``block_size`` is then
+    ``max_model_len``, rounded up to a multiple of 64 in place of ``default_block_size``, and a smaller one is
+    refused."""
     default_max_num_batched_tokens = 512
     default_max_num_seqs = 64
     default_memory_share = 0.5
@@ -246,7 +250,12 @@ class PagedPlatform(Platform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
         note_local_replicas(vllm_config.parallel_config)
-        set_default_block_size(vllm_config.cache_config, cls.default_block_size)
+        if cls.has_cache_lines and vllm_config.model_config:
+            from model_runner_base.caches.contiguous import set_line_size
+
+            set_line_size(vllm_config)
+        else:
+            set_default_block_size(vllm_config.cache_config, cls.default_block_size)
         offload_by_the_base(vllm_config)
         check_serves_connectors(cls, vllm_config)
         if cls.stands_before_requests:

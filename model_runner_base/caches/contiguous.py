@@ -17,12 +17,14 @@ from model_runner_base.attention.metadata import NEVER, PagedAttentionMetadata, 
 from model_runner_base.attention.plan import kv_tile_for
 from model_runner_base.caches.group import AttentionGroup, CacheKind, ModelCaches
 from model_runner_base.caches.paged import group_traces, paged_groups
+from model_runner_base.errors import UnsupportedConfigError
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import STARTS, ModelCall
 from model_runner_base.step.components import SectionUpdater
 from model_runner_base.step.packing import PackedStep, Section, pad_into
 from model_runner_base.step.sizes import StepKind, StepLimits, StepSize, geometric
 from model_runner_base.step.trace import LayerTrace
+from model_runner_base.vllm_compat.probes.config import asked_block_size
 from model_runner_base.vllm_compat.types.kv_cache import CacheLayout, KVCacheSpec, cross_length, useful_bytes
 
 
@@ -31,6 +33,26 @@ def is_contiguous(vllm_config: VllmConfig) -> bool:
     block_size = vllm_config.cache_config.block_size
     fits = block_size >= vllm_config.model_config.max_model_len
     return fits and block_size % kv_tile_for(block_size) == 0
+
+
+LINE_UNIT = 64
+"""Number of tokens of which cache lines hold a multiple where the device has no other blocks."""
+
+
+def set_line_size(vllm_config: VllmConfig) -> None:
+    """Sets the block size of a device that has cache lines alone: ``max_model_len``, rounded up.
+
+    Raises UnsupportedConfigError if the user asks for blocks that hold less.
+    """
+    cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    asked = asked_block_size(cache)
+    if asked is not None and asked < length:
+        raise UnsupportedConfigError(
+            f"block_size={asked} is not supported on this device, where a block holds a whole request: leave it out"
+        )
+    # A draft model's config shares the cache's, and may have a smaller length.
+    if asked is None and (cache.block_size or 0) < length:
+        cache.block_size = -(-length // LINE_UNIT) * LINE_UNIT
 
 
 def useful_memory(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> float:

@@ -14,8 +14,9 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
-from model_runner_base.testing.precision import PRECISION
+from model_runner_base.testing.precision import PRECISION, NotLooked
 from model_runner_base.testing.step_log import StepLog
 
 # vLLM inspects a model's class in a process of its own, which takes ten seconds for each architecture. That process
@@ -51,6 +52,40 @@ _core.freeze_gc_heap = lambda: None
 
 _starts = count(1)
 """Engines started so far."""
+
+
+def has_cache_lines() -> bool:
+    """Whether the device keeps each request in one block, so that none is preempted, and no prefix is found again."""
+    return bool(getattr(current_platform, "has_cache_lines", False))
+
+
+SIZES_OF_BLOCKS = ("block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes")
+"""Options with which checks make a cache of few small blocks."""
+
+
+def with_lines(options: dict[str, Any]) -> dict[str, Any]:
+    """A check's options for a device with cache lines, of which all running requests have one."""
+    return {name: value for name, value in options.items() if name not in SIZES_OF_BLOCKS or value is None}
+
+
+def require_small_blocks(what: str) -> None:
+    """Raises NotLooked on a device with cache lines; ``what`` is so there, in words."""
+    if has_cache_lines():
+        raise NotLooked(f"{what} where a block holds a whole request")
+
+
+def check_preempted(llm: LLM, num_before: float) -> None:
+    """Raises AssertionError if there are no more preemptions than ``num_before``; NotLooked if the device has none."""
+    if metric(llm, "vllm:num_preemptions") == num_before:
+        require_small_blocks("no request is preempted")
+        raise AssertionError("nothing was preempted")
+
+
+def check_hit(is_hit: bool) -> None:
+    """Raises AssertionError if no prefix was found in the cache; NotLooked if the device finds none."""
+    if not is_hit:
+        require_small_blocks("no prefix is kept for others")
+        raise AssertionError("the prefix cache was not hit")
 
 
 def cache_bytes(model: str | Path, num_tokens: int) -> int:
@@ -92,6 +127,7 @@ class Engines:
         All of its sizes are compiled, unless ``is_new`` was asked for: then some may still be compiling. If it
         ``stays_new``, because the caller does not use it, it is the new one of the next call.
         """
+        options = with_lines(options) if has_cache_lines() else options
         key = str(model), repr(sorted(options.items()))
         is_used, self._stays_new = not self._stays_new, stays_new
         if (is_new and is_used) or key != self._key or self._llm is None or _is_busy(self._llm):

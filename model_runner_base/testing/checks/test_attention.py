@@ -7,7 +7,7 @@ from vllm import LLM
 
 from model_runner_base.testing.architectures import SHORT_WINDOW
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.engine import core_of, generate, greedy, tokens_of
+from model_runner_base.testing.engine import core_of, generate, greedy, require_small_blocks, tokens_of
 from model_runner_base.testing.logprobs import check_values
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
@@ -65,6 +65,7 @@ def check_unusual(name: str, feature: str, engine: Start, tiny_model: Tiny) -> N
 
 def test_high_block_ids(engine: Start, text_model: TinyModel) -> None:
     """Blocks with ids above 32,767, as a large cache has."""
+    require_small_blocks("there are few blocks")
     llm = engine(text_model.path, num_gpu_blocks_override=HIGHEST_INT16 + 100)
     pool = core_of(llm).scheduler.kv_cache_manager.block_pool
     others = pool.get_new_blocks(HIGHEST_INT16)

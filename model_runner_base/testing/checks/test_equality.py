@@ -9,7 +9,15 @@ from vllm import LLM
 
 from model_runner_base.testing.architectures import CONFIGS
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.engine import cache_bytes, generate, greedy, metric, tokens_of
+from model_runner_base.testing.engine import (
+    cache_bytes,
+    check_hit,
+    check_preempted,
+    generate,
+    greedy,
+    metric,
+    tokens_of,
+)
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
@@ -71,7 +79,7 @@ def test_prefix_hits(small_cache: tuple[LLM, TinyModel]) -> None:
 
     outputs = generate(llm, prompts, greedy(NEW_TOKENS))
     check_equal(model, prompts, tokens_of(outputs), [NEW_TOKENS] * len(prompts), run_twice)
-    assert any(output.num_cached_tokens for output in outputs), "the prefix cache was not hit"
+    check_hit(any(output.num_cached_tokens for output in outputs))
 
 
 def test_preemption(small_cache: tuple[LLM, TinyModel]) -> None:
@@ -87,7 +95,7 @@ def test_preemption(small_cache: tuple[LLM, TinyModel]) -> None:
     if "window" in model.path.name or metric(llm, "vllm:num_preemptions") == preemptions:
         counts = [100] * len(prompts)
         check_equal(model, prompts, run_with_resets(llm, prompts, counts), counts, run_with_resets)
-    assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
+    check_preempted(llm, preemptions)
 
 
 def run_with_resets(llm: LLM, prompts: Prompts, counts: int | list[int]) -> list[list[int]]:

@@ -10,7 +10,7 @@ from vllm import LLM, envs
 from model_runner_base.heads.sampling.thinking_budget import markers_of
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.completions import check_completions
-from model_runner_base.testing.engine import generate, greedy, metric, sampled, tokens_of
+from model_runner_base.testing.engine import check_preempted, generate, greedy, metric, sampled, tokens_of
 from model_runner_base.testing.logprobs import check_chosen
 from model_runner_base.testing.mismatch import check_same
 from model_runner_base.testing.models import TinyModel
@@ -59,7 +59,7 @@ def test_thinking_budgets(llm: LLM, text_model: TinyModel) -> None:
     check_same(
         got, want, [f"prompt of {len(p)} tokens, budget {b}" for p, b in zip(prompts, budgets, strict=True)], prompts
     )
-    assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
+    check_preempted(llm, before)
 
 
 def test_chosen_logprobs(llm: LLM, text_model: TinyModel) -> None:
@@ -86,4 +86,4 @@ def test_slot_processors(llm: LLM, text_model: TinyModel) -> None:
     ]
     before = metric(llm, "vllm:num_preemptions")
     assert check_completions(llm, text_model, requests), "the processors changed nothing"
-    assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
+    check_preempted(llm, before)

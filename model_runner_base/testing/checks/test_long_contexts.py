@@ -7,7 +7,7 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.engine import cache_bytes, generate, greedy, tokens_of
+from model_runner_base.testing.engine import cache_bytes, check_hit, generate, greedy, tokens_of
 from model_runner_base.testing.logprobs import check_all
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
@@ -53,7 +53,7 @@ def test_a_long_prefix_hit(llm: LLM, text_model: TinyModel) -> None:
     (end,) = random_prompts(171, [40])
     check(llm, text_model, [PROMPTS[2]])
     (cached,) = check(llm, text_model, [PROMPTS[2] + end])
-    assert cached > 1400, "the prefix cache was not hit"
+    check_hit(cached > 1400)
 
 
 def test_the_longest_context(llm: LLM, text_model: TinyModel) -> None:

@@ -8,7 +8,7 @@ from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_prompt_embeddings import NEW_TOKENS, check, embeddings, options_of
-from model_runner_base.testing.engine import metric
+from model_runner_base.testing.engine import check_hit, check_preempted, metric
 from model_runner_base.testing.models import TinyModel
 
 
@@ -31,7 +31,7 @@ def test_mixed_prompts(engine: Callable[..., LLM], tiny_model: Callable[[str], T
         )
     preemptions = metric(llm, "vllm:num_preemptions")
     check(llm, model, asked, prompts, 60)
-    assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
     hits = metric(llm, "vllm:prefix_cache_hits")
     check(llm, model, asked[::-1], prompts[::-1], NEW_TOKENS)
-    assert metric(llm, "vllm:prefix_cache_hits") > hits, "the prefix cache was not hit"
+    check_preempted(llm, preemptions)
+    check_hit(metric(llm, "vllm:prefix_cache_hits") > hits)

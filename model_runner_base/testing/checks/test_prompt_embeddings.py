@@ -8,7 +8,7 @@ import torch
 from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
-from model_runner_base.testing.engine import cache_bytes, greedy, metric, tokens_of
+from model_runner_base.testing.engine import cache_bytes, check_hit, check_preempted, greedy, metric, tokens_of
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel, reference_model
 
@@ -59,7 +59,8 @@ def test_embeddings(llm: LLM, model: TinyModel) -> None:
     hits, preemptions = metric(llm, "vllm:prefix_cache_hits"), metric(llm, "vllm:num_preemptions")
     for _ in range(2):
         check(llm, model, asked[5:], PROMPTS[5:], NEW_TOKENS)
-    assert metric(llm, "vllm:prefix_cache_hits") > hits, "the prefix cache was not hit"
+    is_hit = metric(llm, "vllm:prefix_cache_hits") > hits
     long = random_prompts(71, [60, 70, 80, 90])
     check(llm, model, [{"prompt_embeds": embeddings(model, prompt)} for prompt in long], long, 60)
-    assert metric(llm, "vllm:num_preemptions") > preemptions, "nothing was preempted"
+    check_hit(is_hit)
+    check_preempted(llm, preemptions)

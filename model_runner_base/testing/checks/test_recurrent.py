@@ -9,7 +9,7 @@ from vllm import LLM
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_equality import run_with_arrivals
 from model_runner_base.testing.drafts import KnownDrafts, speculation
-from model_runner_base.testing.engine import generate, greedy, metric, runner_of, tokens_of
+from model_runner_base.testing.engine import check_hit, check_preempted, generate, greedy, metric, runner_of, tokens_of
 from model_runner_base.testing.mismatch import check_equal
 from model_runner_base.testing.models import TinyModel
 
@@ -64,7 +64,7 @@ def test_preemption(hybrid: tuple[LLM, TinyModel]) -> None:
     llm, model = hybrid
     before = metric(llm, "vllm:num_preemptions")
     check(llm, model, random_prompts(96, [60, 70, 50, 40]), 70)
-    assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
+    check_preempted(llm, before)
 
 
 def test_arrivals(hybrid: tuple[LLM, TinyModel]) -> None:
@@ -95,13 +95,13 @@ def test_wrong_drafts(
     before = metric(llm, "vllm:num_preemptions")
     check(llm, model, PROMPTS)
     check(llm, model, long, 70)
-    assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
+    check_preempted(llm, before)
     drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
     assert drafted > accepted > 0, "drafts were all right, or all wrong"
     if keeps_states:
         for _ in range(2):  # Others took the blocks of the first time.
             check(llm, model, long[:1], 70)
-        assert metric(llm, "vllm:prefix_cache_hits") > 0, "no prefix was hit"
+        check_hit(metric(llm, "vllm:prefix_cache_hits") > 0)
 
 
 @pytest.mark.parametrize("name", [KEEPS_PREFIXES], indirect=True, scope="module")

@@ -7,7 +7,7 @@ from vllm import LLM
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_cache_formats import PROMPTS, check
-from model_runner_base.testing.engine import metric
+from model_runner_base.testing.engine import check_preempted, metric
 from model_runner_base.testing.models import TinyModel
 
 
@@ -36,4 +36,4 @@ def test_chosen_keys_after_preemption(sparse: tuple[LLM, TinyModel]) -> None:
     llm, model = sparse
     before = metric(llm, "vllm:num_preemptions")
     check(llm, model, random_prompts(116, [60, 70, 50, 40]), 40)
-    assert metric(llm, "vllm:num_preemptions") > before, "nothing was preempted"
+    check_preempted(llm, before)

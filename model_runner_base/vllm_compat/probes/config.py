@@ -77,9 +77,16 @@ def forgo_kv_scales(cache_config: Any) -> None:
         cache_config.calculate_kv_scales = False
 
 
+def asked_block_size(cache_config: Any) -> int | None:
+    """Block size that the user gave, or a platform set before; None if there is none. Some releases set a default
+    themselves, and note that in a flag."""
+    is_asked = getattr(cache_config, "user_specified_block_size", cache_config.block_size is not None)
+    return cache_config.block_size if is_asked else None
+
+
 def set_default_block_size(cache_config: Any, block_size: int) -> None:
-    """Sets the block size if the user gave none; some releases set a default themselves, and note that in a flag."""
-    if not getattr(cache_config, "user_specified_block_size", cache_config.block_size is not None):
+    """Sets the block size if the user gave none."""
+    if asked_block_size(cache_config) is None:
         cache_config.block_size = block_size
 
 
