@@ -23,6 +23,7 @@ NEWEST = [
     "kit/test_mutations.py",
     "kit/test_plain_device.py",
     "kit/test_right_devices.py",
+    "kit/test_tarn_device.py",
     "kit/test_upstream.py",
     "base/test_audio.py",
     "base/test_block_sparse.py",
