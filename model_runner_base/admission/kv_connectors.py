@@ -7,8 +7,12 @@ attributes what cannot be seen from outside:
 - ``moves_whole_blocks = True``: it reads and writes whole rows, and gives them to the same rank alone of an engine with
   the same model and settings.
 - ``loads_between_steps = True``: ``get_num_new_matched_tokens`` answers True for all tokens that it loads.
+
+``MultiConnector`` is served with connectors that are served alone, if all of them load between steps: the others save
+the blocks of a step, and do not hear which of these were not loaded.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -16,35 +20,42 @@ from vllm.config import VllmConfig
 from model_runner_base.errors import UnsupportedConfigError, refuse
 from model_runner_base.vllm_compat.probes.config import setting
 from model_runner_base.vllm_compat.probes.multimodal import takes_items
-from model_runner_base.vllm_compat.types.kv_connector import HAS_TRANSFER_RESULTS, connector_class
+from model_runner_base.vllm_compat.types.kv_connector import (
+    HAS_TRANSFER_RESULTS,
+    OFFLOADING,
+    SEVERAL,
+    connector_class,
+    connector_configs,
+    connector_for_size,
+    reports_figures,
+)
 from model_runner_base.vllm_compat.types.recurrent import has_states
 
-OFFLOADING = "OffloadingConnector"
-"""vLLM's connector that keeps blocks on the host."""
 HOST_SPEC = {"spec_name": "HostOffloadingSpec", "spec_module_path": "model_runner_base.caches.host_offload"}
 """The base's copies between device and host, as vLLM's offloading connector takes them."""
 
 CUTS = "it cuts blocks by heads or tokens of vLLM's own layout"
-UNTRIED = "it was not tried on this library's caches"
+OF_CUDA = "its copies are those of CUDA devices"
+SLOTS = "it reads slots of vLLM's own layout, and answers wrong tokens on another"
 OF_VLLM = {
     "DecodeBenchConnector": "it fills the cache with made-up numbers",
-    "ExampleConnector": "it reads slots of vLLM's own layout, and answers wrong tokens on another",
+    "ExampleConnector": SLOTS,
     "ExampleHiddenStatesConnector": "it reads hidden states from a cache that is not made here",
-    "FlexKVConnectorV1": UNTRIED,
-    "HF3FSKVConnector": CUTS,
+    "FlexKVConnectorV1": "it was not tried on this library's caches: FlexKV is built from its source",
+    "HF3FSKVConnector": OF_CUDA,
     "HiSparseConnector": "caches of sparse attention are not kept on the host",
     "LMCacheConnectorV1": CUTS,
     "LMCacheMPConnector": CUTS,
-    "MoRIIOConnector": CUTS,
+    "MoRIIOConnector": "it needs MORI, for ROCm devices",
     "MooncakeConnector": CUTS,
     "MooncakeStoreConnector": CUTS,
-    "MultiConnector": "its connectors are not looked at",
     "NixlConnector": CUTS,
     "NixlPullConnector": CUTS,
     "NixlPushConnector": CUTS,
-    "P2pNcclConnector": CUTS,
-    "SharedStorageConnector": "it reads slots of vLLM's own layout, and answers wrong tokens on another",
-    "SimpleCPUOffloadConnector": "its copies are those of another device: leave out VLLM_USE_SIMPLE_KV_OFFLOAD",
+    "P2pNcclConnector": "it sends by NCCL, between CUDA devices",
+    "SharedStorageConnector": SLOTS,
+    "SimpleCPUOffloadConnector": f"{OF_CUDA}: leave out VLLM_USE_SIMPLE_KV_OFFLOAD",
+    "UMBPStoreConnector": "it needs MORI, for ROCm devices",
 }
 """vLLM's connectors that are refused, by name, with the reason."""
 
@@ -56,13 +67,20 @@ def offload_by_the_base(vllm_config: Any) -> None:
     """
     from vllm.config import KVTransferConfig
 
-    transfer = vllm_config.kv_transfer_config
-    if vllm_config.cache_config.kv_offloading_size is None and getattr(transfer, "kv_connector", "") != OFFLOADING:
-        return
+    transfer, offloads = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size is not None
     if transfer is None:
+        if not offloads:
+            return
         transfer = vllm_config.kv_transfer_config = KVTransferConfig()
-    if "spec_name" not in transfer.kv_connector_extra_config:
-        transfer.kv_connector_extra_config |= HOST_SPEC
+    extra, extras = transfer.kv_connector_extra_config, []
+    if offloads or transfer.kv_connector == OFFLOADING:
+        extras = [extra]
+    elif transfer.kv_connector == SEVERAL:
+        listed = [options for options in extra.get("connectors") or () if options.get("kv_connector") == OFFLOADING]
+        extras = [options.setdefault("kv_connector_extra_config", {}) for options in listed]
+    for extra in extras:
+        if "spec_name" not in extra:
+            extra |= HOST_SPEC
 
 
 def check_connector(vllm_config: VllmConfig) -> None:
@@ -76,14 +94,12 @@ def check_connector(vllm_config: VllmConfig) -> None:
     if transfer is None or model is None:
         return
     # vLLM sets the name for kv_offloading_size after the platform has checked the config.
-    name = transfer.kv_connector or (OFFLOADING if cache.kv_offloading_size else None)
+    name = connector_for_size(cache) if cache.kv_offloading_size else transfer.kv_connector
     if name is None:
         return
-    # So is a class of the user's with a name of vLLM's, since some releases take vLLM's then.
-    reason = OF_VLLM.get(name)
     refusals = {
-        f"the KV connector {name} is not supported: {reason}. Use {OFFLOADING} (kv_offloading_size), or a connector of"
-        " your own that moves whole blocks": reason,
+        f"kv_offloading_size takes the place of the KV connector {transfer.kv_connector}: leave it out, and list"
+        f" {OFFLOADING} and your connector in {SEVERAL} if you want the two": transfer.kv_connector not in (None, name),
         f"KV connectors are not supported with the recurrent layers of {model.architecture} yet, whose states lie in no"
         " block: leave out kv_transfer_config and kv_offloading_size": has_states(vllm_config),
         "KV connectors are not supported with encoder-decoder models: leave out kv_transfer_config and"
@@ -98,13 +114,40 @@ def check_connector(vllm_config: VllmConfig) -> None:
         " kv_transfer_config and kv_offloading_size": model.enable_sleep_mode,
     }
     refuse(refusals)
-    (_check_offloading if name == OFFLOADING else _check_class)(vllm_config)
+    if name != SEVERAL:
+        _check_one(vllm_config, transfer, name)
+        return
+    configs = connector_configs(transfer)
+    names = [config.kv_connector for config in configs]
+    refusals = {
+        f"{SEVERAL} lists no connector: list some in kv_connector_extra_config, as connectors": (
+            not all(names) or not names
+        ),
+        f"{SEVERAL} inside of {SEVERAL} is not supported: list all connectors in one": SEVERAL in names,
+        f"{OFFLOADING} is listed more than once: list it once, with all the memory": names.count(OFFLOADING) > 1,
+    }
+    refuse(refusals)
+    for config in configs:
+        _check_one(vllm_config, config, config.kv_connector, is_listed=True)
 
 
-def _check_offloading(vllm_config: VllmConfig) -> None:
-    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
-    assert transfer is not None
-    extra = transfer.kv_connector_extra_config
+def _check_one(vllm_config: VllmConfig, transfer: Any, name: str, is_listed: bool = False) -> None:
+    """Checks a connector of this name and config; ``is_listed``: whether it is one of several."""
+    # A class of the user's with a name of vLLM's is refused, too, since some releases take vLLM's then.
+    reason = OF_VLLM.get(name)
+    refusals = {
+        f"the KV connector {name} is not supported: {reason}. Use {OFFLOADING} (kv_offloading_size), or a connector of"
+        " your own that moves whole blocks": reason,
+    }
+    refuse(refusals)
+    if name == OFFLOADING:
+        _check_offloading(vllm_config, transfer.kv_connector_extra_config)
+    else:
+        _check_class(vllm_config, connector_class(transfer), is_listed)
+
+
+def _check_offloading(vllm_config: VllmConfig, extra: Mapping[str, Any]) -> None:
+    model = vllm_config.model_config
     refusals = {
         f"the offloading spec {extra.get('spec_name')} is not supported: leave spec_name out of"
         " kv_connector_extra_config": extra.get("spec_module_path") != HOST_SPEC["spec_module_path"],
@@ -120,21 +163,25 @@ def _check_offloading(vllm_config: VllmConfig) -> None:
     refuse(refusals)
 
 
-def _check_class(vllm_config: VllmConfig) -> None:
+def _check_class(vllm_config: VllmConfig, cls: type, is_listed: bool) -> None:
     """Checks what the class of a connector of another's says about itself."""
-    transfer: Any = vllm_config.kv_transfer_config
-    cls = connector_class(transfer)
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy  # type: ignore[union-attr]
+    loads_between_steps = getattr(cls, "loads_between_steps", False)
     refusals = {
         f"the KV connector {cls.__qualname__} does not say that it moves whole blocks: set moves_whole_blocks = True in"
         " its class if it cuts neither blocks nor heads, or leave out kv_transfer_config": not getattr(
             cls, "moves_whole_blocks", False
         ),
+        f"{cls.__qualname__} may load inside of a step, and the other connectors of {SEVERAL} would save what a failed"
+        " load leaves: use it alone, or set loads_between_steps = True in its class if it never does": (
+            is_listed and not loads_between_steps
+        ),
+        f"{cls.__qualname__} reports figures, which vLLM cannot read from a connector of your own in {SEVERAL}: use it"
+        " alone, or leave out get_kv_connector_stats": is_listed and reports_figures(cls),
         f"{cls.__qualname__} may load inside of a step, and with asynchronous scheduling vLLM cannot compute again what"
         ' fails there: set kv_load_failure_policy="fail" or async_scheduling=False, or loads_between_steps = True in'
         " its class if it never does": (
-            transfer.kv_load_failure_policy == "recompute"
-            and vllm_config.scheduler_config.async_scheduling
-            and not getattr(cls, "loads_between_steps", False)
+            policy == "recompute" and vllm_config.scheduler_config.async_scheduling and not loads_between_steps
         ),
     }
     refuse(refusals)

@@ -7,7 +7,6 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.utils.mem_constants import GiB_bytes
 
-from model_runner_base.admission.kv_connectors import OFFLOADING
 from model_runner_base.device_ops import DeviceOps, MemoryInfo
 from model_runner_base.vllm_compat.probes.config import asked_memory_share
 from model_runner_base.vllm_compat.types.kv_cache import (
@@ -16,6 +15,7 @@ from model_runner_base.vllm_compat.types.kv_cache import (
     bytes_for_requests,
     held_requests,
 )
+from model_runner_base.vllm_compat.types.kv_connector import OFFLOADING, connector_configs
 
 
 class DeviceMemoryProfiler:
@@ -52,11 +52,14 @@ class DeviceMemoryProfiler:
 
 def offloaded_memory(vllm_config: VllmConfig) -> int:
     """Bytes of the host's memory that vLLM's offloading connector takes for this rank's blocks."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != OFFLOADING:
+    if vllm_config.kv_transfer_config is None:
         return 0
-    size = transfer.kv_connector_extra_config.get("cpu_bytes_to_use", 0)  # That of all ranks.
-    return int(size) // vllm_config.parallel_config.world_size
+    sizes = [
+        int(config.kv_connector_extra_config.get("cpu_bytes_to_use", 0))  # That of all ranks.
+        for config in connector_configs(vllm_config.kv_transfer_config)
+        if config.kv_connector == OFFLOADING
+    ]
+    return sum(sizes) // vllm_config.parallel_config.world_size
 
 
 KEPT = 2

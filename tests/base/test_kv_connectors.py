@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import reduce
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,8 @@ import pytest
 import zmq
 from conftest import engine
 from greedy import expected, generate
+from lane import ROOT
+from serving import block_files
 from test_limits import SERVED
 from vllm import LLM
 from vllm.config import KVEventsConfig, KVTransferConfig
@@ -25,6 +28,7 @@ from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import cache_bytes, metric, sampled, tokens_of
 from model_runner_base.testing.kept_blocks import KeptBlocks, transfer_config
 from model_runner_base.testing.models import TinyModel
+from model_runner_base.vllm_compat.types.kv_connector import OFFLOADING, SEVERAL
 
 PROMPTS = random_prompts(30, [90, 5, 33, 64, 120, 49])
 EAGER: dict[str, Any] = {"enforce_eager": True, "max_model_len": 192, "block_size": 16}
@@ -167,6 +171,61 @@ def test_events_of_blocks(offloading: tuple[LLM, TinyModel], endpoint: str) -> N
     assert {event.medium for event in stored} == {"GPU", "CPU"}
 
 
+def several(*listed: dict[str, Any]) -> dict[str, Any]:
+    """Options of ``kv_transfer_config`` for several connectors."""
+    extra = {"connectors": [{"kv_role": "kv_both"} | deepcopy(options) for options in listed]}
+    return {"kv_connector": SEVERAL, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def test_two_connectors(model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are on files and on the host: they come from the files, or else from the host. Files that are broken leave
+    nothing wrong on the host."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "prefill_and_decode")
+    extra = {"cpu_bytes_to_use": cache_bytes(model.path, 16 * 30)}
+    transfer = several(
+        block_files("kv_both", tmp_path), {"kv_connector": OFFLOADING, "kv_connector_extra_config": extra}
+    )
+    options = {
+        "kv_transfer_config": KVTransferConfig(**transfer, kv_load_failure_policy="recompute"),
+        "kv_cache_memory_bytes": cache_bytes(model.path, 1024),
+    }
+    prompts, others = random_prompts(40, [90, 33, 64]), random_prompts(41, [120] * 5)
+    loaded: list[int] = []
+    load = HostBlocks.load
+
+    def noted(blocks: HostBlocks, *args: Any) -> int:
+        loaded.append(len(args[1]))
+        return load(blocks, *args)
+
+    def sources(asked: list[tuple[int, ...]]) -> tuple[bool, bool]:
+        """Whether blocks were loaded, and whether from the host; no block is on the device before."""
+        loaded.clear()
+        before = metric(llm, "vllm:external_prefix_cache_hits")
+        assert generate(llm, asked) == expected(model, asked)
+        hits = metric(llm, "vllm:external_prefix_cache_hits") - before
+        for _ in range(3):
+            generate(llm, PROMPTS[1:2])  # Stores begin with the next step.
+            if llm.reset_prefix_cache():
+                return hits > 0, bool(loaded)
+        raise AssertionError("blocks are still in use")
+
+    def forget_files() -> None:
+        for file in tmp_path.iterdir():
+            file.unlink()
+
+    with patch.object(HostBlocks, "load", noted), engine(model.path, **EAGER, **options) as llm:
+        assert sources(prompts) == (False, False)
+        assert sources(prompts) == (True, False)
+        forget_files()
+        assert sources(prompts) == (True, True)
+        assert sources(others) == (False, False)  # They take the host's memory.
+        for file in sorted(tmp_path.iterdir())[::2]:
+            file.write_bytes(file.read_bytes()[:100])
+        sources(prompts)
+        forget_files()
+        assert sources(prompts) == (True, True)
+
+
 def with_connector(**options: Any) -> Any:
     """A config that is served, with ``KeptBlocks`` unless another connector is given."""
     config: Any = deepcopy(SERVED)
@@ -199,6 +258,51 @@ def test_refusals(setting: str, value: Any, message: str) -> None:
     *path, name = setting.split(".")
     setattr(reduce(getattr, path, config), name, value)
     with pytest.raises(UnsupportedConfigError, match=message):
+        check_connector(config)
+
+
+class WithFigures(KeptBlocks):
+    """A connector for a list that vLLM would fail on, in the process of the server."""
+
+    loads_between_steps = True
+
+    def get_kv_connector_stats(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ([], "lists no connector"),
+        ([{}], "lists no connector"),
+        ([several()], "inside of MultiConnector"),
+        ([{"kv_connector": OFFLOADING}] * 2, "listed more than once"),
+        ([{"kv_connector": "NixlConnector"}, {"kv_connector": OFFLOADING}], "NixlConnector is not supported"),
+        ([transfer_config(), {"kv_connector": OFFLOADING}], "KeptBlocks may load inside of a step, and the other"),
+        ([transfer_config() | {"kv_connector": "Undeclared"}], "Undeclared does not say"),
+        ([{"kv_connector": "WithFigures", "kv_connector_module_path": __name__}], "WithFigures reports figures"),
+        ([{"kv_connector": OFFLOADING, "kv_connector_extra_config": {"spec_name": "CPU"}}], "leave spec_name out"),
+    ],
+)
+def test_refused_lists(listed: list[dict[str, Any]], message: str) -> None:
+    config = with_connector()
+    config.kv_transfer_config = KVTransferConfig(**several(*listed))
+    offload_by_the_base(config)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        check_connector(config)
+
+
+def test_a_size_chooses_a_connector() -> None:
+    """vLLM names it for ``kv_offloading_size`` when the platform has checked the config, in place of the user's."""
+    config = with_connector()
+    config.cache_config.kv_offloading_size, config.cache_config.kv_offloading_backend = 1, "native"
+    with pytest.raises(UnsupportedConfigError, match="takes the place of the KV connector KeptBlocks"):
+        check_connector(config)
+    config.kv_transfer_config = None
+    offload_by_the_base(config)
+    check_connector(config)
+    config.cache_config.kv_offloading_backend = "lmcache"
+    with pytest.raises(UnsupportedConfigError, match=r"the KV connector LMCache\w+ is not supported"):
         check_connector(config)
 
 

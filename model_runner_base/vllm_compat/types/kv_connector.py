@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm import envs
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -15,10 +16,35 @@ HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Whether a connector learns of preemptions by the metadata of each step, names requests whose loads failed, sends
 metadata of its own to the scheduler, and saves in steps without tokens, too. So in vLLM 0.33, not in 0.16."""
 
+OFFLOADING = "OffloadingConnector"
+"""vLLM's connector that keeps blocks on the host."""
+SEVERAL = "MultiConnector"
+"""vLLM's connector that calls several others: it saves to all of them, and loads a request from one."""
+
 
 def connector_class(transfer_config: Any) -> type:
     """Class of the connector that a ``KVTransferConfig`` names."""
     return KVConnectorFactory.get_connector_class(transfer_config)
+
+
+def reports_figures(cls: Any) -> bool:
+    """Whether a connector's class has figures for vLLM's log and metrics."""
+    return cls.get_kv_connector_stats is not KVConnectorBase_V1.get_kv_connector_stats
+
+
+def connector_configs(transfer_config: Any) -> list[Any]:
+    """Configs of the connectors that move blocks: those that ``MultiConnector`` lists, or the given one."""
+    if transfer_config.kv_connector != SEVERAL:
+        return [transfer_config]
+    listed = transfer_config.kv_connector_extra_config.get("connectors") or ()
+    return [KVTransferConfig(**{"engine_id": transfer_config.engine_id} | options) for options in listed]
+
+
+def connector_for_size(cache_config: Any) -> str:
+    """Name of the connector that vLLM chooses for ``kv_offloading_size``, in place of one that the user named."""
+    if cache_config.kv_offloading_backend == "lmcache":
+        return "LMCacheMPConnector" if HAS_TRANSFER_RESULTS else "LMCacheConnectorV1"
+    return "SimpleCPUOffloadConnector" if getattr(envs, "VLLM_USE_SIMPLE_KV_OFFLOAD", False) else OFFLOADING
 
 
 class WorkerConnector:
@@ -28,12 +54,13 @@ class WorkerConnector:
     and would call it inside of graphs; and a process may have several engines.
     """
 
-    def __init__(self, connector: Any) -> None:
+    def __init__(self, connector: Any, names: Collection[str]) -> None:
+        """``names``: those of the connectors that it calls, or its own."""
         self._connector = connector
         self._caches: Mapping[str, Any] = {}
         self._failed: set[int] = set()
         """Blocks that were not loaded, and of which the scheduler has not heard yet."""
-        self.reads_storages = HAS_TRANSFER_RESULTS and type(connector).__name__ == "OffloadingConnector"
+        self.reads_storages = HAS_TRANSFER_RESULTS and OFFLOADING in names
         """Whether the connector reads the memory of the caches, so that it takes tensors alone."""
 
     def register(self, caches: Mapping[str, Any]) -> None:
@@ -110,4 +137,4 @@ def make_connector(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> W
     connector = KVConnectorFactory.create_connector(
         config=vllm_config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config
     )
-    return WorkerConnector(connector)
+    return WorkerConnector(connector, [config.kv_connector for config in connector_configs(transfer)])
