@@ -99,7 +99,9 @@ def check_connector(vllm_config: VllmConfig) -> None:
         return
     refusals = {
         f"kv_offloading_size takes the place of the KV connector {transfer.kv_connector}: leave it out, and list"
-        f" {OFFLOADING} and your connector in {SEVERAL} if you want the two": transfer.kv_connector not in (None, name),
+        f" {OFFLOADING} and your connector in MultiConnector if you want the two": (
+            transfer.kv_connector not in (None, name)
+        ),
         f"KV connectors are not supported with the recurrent layers of {model.architecture} yet, whose states lie in no"
         " block: leave out kv_transfer_config and kv_offloading_size": has_states(vllm_config),
         "KV connectors are not supported with encoder-decoder models: leave out kv_transfer_config and"
@@ -120,10 +122,10 @@ def check_connector(vllm_config: VllmConfig) -> None:
     configs = connector_configs(transfer)
     names = [config.kv_connector for config in configs]
     refusals = {
-        f"{SEVERAL} lists no connector: list some in kv_connector_extra_config, as connectors": (
+        "MultiConnector lists no connector: list some in kv_connector_extra_config, as connectors": (
             not all(names) or not names
         ),
-        f"{SEVERAL} inside of {SEVERAL} is not supported: list all connectors in one": SEVERAL in names,
+        "MultiConnector inside of MultiConnector is not supported: list all connectors in one": SEVERAL in names,
         f"{OFFLOADING} is listed more than once: list it once, with all the memory": names.count(OFFLOADING) > 1,
     }
     refuse(refusals)
@@ -172,12 +174,12 @@ def _check_class(vllm_config: VllmConfig, cls: type, is_listed: bool) -> None:
         " its class if it cuts neither blocks nor heads, or leave out kv_transfer_config": not getattr(
             cls, "moves_whole_blocks", False
         ),
-        f"{cls.__qualname__} may load inside of a step, and the other connectors of {SEVERAL} would save what a failed"
-        " load leaves: use it alone, or set loads_between_steps = True in its class if it never does": (
+        f"{cls.__qualname__} may load inside of a step, and the other connectors of MultiConnector would save what a"
+        " failed load leaves: use it alone, or set loads_between_steps = True in its class if it never does": (
             is_listed and not loads_between_steps
         ),
-        f"{cls.__qualname__} reports figures, which vLLM cannot read from a connector of your own in {SEVERAL}: use it"
-        " alone, or leave out get_kv_connector_stats": is_listed and reports_figures(cls),
+        f"{cls.__qualname__} reports figures, which vLLM cannot read from a connector of your own in MultiConnector:"
+        " use it alone, or leave out get_kv_connector_stats": is_listed and reports_figures(cls),
         f"{cls.__qualname__} may load inside of a step, and with asynchronous scheduling vLLM cannot compute again what"
         ' fails there: set kv_load_failure_policy="fail" or async_scheduling=False, or loads_between_steps = True in'
         " its class if it never does": (
