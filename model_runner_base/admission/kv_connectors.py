@@ -35,27 +35,28 @@ HOST_SPEC = {"spec_name": "HostOffloadingSpec", "spec_module_path": "model_runne
 """The base's copies between device and host, as vLLM's offloading connector takes them."""
 
 CUTS = "it cuts blocks by heads or tokens of vLLM's own layout"
-OF_CUDA = "its copies are those of CUDA devices"
+OF_NIXL = "it cuts blocks by heads of vLLM's own layout, and calls methods of vLLM's own platforms"
+OTHERS = "its copies are those of another device"
 SLOTS = "it reads slots of vLLM's own layout, and answers wrong tokens on another"
 OF_VLLM = {
     "DecodeBenchConnector": "it fills the cache with made-up numbers",
     "ExampleConnector": SLOTS,
     "ExampleHiddenStatesConnector": "it reads hidden states from a cache that is not made here",
     "FlexKVConnectorV1": "it was not tried on this library's caches: FlexKV is built from its source",
-    "HF3FSKVConnector": OF_CUDA,
+    "HF3FSKVConnector": OTHERS,
     "HiSparseConnector": "caches of sparse attention are not kept on the host",
-    "LMCacheConnectorV1": CUTS,
+    "LMCacheConnectorV1": f"{CUTS}, and stores nothing on a device that LMCache does not know",
     "LMCacheMPConnector": CUTS,
-    "MoRIIOConnector": "it needs MORI, for ROCm devices",
+    "MoRIIOConnector": "its copies are MORI's, of another device",
     "MooncakeConnector": CUTS,
     "MooncakeStoreConnector": CUTS,
-    "NixlConnector": CUTS,
-    "NixlPullConnector": CUTS,
-    "NixlPushConnector": CUTS,
-    "P2pNcclConnector": "it sends by NCCL, between CUDA devices",
+    "NixlConnector": OF_NIXL,
+    "NixlPullConnector": OF_NIXL,
+    "NixlPushConnector": OF_NIXL,
+    "P2pNcclConnector": "it sends by NCCL, between other devices",
     "SharedStorageConnector": SLOTS,
-    "SimpleCPUOffloadConnector": f"{OF_CUDA}: leave out VLLM_USE_SIMPLE_KV_OFFLOAD",
-    "UMBPStoreConnector": "it needs MORI, for ROCm devices",
+    "SimpleCPUOffloadConnector": f"{OTHERS}: leave out VLLM_USE_SIMPLE_KV_OFFLOAD",
+    "UMBPStoreConnector": "its copies are MORI's, of another device",
 }
 """vLLM's connectors that are refused, by name, with the reason."""
 
