@@ -99,6 +99,24 @@ def cut_answer(url: str, prompt: tuple[int, ...], processes: list[psutil.Process
     return lines
 
 
+def test_a_rank_with_blocks_on_the_host_is_killed() -> None:
+    """A client sees an error while its answer comes. The server ends, and leaves no process and no shared memory."""
+    ranks = ["--tensor-parallel-size", "2", "--kv-offloading-size", "0.01"]
+    with served(BUNDLED_MODEL, *SMALL, "--kv-cache-memory-bytes", str(1 << 24), *ranks) as url:
+        (prompt,) = random_prompts(36, [90])
+        assert tokens_of(ask(url, prompt)) == TinyModel(BUNDLED_MODEL).greedy(prompt, 12)
+        started = processes_of(url)
+        mapped = {Path(each.path) for process in started for each in process.memory_maps()}
+        shared = {path for path in mapped if path.parent == Path("/dev/shm")}
+        assert shared
+        lines = cut_answer(url, prompt, [each for each in started if "Worker_TP1" in each.cmdline()[0]])
+        assert not any('"finish_reason":"length"' in line for line in lines), "an answer that is cut looks whole"
+        assert any('"error"' in line for line in lines), lines[-3:]
+        _, left = psutil.wait_procs(started, timeout=60)
+        assert not left, [each.cmdline() for each in left]
+    assert not any(path.exists() for path in shared)
+
+
 def test_two_servers(tmp_path: Path) -> None:
     model = TinyModel(BUNDLED_MODEL)
     wanted = [model.greedy(prompt, 12) for prompt in PROMPTS]
