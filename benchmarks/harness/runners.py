@@ -37,6 +37,7 @@ from benchmarks.harness.models import BUNDLED_MODEL
 from benchmarks.harness.releases import new_request, one_cache
 from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.step.trace import RequestTrace, watch_steps
+from model_runner_base.vllm_compat.types.kv_connector import make_connector
 
 MAX_NUM_SEQS = 1024
 MAX_NUM_TOKENS = 4096
@@ -168,6 +169,7 @@ class Side:
         """Our runner on the device that takes no time."""
         with set_current_vllm_config(config):
             runner = make_runner(config, runner_cls)
+            runner.connector = make_connector(config, cache_config(NUM_BLOCKS))
             runner.initialize_kv_cache(cache_config(NUM_BLOCKS))
         return cls(runner, runner.fake_device)
 

@@ -4,6 +4,7 @@ from inspect import signature
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched import output as step_output
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -73,11 +74,10 @@ def stop_tokens(request: Request) -> list[int]:
 
 
 def is_plain_decode(request: Request) -> bool:
-    """Whether the request has none of the states that only some releases know: tokens from a connector, outputs to
-    drop, repetition detection."""
+    """Whether the request has none of the states that only some releases know: outputs to drop, repetition
+    detection."""
     return not (
-        getattr(request, "num_external_computed_tokens", 0)
-        or getattr(request, "discard_latest_async_tokens", False)
+        getattr(request, "discard_latest_async_tokens", False)
         or getattr(request, "num_stale_output_tokens", 0)
         or getattr(request.sampling_params, "repetition_detection", None)
     )
@@ -165,11 +165,56 @@ def take_preempted(scheduler: Scheduler) -> set[str]:
     return taken
 
 
-def common_prefix(scheduler: Scheduler) -> list[int]:
-    """Number of blocks by group that all running requests share; empty in releases that no longer use it."""
+def common_prefix(scheduler: Scheduler, req_id: str) -> list[int]:
+    """Number of blocks by group that all running requests share; empty in releases that no longer use it.
+
+    ``req_id`` is one of them.
+    """
     if DROPS_STALE_OUTPUTS:
         return []
-    return scheduler.kv_cache_manager.get_num_common_prefix_blocks(scheduler.running[0].request_id)
+    return scheduler.kv_cache_manager.get_num_common_prefix_blocks(req_id)
+
+
+# ---- Steps that a KV connector follows ----
+
+
+def number_step(scheduler: Any, is_counted: bool) -> int:
+    """Number of the step with tokens that has just been scheduled, where freed blocks wait for steps in flight; else 0.
+
+    ``is_counted`` says whether vLLM's own code has counted it already.
+    """
+    if not getattr(scheduler, "defer_block_free", False):
+        return 0
+    if not is_counted:
+        scheduler.sched_step_seq += 1
+    return scheduler.sched_step_seq
+
+
+def count_step(request: Any, num_placeholders: int, step: int) -> None:
+    """Counts a step of a decoding request as vLLM's own code does, with the step's number (``number_step``)."""
+    request.num_computed_tokens += 1
+    request.num_output_placeholders += num_placeholders
+    if hasattr(request, "num_in_flight_tokens"):
+        request.num_in_flight_tokens += 1
+    if step:
+        request.last_sched_seq = step
+
+
+def show_to_connector(scheduler: Any, step: Any) -> None:
+    """Lets the scheduler's KV connector make its metadata for a step that vLLM's own code has not made."""
+    has_state = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+    if has_state:
+        step.kv_connector_block_state = step_output.KVConnectorBlockState(
+            set(step.num_scheduled_tokens), scheduler.kv_cache_manager.get_block_ids, {}
+        )
+    step.kv_connector_metadata = scheduler.connector.build_connector_meta(step)
+    if has_state:
+        step.kv_connector_block_state = None
+
+
+def failed_loads(transfers: Any) -> bool:
+    """Whether a KV connector's output names blocks or requests that were not loaded."""
+    return bool(transfers.invalid_block_ids or getattr(transfers, "failed_recving", None))
 
 
 def advance_grammar(manager: Any, request: Request, token_ids: list[int]) -> bool | None:

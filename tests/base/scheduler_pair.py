@@ -55,14 +55,22 @@ class BothFailed(Exception):
 class Pair:
     """Two schedulers, vLLM's and ours, stepped as an engine steps one of them."""
 
-    def __init__(self, setting: Setting, habits: Habits, seed: int, ours: type[Scheduler] | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        habits: Habits,
+        seed: int,
+        ours: type[Scheduler] | None = None,
+        stock: type[Scheduler] | None = None,
+    ) -> None:
+        """``ours`` and ``stock`` are the two schedulers' classes, chosen by the setting and the habits if None."""
         self.setting, self.habits = setting, habits
         self.random = random.Random(seed)
-        stock: type[Scheduler] = AsyncScheduler if setting.is_async else Scheduler
+        plain: type[Scheduler] = AsyncScheduler if setting.is_async else Scheduler
         if habits.sessions or habits.forced_resets or habits.structured or setting.policy == "priority":
-            stock = AsyncTurns if setting.is_async else SyncTurns
+            plain = AsyncTurns if setting.is_async else SyncTurns
         self.both: list[Any] = [
-            make(stock, setting),
+            make(stock or plain, setting),
             make(ours or (EagerAsyncRows if setting.is_async else EagerRows), setting),
         ]
         self.depth = setting.depth if setting.is_async else 1
@@ -131,7 +139,8 @@ class Pair:
         results: list[Any] = []
         for scheduler in self.both:
             try:
-                results.append(scheduler.reset_prefix_cache(reset_running_requests=force))
+                is_connected = self.setting.connector is not None
+                results.append(scheduler.reset_prefix_cache(force, is_connected))
             except RuntimeError as error:  # A session that waits for input holds blocks.
                 results.append(str(error))
         assert results[0] == results[1]
@@ -221,7 +230,7 @@ class Pair:
         if self.random.random() < self.habits.shuffles:
             self.random.shuffle(req_ids)
         made = self._each(
-            lambda scheduler, index: scheduler.update_from_output(outputs[index], answer(req_ids, tokens))
+            lambda scheduler, index: scheduler.update_from_output(outputs[index], self._answer(req_ids, tokens))
         )
         assert list(made[0]) == list(made[1])
         same(*[{client: asked(outputs) for client, outputs in each.items()} for each in made], "the outputs")
@@ -232,6 +241,15 @@ class Pair:
             assert sorted(orders[0]) == sorted(orders[1])
             if orders[0] != orders[1]:
                 raise FreedInOtherOrder
+
+    def _answer(self, req_ids: list[str], tokens: dict[str, list[int]]) -> ModelRunnerOutput:
+        numbers = np.arange(len(req_ids) * 3).reshape(len(req_ids), 3)
+        return ModelRunnerOutput(
+            req_ids=list(req_ids),
+            req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+            sampled_token_ids=[list(tokens[req_id]) for req_id in req_ids],
+            logprobs=LogprobsLists(numbers, numbers.astype(float), numbers[:, 0]),
+        )
 
     # ---- Both are the same ----
 
@@ -247,13 +265,3 @@ class Pair:
         names = ("finished_req_ids", "prev_step_scheduled_req_ids", "num_waiting_for_streaming_input")
         for name in (*names, "finished_req_ids_dict", "max_num_scheduled_tokens", "max_num_running_reqs"):
             assert getattr(stock, name) == getattr(ours, name), name
-
-
-def answer(req_ids: list[str], tokens: dict[str, list[int]]) -> ModelRunnerOutput:
-    numbers = np.arange(len(req_ids) * 3).reshape(len(req_ids), 3)
-    return ModelRunnerOutput(
-        req_ids=list(req_ids),
-        req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
-        sampled_token_ids=[list(tokens[req_id]) for req_id in req_ids],
-        logprobs=LogprobsLists(numbers, numbers.astype(float), numbers[:, 0]),
-    )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from conftest import BUNDLED_MODEL
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import sha256
@@ -21,7 +21,7 @@ from benchmarks.harness.releases import new_request, one_cache
 from model_runner_base.scheduling import AsyncRowScheduler, RowScheduler
 from model_runner_base.scheduling.corrections.preempted_steps import PreemptedSteps
 from model_runner_base.scheduling.releases import DROPS_STALE_OUTPUTS
-from model_runner_base.scheduling.scheduler import Turns
+from model_runner_base.scheduling.scheduler import Corrections, Turns
 from model_runner_base.scheduling.state_group import GROUP, state_spec
 
 BLOCK_SIZE = 16
@@ -52,6 +52,10 @@ class Setting:
     """Whether steps are sent as vLLM's second model runner reads them; rows have them on newer releases only."""
     has_states: bool = False
     """Whether the model has recurrent layers, too, and so a second group."""
+    connector: tuple[str, ...] | None = None
+    """Options of a ``NotingConnector`` that are on; None: there is no connector."""
+    load_failures: str = "recompute"
+    """The policy for blocks that a connector does not load."""
 
 
 @cache
@@ -70,6 +74,14 @@ def config_of(setting: Setting) -> VllmConfig:
         long_prefill_token_threshold=setting.long_prefill_token_threshold,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = setting.num_blocks
+    if setting.connector is not None:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="NotingConnector",
+            kv_connector_module_path="noting_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy=setting.load_failures,  # type: ignore[arg-type]
+            kv_connector_extra_config=dict.fromkeys(setting.connector, True),
+        )
     return config
 
 
@@ -114,6 +126,14 @@ class SyncTurns(PreemptedSteps, Turns, Scheduler):
 
 
 class AsyncTurns(PreemptedSteps, Turns, AsyncScheduler):
+    pass
+
+
+class SyncCorrected(Corrections, Scheduler):
+    """vLLM's own scheduler with all corrections, as it is without rows."""
+
+
+class AsyncCorrected(Corrections, AsyncScheduler):
     pass
 
 

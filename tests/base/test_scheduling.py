@@ -323,7 +323,6 @@ def test_a_method_of_the_users_is_not_passed_over() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("connector", SimpleNamespace()),
         ("ec_connector", SimpleNamespace()),
         ("enable_kv_cache_events", True),
         ("kv_metrics_collector", SimpleNamespace()),

@@ -1,8 +1,8 @@
 """Rows of a step, and their outputs for the front ends, which are merged with the outputs of vLLM's own code."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -14,6 +14,7 @@ class BatchSource(Protocol):
 
     req_ids: list[str]
     num_cached: np.ndarray
+    num_external: np.ndarray
     client: np.ndarray
     structured: np.ndarray
     logprobs: np.ndarray
@@ -33,6 +34,8 @@ class Batch:
         self.id_set: set[str] = set()
         """Ids of the batch, set once a step has scheduled these requests alone; vLLM may clear it."""
         self.num_cached: list[int] = rows.num_cached[at].tolist()
+        self.num_external: list[int] = rows.num_external[at].tolist() if rows.num_external[at].any() else []
+        """Tokens that a KV connector has loaded, by request; empty if there are none."""
         self.clients: list[int] = rows.client[at].tolist()
         self.client = self.clients[0] if len(set(self.clients)) == 1 else None
         """Client of all requests; None if they have several clients."""
@@ -58,7 +61,11 @@ Merged = dict[int, EngineCoreOutputs]
 
 def plain_outputs(batch: Batch, token_lists: Sequence[list[int]]) -> list[EngineCoreOutput | None]:
     """Makes an output for each request of the batch, none of which ends."""
-    further = () if _BETWEEN is None else (*repeat(repeat(None), _BETWEEN), batch.num_cached)
+    further: list[Iterable[Any]] = []
+    if _BETWEEN is not None:
+        further = [*repeat(repeat(None), _BETWEEN), batch.num_cached]
+        if batch.num_external:
+            further.append(batch.num_external)  # The field after ``num_cached_tokens``.
     return list(map(EngineCoreOutput, batch.req_ids, token_lists, *further))
 
 

@@ -21,7 +21,9 @@ FIELDS = (
     "cap",  # known tokens at which the request ends
     "prompt",  # num_prompt_tokens
     "num_cached",  # num_cached_tokens, if this vLLM has it
+    "num_external",  # num_external_computed_tokens, if this vLLM has it
     "in_flight",  # num_in_flight_tokens, if this vLLM has it, less computed, plus known
+    "last_step",  # last_sched_seq, if this vLLM has it
     "client",  # client_index
     "structured",  # whether a grammar follows the tokens
     "logprobs",  # whether log probabilities are asked for
@@ -46,7 +48,9 @@ class RequestArrays:
     cap: np.ndarray
     prompt: np.ndarray
     num_cached: np.ndarray
+    num_external: np.ndarray
     in_flight: np.ndarray
+    last_step: np.ndarray
     client: np.ndarray
     structured: np.ndarray
     logprobs: np.ndarray

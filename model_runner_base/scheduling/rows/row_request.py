@@ -62,6 +62,7 @@ class RowRequest(Request):
     num_computed_tokens = GuardedAttribute()  # type: ignore[assignment]
     num_output_placeholders = GuardedAttribute()  # type: ignore[assignment]
     num_in_flight_tokens = GuardedAttribute()
+    last_sched_seq = GuardedAttribute()
     _output_token_ids = GuardedAttribute()  # type: ignore[assignment]
     _all_token_ids = GuardedAttribute()  # type: ignore[assignment]
     output_token_ids = GuardedAttribute()  # type: ignore[assignment]

@@ -2,11 +2,15 @@
 
 A step hides the requests in rows from vLLM, lets vLLM's own code schedule the others, and puts both together. Rows are
 the first of the running requests, so vLLM would have scheduled them first, too.
+
+A KV connector reads each step before vLLM counts the step's tokens. There the rows join the step, so the connector
+finds the whole step, and requests as they were before it.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -21,9 +25,12 @@ from model_runner_base.scheduling.releases import (
     DROPS_STALE_OUTPUTS,
     advance_grammar,
     common_prefix,
+    failed_loads,
     has_ended_requests,
     holds_waiting,
     is_paused,
+    number_step,
+    show_to_connector,
     take_preempted,
 )
 from model_runner_base.scheduling.rows.outputs import Batch, RowEvents, merge, plain_outputs
@@ -64,6 +71,10 @@ class RowSteps(StepHooks):
         """Rows of requests in steady decode; None if vLLM's own code does everything."""
         self._steps: deque[RowStep] = deque(maxlen=MAX_IN_FLIGHT)
         self._is_async = isinstance(self, AsyncScheduler)
+        self._join: Callable[[SchedulerOutput], None] | None = None
+        """Adds the rows to the step that vLLM's own code is making; None once they have joined."""
+        self._others: dict[str, int] | None = None
+        """Number of tokens of each request without a row, once the rows have joined the step that is being made."""
         reason = unsupported_reason(self, RowSteps)
         if reason is not None:
             logger.info("Requests are scheduled by vLLM's own loops, because of %s.", reason)
@@ -72,6 +83,14 @@ class RowSteps(StepHooks):
         self._unchanged: tuple[list[int], ...] = ([],) * (len(manager.coordinator.single_type_managers) - 1)
         """New blocks of the groups after the first: none."""
         self._rows = ScheduledRows(manager, self.max_model_len, self._is_async)
+        if self.connector is not None:
+            build_meta = self.connector.build_connector_meta
+
+            def build_for_all(step: SchedulerOutput) -> Any:
+                self._join_rows(step)
+                return build_meta(step)
+
+            self.connector.build_connector_meta = build_for_all  # type: ignore[method-assign]
 
     # ---- A step is scheduled ----
 
@@ -116,28 +135,32 @@ class RowSteps(StepHooks):
         batch, before = rows.batch(), self.prev_step_scheduled_req_ids
         num_rows, num_active = len(rows.requests), len(batch.req_ids)
         block_ids = rows.grow(events)
+        self._join = partial(self._add_rows, rows, batch, events, block_ids)
         is_alone = len(self.running) == num_rows and not holds_waiting(self)
         output = self._schedule_none() if is_alone else self._schedule_others(num_rows, num_active)
-        counts = output.num_scheduled_tokens
+        self._join_rows(output)
+        counts, self._others = self._others or {}, None
         if not self.use_v2_model_runner:
             if counts:
                 before = {*batch.req_ids, *counts}
             elif before is not batch.id_set or len(before) != num_active:
                 before = batch.id_set = set(batch.req_ids)
             self.prev_step_scheduled_req_ids = before
-        output.num_common_prefix_blocks = common_prefix(self)
         if num_active:
-            self._join(rows, batch, events, block_ids, output)
+            self._note_grammars(rows, batch, output)
             self._steps.append(RowStep(output, batch, counts))
-            rows.advance(batch)
+            rows.advance(batch, number_step(self, is_counted=bool(counts)))
         return output
 
     def _schedule_none(self) -> SchedulerOutput:
-        """Returns a step without tokens, as there is nothing for vLLM's own code to schedule."""
+        """Returns a step with the rows alone, as there is nothing for vLLM's own code to schedule."""
         output = SchedulerOutput.make_empty()
         output.preempted_req_ids = take_preempted(self)
         output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
         output.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()
+        self._join_rows(output)
+        if self.connector is not None:
+            show_to_connector(self, output)
         return output
 
     def _schedule_others(self, num_rows: int, num_active: int) -> SchedulerOutput:
@@ -156,10 +179,20 @@ class RowSteps(StepHooks):
             self.max_num_scheduled_tokens, self.max_num_running_reqs = limits
             self.running = running[:num_rows] + self.running
 
-    def _join(
+    def _join_rows(self, output: SchedulerOutput) -> None:
+        """Adds the rows to the step that is being made, unless they have joined it."""
+        join, self._join = self._join, None
+        if join is not None:
+            join(output)
+
+    def _add_rows(
         self, rows: ScheduledRows, batch: Batch, events: RowEvents, block_ids: list[int], output: SchedulerOutput
     ) -> None:
         """Adds the batch to ``output``, in front of the requests that vLLM has scheduled."""
+        self._others = output.num_scheduled_tokens
+        output.num_common_prefix_blocks = common_prefix(self, rows.req_ids[0])
+        if not batch.req_ids:
+            return
         at: Any = slice(None) if batch.rows is None else batch.rows
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(batch.req_ids)
         if block_ids:
@@ -180,8 +213,24 @@ class RowSteps(StepHooks):
         counts = output.num_scheduled_tokens
         output.num_scheduled_tokens = {**batch.counts, **counts} if counts else batch.counts
         output.total_num_scheduled_tokens += len(batch.req_ids)
+        state = getattr(output, "kv_connector_block_state", None)
+        if state is not None:
+            state.req_ids.update(batch.req_ids)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Lets vLLM count the tokens of requests without a row."""
+        if self._others is None:
+            super()._update_after_schedule(scheduler_output)
+            return
+        counts, scheduler_output.num_scheduled_tokens = scheduler_output.num_scheduled_tokens, self._others
+        super()._update_after_schedule(scheduler_output)
+        scheduler_output.num_scheduled_tokens = counts
+
+    def _note_grammars(self, rows: ScheduledRows, batch: Batch, output: SchedulerOutput) -> None:
+        """Says in ``output`` that some of the batch's requests have a grammar, and whether it lacks tokens."""
         if batch.structured:
             output.has_structured_output_requests = True
+            at: Any = slice(None) if batch.rows is None else batch.rows
             if self._is_async and (rows.placeholders[at][batch.structured] > 0).any():
                 output.pending_structured_output_tokens = True
 
@@ -206,11 +255,20 @@ class RowSteps(StepHooks):
         batch = step.batch
         # Places in the batch whose requests vLLM's own code updates.
         prompts = model_runner_output.prompt_logprobs_dict
-        also_theirs = [place for place, req_id in enumerate(batch.req_ids) if req_id in prompts] if prompts else ()
+        also_theirs = [place for place, req_id in enumerate(batch.req_ids) if req_id in prompts] if prompts else []
+        if self.connector is not None:
+            also_theirs += batch.structured  # The output of one that its grammar ends has data of the connector.
         their_places = self._rows.receive(batch, token_ids, also_theirs)
         self._release(self._rows, step.others)
         rejected = self._accept(batch, token_lists, set(their_places)) if batch.structured else ()
-        if their_places or step.others or self.finished_req_ids_dict or self.after_update or has_ended_requests(self):
+        if (
+            their_places
+            or step.others
+            or self.finished_req_ids_dict
+            or self.after_update
+            or self.connector is not None
+            or has_ended_requests(self)
+        ):
             rest = copy(scheduler_output)
             rest.num_scheduled_tokens = {batch.req_ids[place]: 1 for place in their_places} | step.others
             theirs = super().update_from_output(rest, model_runner_output)
@@ -265,7 +323,7 @@ def _plain_tokens(
 ) -> tuple[range | list[int], list[list[int]], list[int]] | None:
     """Places of a batch's requests in the output, the token list of each request, and all tokens in one list.
 
-    None if there is anything but one token for each request, such as an error.
+    None if there is anything but one token for each request, such as an error or blocks that were not loaded.
     """
     sampled = output.sampled_token_ids
     if (
@@ -273,7 +331,7 @@ def _plain_tokens(
         or errors_of(output)
         or output.num_nans_in_logits
         or output.pooler_output
-        or output.kv_connector_output is not None
+        or (output.kv_connector_output is not None and failed_loads(output.kv_connector_output))
     ):
         return None
     count = len(batch.req_ids)

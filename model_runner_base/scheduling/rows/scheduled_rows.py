@@ -7,7 +7,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
-from model_runner_base.scheduling.releases import is_plain_decode, num_in_flight, stop_tokens
+from model_runner_base.scheduling.releases import count_step, is_plain_decode, num_in_flight, stop_tokens
 from model_runner_base.scheduling.rows.outputs import Batch, RowEvents
 from model_runner_base.scheduling.rows.request_arrays import MAX_STOPS, NEVER, RequestArrays
 from model_runner_base.scheduling.rows.row_request import RowRequest
@@ -136,7 +136,9 @@ class ScheduledRows(RequestArrays):
             cap,
             request.num_prompt_tokens,
             getattr(request, "num_cached_tokens", 0),
+            getattr(request, "num_external_computed_tokens", 0),
             num_in_flight(request) - computed + known,
+            getattr(request, "last_sched_seq", 0),
             request.client_index,
             request.structured_output_request is not None,
             getattr(params, "num_logprobs", params.logprobs) is not None,
@@ -203,6 +205,8 @@ class ScheduledRows(RequestArrays):
         state["num_output_placeholders"] = int(self.placeholders[row])
         if "num_in_flight_tokens" in state:
             state["num_in_flight_tokens"] = int(self.in_flight[row] + self.computed[row] - self.known[row])
+        if "last_sched_seq" in state:
+            state["last_sched_seq"] = int(self.last_step[row])
         start, end = int(self.written[row]), int(self.known[row])
         if start < end:
             # The tokens lie in one block, because a full block is written at once.
@@ -267,12 +271,18 @@ class ScheduledRows(RequestArrays):
         )
         return ids
 
-    def advance(self, batch: Batch) -> None:
-        """Counts a step that has been scheduled."""
+    def advance(self, batch: Batch, step: int) -> None:
+        """Counts a step that has been scheduled; ``step`` is its number, or 0 where vLLM does not number steps."""
         at: slice | np.ndarray = slice(None) if batch.rows is None else batch.rows
         self.computed[at] += 1
         if self._has_placeholders:
             self.placeholders[at] += 1
+        if step:
+            self.last_step[at] = step
+        # Requests that a KV connector has written while the step was made.
+        for row in self.loose:
+            if not self.idle[row]:
+                count_step(self.requests[row], int(self._has_placeholders), step)
 
     # ---- A step's tokens arrive ----
 

@@ -14,6 +14,7 @@ HOOKS = (
     "update_from_output",
     "_update_after_schedule",
     "_make_cached_request_data",
+    "_build_kv_connector_meta",
     "_update_request_with_output",
     "get_grammar_bitmask",
 )
@@ -25,7 +26,6 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
     config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
     kinds = [type(each) for each in manager.coordinator.single_type_managers]
     reasons = {
-        "a KV connector": scheduler.connector is not None,
         "an encoder cache connector": scheduler.ec_connector is not None,
         "KV events": scheduler.enable_kv_cache_events,
         "metrics of cache blocks": scheduler.kv_metrics_collector is not None,
