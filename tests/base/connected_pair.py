@@ -49,6 +49,10 @@ class ConnectedPair(Pair):
         if not self.setting.is_async or self.setting.load_failures == "fail":
             inside = sorted(connector.loaded_inside.items())
             lost += [block_ids for _, block_ids in inside if draw.random() < 0.2]
+        if "loads" in self.setting.connector and not self.setting.is_async and draw.random() < 0.05:
+            # Blocks of a request that runs, which were loaded long before.
+            running = [request.request_id for request in self.stock.running]
+            lost += [self.stock.kv_cache_manager.get_block_ids(draw.choice(running))[0]] if running else []
         invalid = {block_id for block_ids in lost for block_id in block_ids if draw.random() < 0.5}
         fields["invalid_block_ids"] = invalid
         for name, found in (("loaded", loaded), ("sent", sent), ("failed", invalid)):
