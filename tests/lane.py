@@ -79,6 +79,7 @@ NEWEST = [
     "base/test_preempted_steps.py",
     "base/test_prefill_and_decode.py",
     "base/test_scheduling.py",
+    "base/test_scheduling_connectors.py",
     "base/test_session_turns.py",
     "base/test_sleeping.py",
     "base/test_soak.py",

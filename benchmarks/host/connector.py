@@ -37,6 +37,8 @@ COUNTS = (64, 256)
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):
     """Connector that moves nothing."""
 
+    moves_whole_blocks = loads_between_steps = True
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
 
