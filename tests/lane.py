@@ -82,6 +82,7 @@ NEWEST = [
     "base/test_scheduling_connectors.py",
     "base/test_session_turns.py",
     "base/test_sleeping.py",
+    "base/test_served_stages.py",
     "base/test_soak.py",
     "base/test_sparse_attention.py",
     "base/test_small_caches.py",

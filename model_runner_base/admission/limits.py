@@ -28,6 +28,7 @@ from model_runner_base.vllm_compat.probes.config import (
 from model_runner_base.vllm_compat.probes.experts import IS_ONE_MODULE
 from model_runner_base.vllm_compat.probes.models import left_out_of_ling
 from model_runner_base.vllm_compat.probes.processors import plugins_with_processors, wrong_processors
+from model_runner_base.vllm_compat.probes.scheduler import counts_running_adapters
 from model_runner_base.vllm_compat.types.kv_cache import keeps_window_blocks
 from model_runner_base.vllm_compat.types.recurrent import draft_methods, has_states, keeps_prefixes
 from model_runner_base.vllm_compat.types.speculation import read_speculation
@@ -109,6 +110,9 @@ RECURRENT_WITH_ADAPTERS = (
     "Qwen3_5ForCausalLM",
 )
 """Architectures with recurrent layers whose adapters are held against merged weights."""
+
+STAGED_MULTIMODAL = ("Qwen3VLForConditionalGeneration",)
+"""Multimodal architectures whose tokens with images were compared over pipeline stages."""
 
 CUTS_EXPERTS = ("AriaForConditionalGeneration", "DbrxForCausalLM")
 """Architectures whose class in vLLM loads experts cut over the ranks, also with expert parallelism."""
@@ -209,19 +213,32 @@ def _check_stages(vllm_config: VllmConfig) -> None:
         "speculative decoding is not supported with pipeline stages yet: leave out speculative_config": (
             vllm_config.speculative_config
         ),
-        "adapters are not supported with pipeline stages yet: leave out enable_lora": vllm_config.lora_config,
+        "on this release pipeline stages serve no adapters, pooling, images and recurrent layers: use vLLM 0.33, "
+        "or pipeline_parallel_size=1": not counts_running_adapters() and _is_more_than_text(vllm_config),
+        "adapters were not tried with recurrent layers and pipeline stages: leave out enable_lora, or use "
+        "pipeline_parallel_size=1": vllm_config.lora_config and has_states(vllm_config),
         "weights of a trainer are not received by pipeline stages yet: leave out weight_transfer_config": (
             setting(vllm_config, "weight_transfer_config")
         ),
         "sharded state has no names for the parts of pipeline stages: leave out load_format=sharded_state": (
             setting(vllm_config, "load_config.load_format") == "sharded_state"
         ),
-        f"{model and model.architecture} has recurrent layers, which pipeline stages do not run yet: use "
-        "pipeline_parallel_size=1": has_states(vllm_config),
     }
     refuse(refusals)
     if model is not None:
-        _check_staged_model(model)
+        _check_staged_model(model, vllm_config.lora_config is not None)
+
+
+def _is_more_than_text(vllm_config: VllmConfig) -> bool:
+    """Whether stages need more than hidden states and tokens of text.
+
+    That was tried with releases alone whose scheduler counts the adapters of all batches that stages work on.
+    """
+    model = vllm_config.model_config
+    if model is None:
+        return vllm_config.lora_config is not None
+    is_other = model.runner_type == "pooling" or multimodal.takes_items(model) or has_states(vllm_config)
+    return is_other or vllm_config.lora_config is not None
 
 
 def _check_replicas(vllm_config: VllmConfig) -> None:
@@ -252,13 +269,26 @@ def _check_replicas(vllm_config: VllmConfig) -> None:
     refuse(refusals)
 
 
-def _check_staged_model(model: ModelConfig) -> None:
+def _check_staged_model(model: ModelConfig, has_adapters: bool) -> None:
+    name, pools, takes_items = model.architecture, model.runner_type == "pooling", multimodal.takes_items(model)
     refusals = {
-        "pooling is not supported with pipeline stages yet: use pipeline_parallel_size=1": (
-            model.runner_type == "pooling"
+        f"{name} pools in layers of its own, which was not tried with pipeline stages: use pipeline_parallel_size=1": (
+            pools and model.convert_type == "none"
         ),
-        "images and other items are not supported with pipeline stages yet: use pipeline_parallel_size=1, or the "
-        "model's text alone (limit_mm_per_prompt)": multimodal.takes_items(model),
+        f"{name}, whose tokens see all of their text, is not cut into pipeline stages yet: use "
+        "pipeline_parallel_size=1": pools and model.attn_type == "encoder_only",
+        "the classifier is made of tokens of the vocabulary, which pipeline stages do not share: use "
+        "pipeline_parallel_size=1": pools and getattr(model.hf_text_config, "classifier_from_token", None),
+        "adapters of pooling models are not supported with pipeline stages yet: leave out enable_lora": (
+            pools and has_adapters
+        ),
+        f"images and other items of {name} were not tried with pipeline stages: use pipeline_parallel_size=1, the "
+        f"model's text alone (limit_mm_per_prompt), or one of {', '.join(STAGED_MULTIMODAL)}": (
+            takes_items and not model.is_encoder_decoder and name not in STAGED_MULTIMODAL
+        ),
+        "vectors of images were not tried with pipeline stages: use pipeline_parallel_size=1": pools and takes_items,
+        "adapters were not tried with images and pipeline stages: leave out enable_lora, or use "
+        "pipeline_parallel_size=1": takes_items and has_adapters,
         "encoder-decoder models are not supported with pipeline stages yet: use pipeline_parallel_size=1": (
             model.is_encoder_decoder
         ),

@@ -21,6 +21,7 @@ from model_runner_base.vllm_compat.types.kv_cache import (
     cross_length,
     shared_caches,
 )
+from model_runner_base.vllm_compat.types.recurrent import has_states, recurrent_layers
 
 
 def attention_groups(
@@ -33,6 +34,11 @@ def attention_groups(
 
     ``tiles``: target sizes, in positions, of the KV tiles of decode rows and of chunks.
     """
+    if has_states(vllm_config) and not recurrent_layers(vllm_config):
+        raise UnsupportedConfigError(
+            "a stage of the pipeline has no recurrent layer, which is not supported yet: use a smaller "
+            "pipeline_parallel_size"
+        )
     layers = attention_layers(vllm_config)
     sharing = shared_caches(vllm_config)
     tables, groups = list[BlockTable](), list[AttentionGroup]()

@@ -88,7 +88,7 @@ class Head(ABC):
         """Launches the work of ``sample_tokens``; called only if ``answer`` returned None."""
         raise NotImplementedError
 
-    def answer(self, forward: Forward) -> SampledStep | PooledStep | None:
+    def answer(self, forward: Forward) -> SampledStep | PooledStep | HandedOn | None:
         """Returns the step's results if they need no sampling; None leaves them to ``sample_tokens``."""
         return None
 

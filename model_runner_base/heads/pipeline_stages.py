@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,14 +25,17 @@ from vllm.sequence import IntermediateTensors
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.heads.factory import pools
 from model_runner_base.heads.head import HandedOn, Head
 from model_runner_base.step.batch import InputBatch
 from model_runner_base.step.call import NO_FIELDS, Forward, ModelCall
-from model_runner_base.step.components import StepComponent
+from model_runner_base.step.components import PromptsInChunks, StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.packing import PackedStep
 from model_runner_base.step.request_states import DeviceRows, ReceivedTokens, RequestInfo
 from model_runner_base.step.schedule import Arrival, Grammar, Schedule
+
+T = TypeVar("T")
 
 HEADER, STATES, TOKENS = 1, 2, 3
 """Tags of messages. Messages of a tag between two stages arrive in order."""
@@ -168,11 +171,25 @@ class StageHead(Head):
         states = self._handed.join(hidden_states)
         return states, call.sample_slots, states
 
-    def answer(self, forward: Forward) -> None:
+    def answer(self, forward: Forward) -> HandedOn | None:
         states = self._device_ops.begin_to_host_from_graph(forward.hidden_states)()
         self._link.hand_on(forward.batch, states)
+        return None
 
     def sample(self, plan: Any, forward: Forward, grammar: Grammar | None) -> HandedOn:
+        return HandedOn()
+
+
+class PoolingStageHead(StageHead):
+    """Head of such a stage of a pooling model: the engine asks for no tokens, so a step ends with the hidden states."""
+
+    answers_at_once: ClassVar[bool] = True
+
+    def components(self) -> Sequence[StepComponent]:
+        return (PromptsInChunks(),)
+
+    def answer(self, forward: Forward) -> HandedOn:
+        super().answer(forward)
         return HandedOn()
 
 
@@ -308,15 +325,35 @@ def make_stage(
     components: list[StepComponent] = [StepCounter(link)]
     if link.index:
         components.append(ReceivedStates(link, handed, device_ops))
-    if link.is_last:
-        head, tokens = None, SentTokens(link, max_num_reqs, device_ops)
-        return PipelineStage(link.count, head, [*components, tokens], link.explain)
-    home = TokensHome(link, max_num_reqs, ReceivedTokens(rows, wrap, device_ops))
-    return PipelineStage(link.count, StageHead(link, handed, device_ops), [*components, home], link.explain)
+    head: StageHead | None = None
+    if pools(config):
+        if not link.is_last:
+            head = PoolingStageHead(link, handed, device_ops)
+    elif link.is_last:
+        components.append(SentTokens(link, max_num_reqs, device_ops))
+    else:
+        head = StageHead(link, handed, device_ops)
+        components.append(TokensHome(link, max_num_reqs, ReceivedTokens(rows, wrap, device_ops)))
+    return PipelineStage(link.count, head, components, link.explain)
+
+
+def is_first_stage(vllm_config: VllmConfig) -> bool:
+    """Whether this rank runs the model's first layers, as every rank does without pipeline stages."""
+    return vllm_config.parallel_config.pipeline_parallel_size == 1 or get_pp_group().is_first_rank
+
+
+def gather_stages(vllm_config: VllmConfig, value: T) -> list[T]:
+    """Values of all stages, each of which gives its own; without stages a list of ``value`` alone."""
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return [value]
+    group = get_pp_group()
+    values: list[T] = [value] * len(group.ranks)
+    dist.all_gather_object(values, value, group.cpu_group)
+    return values
 
 
 def received_at_profile(vllm_config: VllmConfig, model: Any, num_tokens: int, device: torch.device) -> Any:
     """Zeros in place of hidden states of the stage before; None on the first stage."""
-    if vllm_config.parallel_config.pipeline_parallel_size == 1 or get_pp_group().is_first_rank:
+    if is_first_stage(vllm_config):
         return None
     return model.make_empty_intermediate_tensors(num_tokens, vllm_config.model_config.dtype, device)

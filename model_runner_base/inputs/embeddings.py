@@ -136,11 +136,17 @@ def embeddings_memory(model_config: ModelConfig, max_num_tokens: int) -> int:
     return 4 * (2 * max_num_tokens + 1) * model_config.get_inputs_embeds_size()
 
 
-def profile_inputs(model_config: ModelConfig, model: Any, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """Makes the model's arguments for tokens before there are requests; they have the same names as in every step."""
+def profile_inputs(
+    model_config: ModelConfig, model: Any, token_ids: torch.Tensor, received: Any = None
+) -> dict[str, Any]:
+    """Makes the model's arguments for tokens before there are requests; they have the same names as in every step.
+
+    ``received`` are the tensors that a pipeline's stage before hands on, if there is one; tokens are not embedded then.
+    """
     num_dims = rotary_dims(model_config) if takes_items(model_config) else 1
     positions = token_ids.expand(num_dims, -1) if num_dims > 1 else token_ids
+    inputs = {"positions": positions, "input_ids": token_ids, "inputs_embeds": None, "intermediate_tensors": received}
     takes_embeds = takes_items(model_config) and not model_config.is_encoder_decoder
-    if model_config.enable_prompt_embeds or takes_embeds:
-        return {"positions": positions, "input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
-    return {"positions": positions, "input_ids": token_ids, "inputs_embeds": None}
+    if received is None and (model_config.enable_prompt_embeds or takes_embeds):
+        return inputs | {"input_ids": None, "inputs_embeds": model.embed_input_ids(token_ids)}
+    return inputs

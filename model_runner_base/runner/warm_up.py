@@ -38,9 +38,8 @@ def profile_largest_step(runner: Runner) -> None:
         override_forward_context(create_forward_context(None, runner.vllm_config)),
         runner.adapters.unused(num_tokens, num_logits),
     ):
-        inputs = profile_inputs(runner.model_config, runner.model, token_ids)
         received = received_at_profile(runner.vllm_config, runner.model, num_tokens, token_ids.device)
-        output = runner.model(intermediate_tensors=received, **inputs)
+        output = runner.model(**profile_inputs(runner.model_config, runner.model, token_ids, received))
         if not decodes or isinstance(output, IntermediateTensors):
             return
         hidden_states = output if isinstance(output, torch.Tensor) else output[0]  # Else with other layers' states.

@@ -111,6 +111,12 @@ class StepComponent:
         """Runs once each function that the component runs on the device outside of the step's graph."""
 
 
+class PromptsInChunks(StepComponent):
+    """Component of a pipeline stage whose steps must be laid out as those of a stage with no prompts in decode rows."""
+
+    prompts_in_chunks = True
+
+
 class StepComponents:
     """List of all components in order. Each of its methods calls the components that override this method."""
 

@@ -22,6 +22,10 @@ class SlottedAdapters(Protocol):
     """Adapters that have slots on the device (``lora.py``)."""
 
     products: Products
+    takes_turns: bool
+
+    @property
+    def ids(self) -> Sequence[int | None]: ...
 
     def ready(self, requests: Iterable[LoRARequest]) -> dict[int, int]: ...
 
@@ -29,7 +33,10 @@ class SlottedAdapters(Protocol):
 
 
 class AdapterInputs(StepComponent):
-    """Writes the slot of each token. A repeated step has the same requests, so its section stays as it was packed."""
+    """Writes the slot of each token. A repeated step has the same requests, so its section stays as it was packed.
+
+    Where batches take turns (``SlottedAdapters.takes_turns``), another one's adapter may have taken a slot meanwhile.
+    """
 
     def __init__(self, requests: RequestStates, adapters: SlottedAdapters) -> None:
         self._requests = requests
@@ -54,7 +61,7 @@ class AdapterInputs(StepComponent):
         views[SECTION][:] = NO_SLOT
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
-        return ()
+        return [_SameSlots(self._adapters, self._slots[batch.rows])] if self._adapters.takes_turns else ()
 
     def warm_up(self) -> None:
         self._adapters.warm_up()
@@ -70,6 +77,23 @@ class AdapterInputs(StepComponent):
         """Returns the slots for ``Adapters.logits_inputs``."""
         slot = NO_SLOT if row is None else self._slots[row]
         return (np.full(count, slot, np.int32),)
+
+
+class _SameSlots:
+    """Ends a series of repeated steps once one of their slots has another adapter."""
+
+    def __init__(self, adapters: SlottedAdapters, slots: np.ndarray) -> None:
+        """``slots`` [R] are those of a step's requests, in which their adapters are now."""
+        self._adapters = adapters
+        ids = adapters.ids
+        self._expected = [(slot, ids[slot]) for slot in set(slots.tolist()) - {NO_SLOT}]
+
+    def begin(self, positions: np.ndarray) -> None:
+        """Does nothing: the section stays as it was packed."""
+
+    def advance(self, positions: np.ndarray) -> bool:
+        ids = self._adapters.ids
+        return all(ids[slot] == number for slot, number in self._expected)
 
 
 @compiled

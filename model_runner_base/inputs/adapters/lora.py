@@ -16,6 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from model_runner_base.device_ops import DeviceOps
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.heads.pipeline_stages import gather_stages
 from model_runner_base.inputs.adapters.adapters import NO_ADAPTERS, Adapters
 from model_runner_base.inputs.adapters.inputs import AdapterInputs
 from model_runner_base.inputs.adapters.kernels import KernelProducts
@@ -44,6 +45,11 @@ class LoRAAdapters(Adapters):
         """LoRA products of the layers; a step's graph binds the slots of its tokens to them."""
         self.products.vocab_size = self._slots.vocab_size
         self._slots.use_slots(self.products.make_layers(wrap, device_ops))
+        # Every stage checks whole adapters, so that none has loaded one that another stage refuses.
+        for widths in gather_stages(vllm_config, self._slots.widths):
+            self._slots.widths |= widths
+        self.takes_turns = vllm_config.parallel_config.pipeline_parallel_size > 1
+        """Whether a batch repeats while another one's steps run in between."""
         self._device_ops = device_ops
         scheduler = vllm_config.scheduler_config
         num_sampled = 1 + read_speculation(vllm_config).num_drafts
@@ -82,8 +88,12 @@ class LoRAAdapters(Adapters):
     def ready(self, requests: Iterable[LoRARequest]) -> dict[int, int]:
         """Puts these adapters into slots, unless they are in some; returns a dict from adapter id to slot."""
         self._manager.ready(requests)
-        ids = self._slots.lora_index_to_id
-        return {number: slot for slot, number in enumerate(ids) if number is not None}
+        return {number: slot for slot, number in enumerate(self.ids) if number is not None}
+
+    @property
+    def ids(self) -> Sequence[int | None]:
+        """Id of the adapter in each slot; None for a free one."""
+        return self._slots.lora_index_to_id
 
     def warm_up(self) -> None:
         """Runs once the functions that write a slot, for each layer."""
@@ -93,8 +103,8 @@ class LoRAAdapters(Adapters):
     def step_memory(self) -> int:
         """Upper estimate, in bytes: the products of one layer, and one layer's matrices while a slot is written."""
         layers = self._slots.slotted.values()
-        products = max(layer.products_memory(*self._most_inputs) for layer in layers)
-        return products + max(layer.write_memory() for layer in layers)
+        products = max((layer.products_memory(*self._most_inputs) for layer in layers), default=0)
+        return products + max((layer.write_memory() for layer in layers), default=0)
 
     @contextmanager
     def unused(self, num_tokens: int, num_logits: int) -> Iterator[None]:

@@ -36,7 +36,7 @@ from model_runner_base.inputs.multimodal.towers.patches import PATCH_TOWERS
 from model_runner_base.inputs.multimodal.towers.tiles import tiled_tower
 from model_runner_base.inputs.pool import EmbeddingPool, PoolRows
 from model_runner_base.models.tower_placement import towers_of
-from model_runner_base.step.components import StepComponent
+from model_runner_base.step.components import PromptsInChunks, StepComponent
 from model_runner_base.step.graph_policy import WrapFunction
 from model_runner_base.step.request_states import RequestInfo, RequestStates
 from model_runner_base.step.schedule import Schedule
@@ -98,18 +98,46 @@ class Encoder(StepComponent):
 NO_ENCODER = Encoder()
 
 
-class ItemEncoder(Encoder):
+class ItemPlaces(Encoder):
+    """Positions of the items in prompts, and of the tokens around them.
+
+    A pipeline's later stages have this alone, since they get hidden states that were made of the items.
+    """
+
+    def __init__(self, model_config: ModelConfig, model: Any) -> None:
+        self._model_config = model_config
+        self._model = model
+        self._num_dims = rotary_dims(model_config)
+        self._sees_both_ways = model_config.is_mm_prefix_lm
+
+    def components(self, requests: RequestStates) -> list[StepComponent]:
+        return [PromptsInChunks(), *self._rotary(requests)]
+
+    def spans(self, requests: RequestStates) -> BidirectionalSpans:
+        if not self._sees_both_ways:
+            return NO_SPANS
+        return ItemSpans(requests, in_windows=sees_in_windows(self._model))
+
+    def _rotary(self, requests: RequestStates) -> list[StepComponent]:
+        return [RotaryInputs(requests, self._num_dims, self._calc_positions)] if self._num_dims > 1 else []
+
+    def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
+        if self._model_config.uses_mrope:
+            return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
+        return calc_xdrope_positions(self._model, self._num_dims, len(info.prompt_token_ids), info.items)
+
+
+class ItemEncoder(ItemPlaces):
     """The encoder of a multimodal model."""
 
     def __init__(self, vllm_config: VllmConfig, model: Any, wrap: WrapFunction, device_ops: DeviceOps) -> None:
+        super().__init__(vllm_config.model_config, model)
         self._budget = budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
         model_config = vllm_config.model_config
         size = budget.encoder_cache_size
         self._levels = DeepstackBuffers(model, model_config, max_step_tokens(vllm_config), device_ops)
         self._per_layer = PerLayerEmbeddings(model, max_step_tokens(vllm_config), device_ops)
         width = (1 + self._levels.count) * model_config.get_inputs_embeds_size()
-        self._model_config = model_config
-        self._model = model
         self._device = device_ops.eager_device
         self._pool_rows = PoolRows(size)
         self._to_encode_again = set[str]()
@@ -120,8 +148,6 @@ class ItemEncoder(Encoder):
         self._graphs = EAGER
         if budget.mm_max_toks_per_item and device_ops.towers_as_graphs:
             self._graphs = make_graphs(model_config, model, self._pool, self._pool_rows, wrap, device_ops)
-        self._num_dims = rotary_dims(model_config)
-        self._sees_both_ways = model_config.is_mm_prefix_lm
         self._max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     def give_up(self, identifiers: Iterable[str]) -> None:
@@ -231,19 +257,7 @@ class ItemEncoder(Encoder):
     def components(self, requests: RequestStates) -> list[StepComponent]:
         layer_inputs = (self._levels, self._per_layer)
         inputs = MultiModalInputs(requests, self._pool.tensors, self._pool_rows, *layer_inputs, self._model)
-        if self._num_dims == 1:
-            return [self, inputs]
-        return [self, inputs, RotaryInputs(requests, self._num_dims, self._calc_positions)]
-
-    def spans(self, requests: RequestStates) -> BidirectionalSpans:
-        if not self._sees_both_ways:
-            return NO_SPANS
-        return ItemSpans(requests, in_windows=sees_in_windows(self._model))
-
-    def _calc_positions(self, info: RequestInfo) -> tuple[np.ndarray, int]:
-        if self._model_config.uses_mrope:
-            return calc_mrope_positions(self._model, info.prompt_token_ids, info.items)
-        return calc_xdrope_positions(self._model, self._num_dims, len(info.prompt_token_ids), info.items)
+        return [self, inputs, *self._rotary(requests)]
 
 
 def make_graphs(
