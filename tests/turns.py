@@ -12,8 +12,8 @@ from lane import HAS_OPENXLA, ROOT
 IN_THIRDS = """
     acme_device architectures contiguous_cache drafted_prefixes drafts drafts_with_images dynamo engine_contracts
     examples expert_ranks gpu_lora gpu_recurrent gpu_runner host_offload image_ranks images latent_adapters orphans
-    plain_device quantization recurrent_ranks reload_images serving_while_compiling smallest_limits suffix_decoding
-    tensor_parallel trained_heads unequal_layers upstream xdrope
+    plain_device quantization recurrent_ranks reload_images served_stages serving_while_compiling smallest_limits
+    suffix_decoding tensor_parallel trained_heads unequal_layers upstream xdrope
 """.split()
 """Files whose cases take long. A third of their cases runs at a commit."""
 IN_QUARTERS = """

@@ -133,7 +133,7 @@ def test_vectors(tmp_path: Path) -> None:
 
 
 def test_states(tiny_model: Callable[[str], TinyModel]) -> None:
-    """Each stage has the states of its own recurrent layers, also those that are kept for later prompts."""
+    """A stage has the states of its own recurrent layers, also those that are kept for later prompts."""
     model, texts = tiny_model("falcon-h1"), random_prompts(99, [1, 2, 5, 33, 90, 130])
     options = {"max_model_len": 256, "enable_prefix_caching": True, "block_size": 16, "async_scheduling": True}
     with staged(model.path, **options) as llm:

@@ -1,4 +1,4 @@
-"""What the schedulers of vLLM's releases count."""
+"""Differences of vLLM's releases in what their schedulers count."""
 
 from functools import cache
 from inspect import getsource
