@@ -20,15 +20,13 @@ from model_runner_base.attention.block_choice import BlockChooser
 from model_runner_base.attention.plan import FAR
 from model_runner_base.errors import CheckpointError
 from model_runner_base.step.rounds import loops_run_by, unrolled
-from model_runner_base.testing.architectures import UNTIED, hf
+from model_runner_base.testing.block_sparse_models import BLOCK, COUNT, NUM_LAYERS, make_block_sparse
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import metric
-from model_runner_base.testing.models import OF_TRANSFORMERS, TinyModel, vary
+from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import logits_after
 
 pytestmark = pytest.mark.newest
-SIZE, COUNT, NUM_LAYERS = 16, 3, 3
-"""Positions of a block, blocks that a token sees, and layers, of which the first sees all keys."""
 PROMPTS = random_prompts(130, [1, 5, 15, 16, 17, 33, 48, 49, 64, 90, 130, 200])
 NEW_TOKENS = 12
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_logprobs": -1, "max_num_batched_tokens": 24, "max_num_seqs": 4}
@@ -49,91 +47,11 @@ TOWER = {
     "layer_norm_eps": 1e-5,
     "img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2},
 }
-ROTARY = {"rope_theta": 5e6, "partial_rotary_factor": 0.5}
-SPARSE = {
-    "index_n_heads": UNTIED["num_key_value_heads"],
-    "index_head_dim": 16,
-    "index_block_size": SIZE,
-    "index_topk_blocks": COUNT,
-    "index_local_blocks": 1,
-}
-
-
-def published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor of transformers' as tensors of a published checkpoint."""
-    for theirs, ours in {
-        ".self_attn.indexer.": ".self_attn.index_",
-        ".mlp.gate.e_score": ".mlp.e_score",
-    }.items():
-        name = name.replace(theirs, ours)
-    if ".layers.0." not in name:
-        name = name.replace(".mlp.", ".block_sparse_moe.")
-    if ".experts." in name:
-        names = ("w1", "w3") if "gate_up" in name else ("w2",)
-        for number, expert in enumerate(tensor):
-            for of_expert, part in zip(names, expert.chunk(len(names)), strict=True):
-                yield f"{name.rpartition('.')[0]}.{number}.{of_expert}.weight", part.contiguous()
-    elif "gate_up_proj" in name:
-        for part, each in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
-            yield name.replace("gate_up_proj", part), each.contiguous()
-    else:
-        yield name, tensor
-
-
-def make_model(path: Path, count: int = COUNT) -> TinyModel:
-    """A checkpoint under published names, and transformers' own."""
-    config = hf.MiniMaxM3VLTextConfig(
-        **UNTIED | {"intermediate_size": 32, "num_hidden_layers": NUM_LAYERS},
-        **SPARSE | {"index_topk_blocks": count},
-        head_dim=16,
-        rotary_dim=8,
-        rope_parameters=ROTARY | {"rope_type": "default"},
-        dense_intermediate_size=128,
-        shared_intermediate_size=32,
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(4)
-    model = hf.MiniMaxM3VLForCausalLM(config)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith("correction_bias"):
-            torch.nn.init.normal_(tensor, std=0.1)
-        elif isinstance(tensor, torch.nn.Parameter):
-            vary(name, tensor)
-    model.save_pretrained(path / OF_TRANSFORMERS)
-    tensors = load_file(path / OF_TRANSFORMERS / "model.safetensors")
-    save_file(dict(pair for each in tensors.items() for pair in published(*each)), path / "model.safetensors")
-    text = {
-        name: getattr(config, name)
-        for name in (*UNTIED, "head_dim", "rotary_dim", "dense_intermediate_size", "shared_intermediate_size")
-    }
-    frequency = [0] + [1] * (NUM_LAYERS - 1)
-    text |= {
-        **ROTARY,
-        "architectures": ["MiniMaxM3SparseForCausalLM"],
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_layer_freq": frequency,
-        "sparse_attention_config": {
-            "use_sparse_attention": True,
-            "sparse_index_dim": SPARSE["index_head_dim"],
-            "sparse_num_index_heads": SPARSE["index_n_heads"],
-            "sparse_topk_blocks": count,
-            "sparse_block_size": SIZE,
-            "sparse_local_block": SPARSE["index_local_blocks"],
-            "sparse_attention_freq": frequency,
-        },
-    }
-    whole = {"model_type": "minimax_m3_vl", "architectures": text["architectures"], "text_config": text}
-    (path / "config.json").write_text(json.dumps(whole))
-    return TinyModel(path)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_model(tmp_path_factory.mktemp("m3"))
+    return make_block_sparse(tmp_path_factory.mktemp("m3"))
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +63,10 @@ def llm(model: TinyModel) -> Iterator[LLM]:
 
 
 def test_reference_leaves_blocks_out(model: TinyModel, tmp_path: Path) -> None:
-    """The reference differs from one of all blocks after ``SIZE * COUNT`` tokens, and not before."""
+    """The reference differs from one of all blocks after ``BLOCK * COUNT`` tokens, and not before."""
     tokens = PROMPTS[-1]
-    error = np.abs(logits_after(model, tokens) - logits_after(make_model(tmp_path, 100), tokens)).max(axis=1)
-    assert error[: SIZE * COUNT].max() < 1e-4 and np.median(error[SIZE * COUNT :]) > 0.1
+    error = np.abs(logits_after(model, tokens) - logits_after(make_block_sparse(tmp_path, 100), tokens)).max(axis=1)
+    assert error[: BLOCK * COUNT].max() < 1e-4 and np.median(error[BLOCK * COUNT :]) > 0.1
 
 
 def test_equals_transformers(llm: LLM, model: TinyModel) -> None:

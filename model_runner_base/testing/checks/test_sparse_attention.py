@@ -1,39 +1,87 @@
-"""Sparse attention (DSA): tokens that see the keys which an indexer chooses, in contexts eight times as long."""
+"""Sparse attention: tokens that see the keys (DSA), or the blocks (MiniMax M3), which an indexer chooses."""
 
 from collections.abc import Callable
 
 import pytest
 from vllm import LLM
 
+from model_runner_base.testing.block_sparse_models import make_block_sparse
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_cache_formats import PROMPTS, check
-from model_runner_base.testing.engine import check_preempted, metric
-from model_runner_base.testing.models import TinyModel
+from model_runner_base.testing.engine import check_preempted, metric, runner_of
+from model_runner_base.testing.models import TinyModel, reference_model
+
+LIMITS = {"max_model_len": 160, "block_size": 16, "num_gpu_blocks_override": 14, "kv_cache_memory_bytes": 1 << 20}
+"""Limits of a cache of 14 blocks: four long requests preempt."""
 
 
 @pytest.fixture
-def sparse(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> tuple[LLM, TinyModel]:
-    """An engine with a tiny GLM-5, and its model. Its cache has 14 blocks: four long requests preempt."""
+def keys(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> tuple[LLM, TinyModel]:
+    """An engine with a tiny GLM-5, and its model: contexts are up to ten times as long as what a token sees."""
     model = tiny_model("glm-5-sparse")
-    limits = {"max_model_len": 160, "block_size": 16, "num_gpu_blocks_override": 14}
-    return engine(model.path, kv_cache_memory_bytes=1 << 20, **limits), model
+    return engine(model.path, **LIMITS), model
 
 
-def test_chosen_keys_of_one_request(sparse: tuple[LLM, TinyModel]) -> None:
-    """A request on its own, its prompt cut into chunks, then with its prefix from the cache."""
+@pytest.fixture(scope="session")
+def block_sparse_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    model = make_block_sparse(tmp_path_factory.mktemp("block-sparse"))
+    reference_model(model.path)  # Before an engine, as in ``tiny_model``.
+    return model
+
+
+@pytest.fixture
+def blocks(engine: Callable[..., LLM], block_sparse_model: TinyModel) -> tuple[LLM, TinyModel]:
+    """An engine with a tiny MiniMax M3, and its model: tokens see 3 of up to 10 blocks."""
+    return engine(block_sparse_model.path, **LIMITS), block_sparse_model
+
+
+def check_one_by_one(llm: LLM, model: TinyModel) -> None:
+    """Compares requests on their own, their prompts cut into chunks, then one with its prefix from the cache."""
     for prompt in PROMPTS[2:]:
-        check(*sparse, [prompt])
-    check(*sparse, PROMPTS[-1:])
+        check(llm, model, [prompt])
+    check(llm, model, PROMPTS[-1:])
 
 
-def test_chosen_keys_in_mixed_batches(sparse: tuple[LLM, TinyModel]) -> None:
-    """Prompts shorter and longer than the choice, in chunks, with requests that decode."""
-    check(*sparse, PROMPTS)
+def check_mixed(llm: LLM, model: TinyModel) -> None:
+    """Compares prompts of all lengths at once, and that nothing was compiled for them after warm-up."""
+    policy = runner_of(llm).graph_policy
+    before = policy.num_compilations()
+    check(llm, model, PROMPTS)
+    assert policy.num_compilations() == before, f"{policy.num_compilations() - before} compilations after warm-up"
 
 
-def test_chosen_keys_after_preemption(sparse: tuple[LLM, TinyModel]) -> None:
-    """Requests that are preempted, and go on with latents and keys of indexers that are made again."""
-    llm, model = sparse
+def check_with_preemption(llm: LLM, model: TinyModel) -> None:
+    """Compares requests some of which are preempted, and go on with keys that are made again."""
     before = metric(llm, "vllm:num_preemptions")
     check(llm, model, random_prompts(116, [60, 70, 50, 40]), 40)
     check_preempted(llm, before)
+
+
+def test_chosen_keys_of_one_request(keys: tuple[LLM, TinyModel]) -> None:
+    """A request on its own, its prompt cut into chunks, then with its prefix from the cache."""
+    check_one_by_one(*keys)
+
+
+def test_chosen_keys_in_mixed_batches(keys: tuple[LLM, TinyModel]) -> None:
+    """Prompts shorter and longer than the choice, with requests that decode; nothing is compiled for them."""
+    check_mixed(*keys)
+
+
+def test_chosen_keys_after_preemption(keys: tuple[LLM, TinyModel]) -> None:
+    """Requests that are preempted, and go on with latents and keys of indexers that are made again."""
+    check_with_preemption(*keys)
+
+
+def test_chosen_blocks_of_one_request(blocks: tuple[LLM, TinyModel]) -> None:
+    """A request on its own, its prompt cut into chunks, then with its prefix, where KV heads see chosen blocks."""
+    check_one_by_one(*blocks)
+
+
+def test_chosen_blocks_in_mixed_batches(blocks: tuple[LLM, TinyModel]) -> None:
+    """Prompts shorter and longer than the chosen blocks, with requests that decode; nothing is compiled for them."""
+    check_mixed(*blocks)
+
+
+def test_chosen_blocks_after_preemption(blocks: tuple[LLM, TinyModel]) -> None:
+    """Requests that are preempted, and go on with keys of layers and of indexers that are made again."""
+    check_with_preemption(*blocks)
