@@ -7,10 +7,11 @@ An indexer has a query q_i of each token for each KV head i, and one key k of ea
 In KV head i a token sees the C blocks of the largest scores. The first blocks, and the last ones up to the token's own,
 are always among them, as many as the model says. These blocks have nothing to do with those of the cache.
 
-Scores are made in pieces of pairs, as attention is. They are held for all blocks of a context, a hundredth of its
-positions. Attention then follows plans of the same kind, with the chosen blocks as a mask. Where it works in pieces,
-pairs without a chosen block are left out. So decode reads an indexer's key of every position, but keys and values of
-chosen blocks alone, where a loop can end early: on the host, and in graphs with loops.
+Scores are made in pieces of pairs, as attention is. They are held for all blocks of the longest row, a hundredth of its
+positions: eagerly the step's longest row, in graphs the longest that the size's pairs allow. Attention then follows
+plans of the same kind, with the chosen blocks as a mask. Where it works in pieces, pairs without a chosen block are
+left out. So decode reads an indexer's key of every position, but keys and values of chosen blocks alone, where a loop
+can end early: on the host, and in graphs with loops.
 """
 
 from dataclasses import dataclass, replace
@@ -25,6 +26,11 @@ from model_runner_base.attention.paged import PagedAttentionBackend, PagedAttent
 from model_runner_base.attention.pieces import MASK_VALUE, run_pieces
 from model_runner_base.attention.plan import FAR
 from model_runner_base.step.rounds import State, is_read_at_once, is_traced
+
+
+def longest_row(num_pairs: int, kv_tile: int, max_model_len: int) -> int:
+    """Largest number of positions that a row may see in a plan of ``num_pairs`` pairs, all of which may be its own."""
+    return min(max_model_len, num_pairs * kv_tile)
 
 
 @dataclass(frozen=True)
@@ -59,15 +65,18 @@ class BlockChooser:
 
     def plan_of_chosen(self, plan: PairPlan, queries: torch.Tensor, cache: torch.Tensor) -> PairPlan:
         """Plan of the blocks that the indexer's queries [NT, Q, K, D] choose; ``plan`` itself if it is known that each
-        sees all."""
+        sees all.
+
+        In graphs it is known of sizes whose pairs are so few that no row can be longer.
+        """
         assert plan.pair_start is not None and plan.first is None
-        num_blocks = -(-self.max_model_len // self.size)
         if is_read_at_once(plan.last):
-            last = torch.where(plan.last >= 0, plan.pair_start.unsqueeze(1) + plan.last, NEVER)
-            longest = int(last.amax())
-            if longest < self.count * self.size:
-                return plan
-            num_blocks = longest // self.size + 1
+            longest = plan.longest
+        else:
+            longest = longest_row(plan.pair_tile.shape[0], plan.kv_tile, self.max_model_len)
+        if longest <= self.count * self.size:
+            return plan
+        num_blocks = -(-longest // self.size)
         chosen = self.best(self._scores(plan, queries, cache, num_blocks))
         plan = replace(plan, chosen=chosen)
         return plan if plan.is_one_piece else self._without_others(plan, num_blocks)

@@ -5,6 +5,7 @@ attention/paged.py reads it, as do a device's own kernels in its place.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadata
@@ -49,6 +50,14 @@ class PairPlan:
     chosen: torch.Tensor | None = None
     """Keys up to ``last`` that each query sees: [NT, Q, C] positions, sorted (attention/choice.py), or
     [NT, Q, K, C] numbers of blocks for each KV head (attention/block_choice.py). None: all."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Largest number of positions up to the last one that a query sees, of a plan that is read at once
+        (step/rounds.py): computed for the first layer of a step that asks."""
+        assert self.pair_start is not None
+        last = torch.where(self.last >= 0, self.pair_start.unsqueeze(1) + self.last, -1)
+        return int(last.amax()) + 1
 
     @property
     def is_one_piece(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
+from model_runner_base.attention.block_choice import longest_row
 from model_runner_base.attention.choice import RoundSize
 from model_runner_base.attention.pieces import PairShape
 from model_runner_base.caches.pair_shapes import pair_shapes
@@ -58,7 +59,7 @@ def estimate_step_memory(
         if hides_keys(model_config):
             layer += _choice(model_config, dims, limits, block_size, is_unrolled)
         if chooses_blocks(model_config):
-            layer += _choice_of_blocks(model_config, dims, limits)
+            layer += _choice_of_blocks(model_config, dims, limits, block_size)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
         of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
         sampling = 4 * size.num_tokens * hidden + SAMPLING_ARRAYS * size.num_logits * width
@@ -133,20 +134,23 @@ def _choice(
     return numbers + round_numbers + pairs * limits.chunk.query * (2 * count + 6 * limits.chunk.keys)
 
 
-def _choice_of_blocks(model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits) -> int:
+def _choice_of_blocks(model_config: ModelConfig, dims: Mapping[str, int], limits: StepLimits, block_size: int) -> int:
     """Numbers that a choice of blocks takes (attention/block_choice.py), with decode rows and chunk tiles.
 
-    By query and KV head, scores of all blocks: the state before and after a piece, and their copies with and without
-    the blocks that are always seen, for the best. Of the pairs that attention holds, which keys were chosen.
+    By query and KV head, scores of the longest row's blocks: the state before and after a piece, and their copies with
+    and without the blocks that are always seen, for the best. Of the pairs that attention holds, which keys were
+    chosen.
     """
     settings = model_config.hf_text_config.sparse_attention_config
     heads, num_heads = settings["sparse_num_index_heads"], _largest(model_config, "num_attention_heads")
-    num_blocks, numbers = -(-limits.max_model_len // settings["sparse_block_size"]) + 1, 0
+    numbers = 0
     for query, keys, tiles, pairs, piece in (
         (limits.longest_row, limits.decode.keys, dims["decode_rows"], dims["decode_pairs"], limits.decode_piece),
         (limits.chunk.query, limits.chunk.keys, dims["chunk_tiles"], dims["chunk_pairs"], limits.chunk_piece),
     ):
         held = min(pairs, piece) if piece else pairs
+        longest = longest_row(pairs, max(keys, block_size), limits.max_model_len)
+        num_blocks = -(-longest // settings["sparse_block_size"]) + 1
         numbers += 5 * tiles * query * heads * num_blocks + 2 * held * query * num_heads * keys
     return numbers
 

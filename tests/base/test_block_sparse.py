@@ -117,12 +117,19 @@ def test_an_indexer_without_weights(model: TinyModel, tmp_path: Path) -> None:
         engine(tmp_path, max_model_len=64, **OPTIONS).__enter__()
 
 
-@pytest.mark.parametrize("size", [4, 6, 16])
-@pytest.mark.parametrize(("piece", "is_traced"), [(0, False), (1, False), (8, False), (1, True)])
-def test_chosen_blocks_are_the_best(piece: int, is_traced: bool, size: int) -> None:
+@pytest.mark.parametrize(
+    ("piece", "how", "size"),
+    [
+        *((piece, "eager", size) for piece in (0, 1, 8) for size in (4, 6, 16)),
+        *((1, "unrolled", size) for size in (4, 6, 16)),
+        (8, "aot_eager", 6),
+    ],
+)
+def test_chosen_blocks_are_the_best(piece: int, how: str, size: int) -> None:
     """The best blocks of each head of each row, with the first and the last two; whatever lies in places that no row
-    sees. Blocks are smaller than a KV tile of 8, larger, or of another size."""
-    lengths, width = [3, 40, 0, 17, 16, 100], 128
+    sees. Blocks are smaller than a KV tile of 8, larger, or of another size. Scores are no wider than the plan's rows:
+    those of ``max_model_len`` would take terabytes."""
+    lengths = [3, 40, 0, 17, 16, 100]
     plan, entries = plan_of(lengths)
     plan.piece = piece
     generator = torch.Generator().manual_seed(0)
@@ -130,9 +137,12 @@ def test_chosen_blocks_are_the_best(piece: int, is_traced: bool, size: int) -> N
     for length, own in zip(lengths, entries, strict=True):
         cache.flatten(0, 1)[own[:length]] = torch.randn((length, 1, 6), generator=generator)
     queries = torch.randn((6, 1, 2, 6), generator=generator)
-    chooser = BlockChooser(size, 4, num_first=1, num_last=2, max_model_len=width)
-    with loops_run_by(unrolled) if is_traced else nullcontext():
-        new = chooser.plan_of_chosen(plan, queries, cache)
+    chooser = BlockChooser(size, 4, num_first=1, num_last=2, max_model_len=1 << 50)
+    choose = chooser.plan_of_chosen
+    if how == "aot_eager":
+        choose = torch.compile(choose, backend=how, fullgraph=True, dynamic=False)
+    with loops_run_by(unrolled) if how == "unrolled" else nullcontext():
+        new = choose(plan, queries, cache)
     assert new.chosen is not None
     for row, (length, own) in enumerate(zip(lengths, entries, strict=True)):
         is_own = (new.pair_tile == row) & (new.last[:, 0] >= 0)
@@ -154,6 +164,15 @@ def test_chosen_blocks_are_the_best(piece: int, is_traced: bool, size: int) -> N
         is_pair = new.pair_start != FAR
         assert is_pair.tolist() == sorted(is_pair.tolist(), reverse=True), "padding comes last"
         assert is_pair.sum() < (plan.pair_start != FAR).sum()
+
+
+def test_short_rows_of_a_graph_are_not_scored() -> None:
+    """A graph of few pairs takes no scores: its rows see no more blocks than are chosen."""
+    plan, _ = plan_of([3, 20, 9])  # 9 pairs of 8 positions, of which 3 are padding.
+    nothing = torch.empty(0)
+    with loops_run_by(unrolled):
+        assert BlockChooser(8, 9, 0, 1, 256).plan_of_chosen(plan, nothing, nothing) is plan
+        assert BlockChooser(8, 8, 0, 1, 64).plan_of_chosen(plan, nothing, nothing) is plan
 
 
 @pytest.mark.parametrize(

@@ -386,8 +386,8 @@ def test_step_memory_counts_an_indexers_choice() -> None:
 
 
 def test_step_memory_counts_a_choice_of_blocks() -> None:
-    """A context sixteen times as long takes scores of as many more blocks, which five arrays hold for each token and KV
-    head."""
+    """Rows sixteen times as long take scores of as many more blocks, which five arrays hold for each token and KV head.
+    No row is longer than a size's pairs."""
     settings = {"sparse_attention_freq": [0, 1], "sparse_num_index_heads": 2, "sparse_block_size": 16}
     limits = replace(LIMITS, decode_piece=10, chunk_piece=4)
     size = LIMITS.mixed_size(4, 20, 100, 3, 12)
@@ -399,6 +399,7 @@ def test_step_memory_counts_a_choice_of_blocks() -> None:
         config.architecture = "MiniMaxM3SparseForCausalLM"
         return estimate_step_memory([size], replace(limits, max_model_len=max_model_len), {"layer": spec(2, 8)}, config)
 
-    added = estimate(4096, sparse_attention_config=settings) - estimate(256, sparse_attention_config=settings)
-    assert added == 4 * 5 * queries * 2 * (4096 - 256) // 16
-    assert estimate(256, sparse_attention_config=settings) > estimate(256) == estimate(4096)
+    added = estimate(512, sparse_attention_config=settings) - estimate(32, sparse_attention_config=settings)
+    assert added == 4 * 5 * queries * 2 * (512 - 32) // 16
+    longest = [estimate(length, sparse_attention_config=settings) for length in (832, 1 << 20)]
+    assert longest[0] == longest[1] > estimate(1 << 20) == estimate(512)
