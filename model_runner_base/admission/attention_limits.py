@@ -217,8 +217,8 @@ def _check_chosen_blocks(vllm_config: VllmConfig) -> None:
     off = settings.get("sparse_disable_index_value") or [1] * len(frequency)
     always = settings.get("sparse_init_block", 0) + settings.get("sparse_local_block", 0)
     refusals = {
-        f"{name} is not cut over ranks or stages yet: leave out tensor_parallel_size and pipeline_parallel_size": (
-            vllm_config.parallel_config.world_size > 1
+        f"{name} is not cut into stages yet: leave out pipeline_parallel_size": (
+            vllm_config.parallel_config.pipeline_parallel_size > 1
         ),
         f"caches of 8 bits are not supported with {name} yet: leave out kv_cache_dtype": (
             vllm_config.cache_config.cache_dtype.startswith("fp8")

@@ -20,9 +20,10 @@ from model_runner_base.attention.block_choice import BlockChooser
 from model_runner_base.attention.plan import FAR
 from model_runner_base.errors import CheckpointError
 from model_runner_base.step.rounds import loops_run_by, unrolled
-from model_runner_base.testing.block_sparse_models import BLOCK, COUNT, NUM_LAYERS, make_block_sparse
+from model_runner_base.testing.block_sparse_models import BLOCK, COUNT, NUM_EXPERTS, NUM_LAYERS, make_block_sparse
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import metric
+from model_runner_base.testing.half_precision import Half
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import logits_after
 
@@ -175,10 +176,18 @@ def test_short_rows_of_a_graph_are_not_scored() -> None:
         assert BlockChooser(8, 8, 0, 1, 64).plan_of_chosen(plan, nothing, nothing) is plan
 
 
+def test_bfloat16(tmp_path: Path) -> None:
+    """Values are as near to float32 as those of transformers. All experts run: rounding may turn a choice of some."""
+    model = make_block_sparse(tmp_path, experts_per_token=NUM_EXPERTS)
+    prompts = random_prompts(33, [5, 30, 70, 120, 200])
+    with engine(model.path, max_model_len=256, **OPTIONS | {"max_num_batched_tokens": 64}, dtype="bfloat16") as llm:
+        Half.run(llm, model, prompts, "bfloat16").check()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "not cut over ranks"),
+        ({"pipeline_parallel_size": 2}, "not cut into stages"),
         ({"kv_cache_dtype": "fp8"}, "leave out kv_cache_dtype"),
         ({"kv_offloading_size": 1}, "leave out kv_transfer_config"),
         ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "drafts by mtp"),
