@@ -22,6 +22,8 @@ PARTS = {
 }
 """Parts of a step, and parts of the paths of the files that belong to them. The first part that fits a function has it,
 with all that it calls and that fits no other."""
+WHOLE = ("attention", "linear layers", "logits", "norms, activations, positions")
+"""Parts that also have all that their functions call."""
 WAITS = "between steps"
 
 
@@ -32,9 +34,9 @@ def trace_options(folder: Path) -> list[str]:
 
 
 def seconds_of_parts(folder: Path) -> dict[str, float]:
-    """Seconds of each part in the traces that a profiler has written to ``folder``, with those between steps."""
+    """Seconds of each part, and of those between steps, in the workers' traces that a profiler has written."""
     seconds = dict.fromkeys([*PARTS, WAITS], 0.0)
-    for file in folder.glob("*.json*"):
+    for file in folder.glob("*rank*.json*"):  # The API server writes one, too.
         opener: Any = gzip.open if file.suffix == ".gz" else open
         with opener(file, "rt") as opened:
             events = json.load(opened)["traceEvents"]
@@ -62,7 +64,8 @@ def add_own_time(seconds: dict[str, float], calls: Iterable[dict[str, Any]]) -> 
             open_calls.pop()
         advance(call["ts"])
         around = open_calls[-1][1] if open_calls else WAITS
-        open_calls.append((call["ts"] + call["dur"], part_of(call["name"]) or around))
+        part = around if around in WHOLE else part_of(call["name"]) or around
+        open_calls.append((call["ts"] + call["dur"], part))
     while open_calls:
         advance(open_calls[-1][0])
         open_calls.pop()

@@ -52,7 +52,7 @@ def set_line_size(vllm_config: VllmConfig) -> None:
         )
     # A draft model's config shares the cache's, and may have a smaller length.
     if asked is None and (cache.block_size or 0) < length:
-        cache.block_size = -(-length // LINE_UNIT) * LINE_UNIT
+        cache.block_size = -(-length // LINE_UNIT) * LINE_UNIT  # type: ignore[assignment]
 
 
 def useful_memory(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> float:

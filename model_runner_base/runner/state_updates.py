@@ -86,8 +86,9 @@ class StateUpdates:
         """
         if not schedule.continued:
             return
-        requests = self._requests
-        rows, num_computed = requests.rows_of(schedule.continued), int_array(schedule.num_computed)
+        requests, same = self._requests, self._repeat.rows_of(schedule.continued)
+        rows = requests.rows_of(schedule.continued) if same is None else int_array(same)
+        num_computed = int_array(schedule.num_computed)
         # Beyond the known tokens, the host's own number may be higher by drafts that were wrong.
         is_behind = num_computed < np.minimum(requests.num_computed[rows], requests.num_known[rows])
         for index in is_behind.nonzero()[0].tolist():

@@ -204,7 +204,8 @@ def show_to_connector(scheduler: Any, step: Any) -> None:
     """Lets the scheduler's KV connector make its metadata for a step that vLLM's own code has not made."""
     has_state = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
     if has_state:
-        step.kv_connector_block_state = step_output.KVConnectorBlockState(
+        make_state: Any = step_output.KVConnectorBlockState  # type: ignore[attr-defined]
+        step.kv_connector_block_state = make_state(
             set(step.num_scheduled_tokens), scheduler.kv_cache_manager.get_block_ids, {}
         )
     step.kv_connector_metadata = scheduler.connector.build_connector_meta(step)

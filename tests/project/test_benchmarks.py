@@ -49,17 +49,20 @@ def test_a_whole_server() -> None:
 
 @pytest.mark.once
 def test_time_goes_to_the_innermost_part_of_a_step(tmp_path: Path) -> None:
-    """An operator counts for the function that calls it, and the time between two steps for neither."""
+    """What a function of a linear layer calls counts for the layer, and the time between two steps for neither."""
     calls = [
         ("model_runner_base/model_runner.py(9): execute_model", 0, 100),
         ("model_runner_base/attention/paged.py(9): forward", 10, 30),
         ("aten::bmm", 15, 5),
         ("vllm/model_executor/layers/linear.py(9): forward", 50, 20),
+        ("vllm/model_executor/layers/utils.py(9): gemm", 55, 15),
         ("model_runner_base/model_runner.py(9): execute_model", 150, 50),
     ]
     events = [{"cat": "cpu_op", "tid": 1, "name": name, "ts": ts, "dur": dur} for name, ts, dur in calls]
     elsewhere = {"cat": "cpu_op", "tid": 2, "name": "aten::copy_", "ts": 0, "dur": 500}
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*events, elsewhere]}))
+    serving = {"cat": "python_function", "tid": 1, "name": "model_runner_base/testing/server.py", "ts": 0, "dur": 900}
+    for name, of_process in (("7-rank-0.trace.json", [*events, elsewhere]), ("vm.async_llm.trace.json", [serving])):
+        (tmp_path / name).write_text(json.dumps({"traceEvents": of_process}))
     seconds = {part: value for part, value in seconds_of_parts(tmp_path).items() if value}
     expected = {"attention": 30e-6, "linear layers": 20e-6, "rest of the step": 100e-6, "between steps": 50e-6}
     assert seconds == pytest.approx(expected)

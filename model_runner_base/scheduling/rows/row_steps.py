@@ -90,7 +90,7 @@ class RowSteps(StepHooks):
                 self._join_rows(step)
                 return build_meta(step)
 
-            self.connector.build_connector_meta = build_for_all  # type: ignore[method-assign]
+            self.connector.build_connector_meta = build_for_all  # type: ignore[method-assign, assignment]
 
     # ---- A step is scheduled ----
 
