@@ -49,7 +49,7 @@ def test_a_whole_server() -> None:
 
 @pytest.mark.once
 def test_time_goes_to_the_innermost_part_of_a_step(tmp_path: Path) -> None:
-    """What a function of a linear layer calls counts for the layer, and the time between two steps for neither."""
+    """Calls inside of a linear layer count for the layer, and the time between two steps for neither."""
     calls = [
         ("model_runner_base/model_runner.py(9): execute_model", 0, 100),
         ("model_runner_base/attention/paged.py(9): forward", 10, 30),
