@@ -27,7 +27,10 @@ from model_runner_base.vllm_compat.types.kv_connector import (
     connector_class,
     connector_configs,
     connector_for_size,
+    ends_by_groups_alone,
+    reports_events,
     reports_figures,
+    shakes_hands,
 )
 from model_runner_base.vllm_compat.types.recurrent import has_states
 
@@ -36,7 +39,7 @@ HOST_SPEC = {"spec_name": "HostOffloadingSpec", "spec_module_path": "model_runne
 
 CUTS = "it cuts blocks by heads or tokens of vLLM's own layout"
 OF_NIXL = "it cuts blocks by heads of vLLM's own layout, and calls methods of vLLM's own platforms"
-OTHERS = "its copies are those of another device"
+OTHERS = "its copies are made for other devices"
 SLOTS = "it reads slots of vLLM's own layout, and answers wrong tokens on another"
 OF_VLLM = {
     "DecodeBenchConnector": "it fills the cache with made-up numbers",
@@ -45,18 +48,18 @@ OF_VLLM = {
     "FlexKVConnectorV1": "it was not tried on this library's caches: FlexKV is built from its source",
     "HF3FSKVConnector": OTHERS,
     "HiSparseConnector": "caches of sparse attention are not kept on the host",
-    "LMCacheConnectorV1": f"{CUTS}, and stores nothing on a device that LMCache does not know",
+    "LMCacheConnectorV1": f"{CUTS}, and stores nothing on devices that LMCache does not support",
     "LMCacheMPConnector": CUTS,
-    "MoRIIOConnector": "its copies are MORI's, of another device",
+    "MoRIIOConnector": "its copies are made by MORI, for other devices",
     "MooncakeConnector": CUTS,
     "MooncakeStoreConnector": CUTS,
     "NixlConnector": OF_NIXL,
     "NixlPullConnector": OF_NIXL,
     "NixlPushConnector": OF_NIXL,
-    "P2pNcclConnector": "it sends by NCCL, between other devices",
+    "P2pNcclConnector": "it sends by NCCL",
     "SharedStorageConnector": SLOTS,
     "SimpleCPUOffloadConnector": f"{OTHERS}: leave out VLLM_USE_SIMPLE_KV_OFFLOAD",
-    "UMBPStoreConnector": "its copies are MORI's, of another device",
+    "UMBPStoreConnector": "its copies are made by MORI, for other devices",
 }
 """vLLM's connectors that are refused, by name, with the reason."""
 
@@ -120,6 +123,9 @@ def check_connector(vllm_config: VllmConfig) -> None:
     if name != SEVERAL:
         _check_one(vllm_config, transfer, name)
         return
+    listed = transfer.kv_connector_extra_config.get("connectors") or ()
+    of_all = sorted({name for options in listed for name in ("engine_id", "kv_load_failure_policy") if name in options})
+    refuse({f"{', '.join(of_all)} is one for all connectors of MultiConnector: give it beside kv_connector": of_all})
     configs = connector_configs(transfer)
     names = [config.kv_connector for config in configs]
     refusals = {
@@ -132,6 +138,13 @@ def check_connector(vllm_config: VllmConfig) -> None:
     refuse(refusals)
     for config in configs:
         _check_one(vllm_config, config, config.kv_connector, is_listed=True)
+    shaking = [config.kv_connector for config in configs if shakes_hands(config)]
+    refuse(
+        {
+            f"MultiConnector hands the metadata of {shaking[:1]} to all of its connectors: use it alone, or leave out "
+            "get_handshake_metadata": shaking and len(configs) > 1,
+        }
+    )
 
 
 def _check_one(vllm_config: VllmConfig, transfer: Any, name: str, is_listed: bool = False) -> None:
@@ -181,6 +194,10 @@ def _check_class(vllm_config: VllmConfig, cls: type, is_listed: bool) -> None:
         ),
         f"{cls.__qualname__} reports figures, which vLLM cannot read from a connector of your own in MultiConnector:"
         " use it alone, or leave out get_kv_connector_stats": is_listed and reports_figures(cls),
+        f"{cls.__qualname__} reports events, which MultiConnector does not hand on: use it alone, or leave out"
+        " get_kv_connector_kv_cache_events": is_listed and reports_events(cls),
+        f"MultiConnector ends requests by request_finished, which {cls.__qualname__} does not have: add it, or use the"
+        " class alone": is_listed and ends_by_groups_alone(cls),
         f"{cls.__qualname__} may load inside of a step, and with asynchronous scheduling vLLM cannot compute again what"
         ' fails there: set kv_load_failure_policy="fail" or async_scheduling=False, or loads_between_steps = True in'
         " its class if it never does": (

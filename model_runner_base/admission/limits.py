@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -213,7 +214,7 @@ def _check_stages(vllm_config: VllmConfig) -> None:
         "speculative decoding is not supported with pipeline stages yet: leave out speculative_config": (
             vllm_config.speculative_config
         ),
-        "on this release pipeline stages serve no adapters, pooling, images and recurrent layers: use vLLM 0.33, "
+        "on this release pipeline stages serve neither adapters, pooling, images nor recurrent layers: use vLLM 0.33, "
         "or pipeline_parallel_size=1": not counts_running_adapters() and _is_more_than_text(vllm_config),
         "adapters were not tried with recurrent layers and pipeline stages: leave out enable_lora, or use "
         "pipeline_parallel_size=1": vllm_config.lora_config and has_states(vllm_config),
@@ -227,6 +228,7 @@ def _check_stages(vllm_config: VllmConfig) -> None:
     refuse(refusals)
     if model is not None:
         _check_staged_model(model, vllm_config.lora_config is not None)
+        _check_staged_tower(model, parallel.pipeline_parallel_size)
 
 
 def _is_more_than_text(vllm_config: VllmConfig) -> bool:
@@ -269,15 +271,30 @@ def _check_replicas(vllm_config: VllmConfig) -> None:
     refuse(refusals)
 
 
+def _check_staged_tower(model: ModelConfig, num_stages: int) -> None:
+    """Refuses a first stage without a layer for each output of a tower's inner layers, as vLLM's class asks for."""
+    vision = getattr(model.hf_config, "vision_config", None)
+    needed = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    if needed and num_stages > 1:
+        first = get_pp_indices(model.hf_text_config.num_hidden_layers, 0, num_stages)[1]
+        refuse(
+            {
+                f"the first pipeline stage has {first} layers, and the tower adds to the first {needed}: use a smaller "
+                "pipeline_parallel_size, or VLLM_PP_LAYER_PARTITION": first < needed,
+            }
+        )
+
+
 def _check_staged_model(model: ModelConfig, has_adapters: bool) -> None:
     name, pools, takes_items = model.architecture, model.runner_type == "pooling", multimodal.takes_items(model)
     refusals = {
         f"{name} pools in layers of its own, which was not tried with pipeline stages: use pipeline_parallel_size=1": (
             pools and model.convert_type == "none"
         ),
-        f"{name}, whose tokens see all of their text, is not cut into pipeline stages yet: use "
+        f"attention in both directions, as {name} has, is not cut into pipeline stages yet: use "
         "pipeline_parallel_size=1": pools and model.attn_type == "encoder_only",
-        "the classifier is made of tokens of the vocabulary, which pipeline stages do not share: use "
+        "a classifier whose weights are those of the vocabulary's tokens (classifier_from_token) is not supported with "
+        "pipeline stages: use "
         "pipeline_parallel_size=1": pools and getattr(model.hf_text_config, "classifier_from_token", None),
         "adapters of pooling models are not supported with pipeline stages yet: leave out enable_lora": (
             pools and has_adapters

@@ -42,9 +42,14 @@ LINE_UNIT = 64
 def set_line_size(vllm_config: VllmConfig) -> None:
     """Sets the block size of a device that has cache lines alone: ``max_model_len``, rounded up.
 
-    Raises UnsupportedConfigError if the user asks for blocks that hold less.
+    Raises UnsupportedConfigError if the user asks for blocks that hold less, or for a length that fits the memory.
     """
-    cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    length = model.max_model_len
+    if getattr(model, "original_max_model_len", None) == -1:
+        raise UnsupportedConfigError(
+            "max_model_len=-1 is not supported on this device, where a block holds a whole request: give a number"
+        )
     asked = asked_block_size(cache)
     if asked is not None and asked < length:
         raise UnsupportedConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from vllm.forward_context import ForwardContext
+from vllm.forward_context import ForwardContext, override_forward_context
 
 from model_runner_base.caches.cache_blocks import BlockFunctions, CacheBlocks, make_cache_blocks
 from model_runner_base.caches.group import AttentionGroup
@@ -33,23 +33,26 @@ class KVTransfer(StepComponent):
         updates: StateUpdates,
         context: ForwardContext,
         functions: Sequence[BlockFunctions],
+        has_drafts: bool,
     ) -> None:
         """``functions``: captured ones that the connector calls; none where it gets tensors."""
         self._connector = connector
         self._updates = updates
         self._context = context
         self._functions = functions
+        self._has_drafts = has_drafts
         self._finished: Collection[str] = ()
 
     def begin_step(self, schedule: Schedule) -> None:
-        self._updates.take_back(schedule)
+        self._updates.take_back(schedule, self._has_drafts)
         self._finished = schedule.finished
         self._connector.begin(
             schedule.connector_metadata, schedule.preempted, bool(schedule.total_num_tokens), self._context
         )
 
     def end_step(self, forward: Forward | None) -> Mapping[str, Any]:
-        output = self._connector.end(self._finished, forward is not None)
+        with override_forward_context(self._context):
+            output = self._connector.end(self._finished, forward is not None)
         return NO_FIELDS if output is None else {"kv_connector_output": output}
 
     def warm_up(self) -> None:
@@ -70,7 +73,11 @@ class ConnectedCaches(NamedTuple):
 
 
 def transfer_components(
-    connector: WorkerConnector | None, caches: ConnectedCaches, updates: StateUpdates, context: ForwardContext
+    connector: WorkerConnector | None,
+    caches: ConnectedCaches,
+    updates: StateUpdates,
+    context: ForwardContext,
+    has_drafts: bool,
 ) -> list[KVTransfer]:
     """Makes the component of a connector, and gives it the cache of each layer; none if there is no connector."""
     if connector is None:
@@ -82,7 +89,7 @@ def transfer_components(
             "kv_offloading_size, or use a connector of your own"
         )
     connector.register(blocks)
-    return [KVTransfer(connector, updates, context, functions)]
+    return [KVTransfer(connector, updates, context, functions, has_drafts)]
 
 
 def check_new_weights(connector: WorkerConnector | None) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
-import numpy as np
-
 from model_runner_base.heads.head import Head
 from model_runner_base.inputs.adapters.adapters import Adapters
 from model_runner_base.inputs.multimodal.encoder import Encoder
@@ -77,22 +75,32 @@ class StateUpdates:
         self._encoder.put_off(item.identifier for item in left.failed_items)
         return replace(left, failed_items=[])
 
-    def take_back(self, schedule: Schedule) -> None:
+    def take_back(self, schedule: Schedule, has_drafts: bool) -> None:
         """Takes continued requests of a step back to where the scheduler has them.
 
         A request goes back if blocks are missing that a KV connector should have loaded for it: they are computed, and
         the token after them is sampled again. That happens in its first step since it took its row, so the host has all
         of its tokens.
+
+        Raises RuntimeError for a request that goes back later: only the device has had its last tokens. ``has_drafts``:
+        beyond the known tokens the host's own number may be higher, by drafts that were wrong.
         """
         if not schedule.continued:
             return
         requests, same = self._requests, self._repeat.rows_of(schedule.continued)
         rows = requests.rows_of(schedule.continued) if same is None else int_array(same)
         num_computed = int_array(schedule.num_computed)
-        # Beyond the known tokens, the host's own number may be higher by drafts that were wrong.
-        is_behind = num_computed < np.minimum(requests.num_computed[rows], requests.num_known[rows])
+        known = requests.num_known[rows]
+        is_behind = num_computed < requests.num_computed[rows]
+        if has_drafts:
+            is_behind &= num_computed < known
         for index in is_behind.nonzero()[0].tolist():
-            row = int(rows[index])
+            row, req_id = int(rows[index]), schedule.continued[index]
+            if num_computed[index] + schedule.num_tokens[req_id] > known[index]:
+                raise RuntimeError(
+                    f"the KV connector says that blocks of {req_id} were not loaded, after the request's first step: "
+                    "name them in the step in which they are needed first"
+                )
             info, token_ids = requests.by_row[row], requests.token_ids[row, : requests.num_known[row]].tolist()
             assert info is not None
             requests.num_computed[row] = num_computed[index]

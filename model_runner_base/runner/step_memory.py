@@ -35,9 +35,10 @@ def estimate_step_memory(
 
     Counted in float32. Of a layer: the pairs that attention holds at a time, with what a query tile keeps between two
     pieces; a few hidden states and an MLP's two inner activations, what experts gather and compute; queries and outputs
-    of latent attention; what an indexer's choice takes; the logits, since those of the last step may still be there. Of
-    sampling: hidden states, those of three more layers that a drafter may keep, logits, and nine more arrays of their
-    shape that penalties and a sampler with top-p make. A pooling model has rows of hidden states for logits. In
+    of latent attention; what an indexer's choice takes; the streams of hyper-connections; the logits, since those of
+    the last step may still be there. Of sampling: hidden states, those of three more layers that a drafter may keep,
+    logits, nine more arrays of their shape that penalties and a sampler with top-p make, and weights of a head with a
+    dtype of its own. A pooling model has rows of hidden states for logits. In
     addition the token counts that penalties keep, and the pool of prompt embeddings, where they are enabled.
 
     ``gathers_cache`` is False where attention is a kernel, which makes neither tiles nor scores outside of itself. Then
@@ -51,9 +52,11 @@ def estimate_step_memory(
         return 0
     own, cross = _shapes(specs, limits, model_config)
     block_size = min([layer.spec.block_size for layer in layer_caches(specs).values()], default=1)
-    worst = 0
+    worst, num_streams = 0, _largest(model_config, "hc_mult")
+    # Where a head computes in another dtype, vLLM converts its weights in each step.
+    head = hidden * width if limits.decodes and model_config.head_dtype != model_config.dtype else 0
     for size in sizes:
-        layer = size.num_tokens * (6 * hidden + 2 * inner) + size.num_logits * width
+        layer = size.num_tokens * ((6 + 5 * num_streams) * hidden + 2 * inner) + size.num_logits * width
         layer += _experts(model_config, size.num_tokens, is_unrolled)
         dims = limits.named(size)
         if hides_keys(model_config):
@@ -62,7 +65,7 @@ def estimate_step_memory(
             layer += _choice_of_blocks(model_config, dims, limits, block_size)
         of_layer = [_attention(shape, dims, limits, gathers_cache) for shape in own]
         of_layer += [_attention(shape, dims | limits.cross_pairs(size), limits, gathers_cache) for shape in cross]
-        sampling = 4 * size.num_tokens * hidden + SAMPLING_ARRAYS * size.num_logits * width
+        sampling = 4 * size.num_tokens * hidden + SAMPLING_ARRAYS * size.num_logits * width + head
         worst = max(worst, 4 * (layer + max(of_layer, default=0)), 4 * sampling)
     counts = 4 * (limits.max_num_reqs + 1) * width if limits.decodes else 0
     return worst + counts + embeddings_memory(model_config, limits.max_num_tokens)

@@ -231,7 +231,8 @@ def wire(runner: Runner, layout: CacheLayout) -> StepParts:
     )
     # After the drafter, whose passes write keys and values, too.
     connected = ConnectedCaches(layout, groups, kv_caches, index_of, policy, device_ops)
-    for component in transfer_components(runner.connector, connected, updates, forward_context):
+    has_drafts = speculation.num_drafts > 0
+    for component in transfer_components(runner.connector, connected, updates, forward_context, has_drafts):
         components.add(component)
     order = token_layout.order._replace(prompts_in_chunks=components.prompts_in_chunks)
     return StepParts(

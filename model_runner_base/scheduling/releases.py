@@ -213,6 +213,12 @@ def show_to_connector(scheduler: Any, step: Any) -> None:
         step.kv_connector_block_state = None
 
 
+def show_blocks(step: Any, req_ids: list[str]) -> None:
+    """Adds requests to those of which a KV connector may read the blocks while a step is made."""
+    if (state := getattr(step, "kv_connector_block_state", None)) is not None:
+        state.req_ids.update(req_ids)
+
+
 def failed_loads(transfers: Any) -> bool:
     """Whether a KV connector's output names blocks or requests that were not loaded."""
     return bool(transfers.invalid_block_ids or getattr(transfers, "failed_recving", None))

@@ -112,7 +112,7 @@ class StepComponent:
 
 
 class PromptsInChunks(StepComponent):
-    """Component of a pipeline stage whose steps must be laid out as those of a stage with no prompts in decode rows."""
+    """Component of a pipeline stage that has all prompts in chunks, as the stage with items or the pooler has them."""
 
     prompts_in_chunks = True
 

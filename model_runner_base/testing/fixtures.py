@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm import LLM
 
+from model_runner_base.testing.block_sparse_models import make_block_sparse
 from model_runner_base.testing.engine import DEFAULTS, Engines, cache_bytes
 from model_runner_base.testing.models import TinyModel, make_checkpoint, reference_model
 from model_runner_base.testing.order import sort_checks
@@ -58,6 +59,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def block_sparse_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A tiny MiniMax M3, made before an engine, as in ``tiny_model``."""
+    model = make_block_sparse(tmp_path_factory.mktemp("block-sparse"))
+    reference_model(model.path)
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -235,7 +235,7 @@ def test_what_pipeline_stages_are_not_served_with_yet(
 @pytest.mark.parametrize(
     ("model", "counts", "message"),
     [
-        ({}, False, "serve no adapters, pooling, .*: use vLLM 0.33, or pipeline_parallel_size=1"),
+        ({}, False, "serve neither adapters, pooling, .*: use vLLM 0.33, or pipeline_parallel_size=1"),
         ({"is_hybrid": True}, True, "adapters were not tried with recurrent layers and pipeline stages: leave out"),
         (
             {"is_multimodal_model": True, "architecture": "Qwen3VLForConditionalGeneration"},
@@ -250,7 +250,7 @@ def test_what_pipeline_stages_are_not_served_with_yet(
         (
             {"runner_type": "pooling", "convert_type": "embed", "attn_type": "encoder_only"},
             True,
-            "see all of their text, is not cut into pipeline stages yet: use pipeline_parallel_size=1",
+            "attention in both directions, .* is not cut into pipeline stages yet: use pipeline_parallel_size=1",
         ),
         (
             {"is_multimodal_model": True, "architecture": "InternVLForConditionalGeneration"},

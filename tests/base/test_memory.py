@@ -211,6 +211,8 @@ def model_config(**text_config: int) -> Any:
         get_vocab_size=lambda: VOCABULARY,
         get_num_experts=lambda: text_config.get("num_experts", 0),
         enable_prompt_embeds=False,
+        dtype=torch.bfloat16,
+        head_dtype=torch.bfloat16,
         model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS),
         hf_text_config=SimpleNamespace(**{"intermediate_size": INNER, **text_config}),
     )
@@ -336,6 +338,14 @@ def test_step_memory_grows_with_whatever_a_step_has_more_of() -> None:
         larger = LIMITS.size(StepKind.MIXED, **(dims | {name: dims[name] + 1}))
         assert estimate_step_memory([larger], LIMITS, specs, model_config()) > least, name
     assert estimate_step_memory([size], LIMITS, specs, model_config(num_experts=4)) > least
+    streams = estimate_step_memory([size], LIMITS, specs, model_config(hc_mult=4))
+    assert streams == least + 4 * 5 * size.num_tokens * 4 * HIDDEN
+    # A head in float32 has its weights converted beside the arrays of sampling.
+    logits = LIMITS.size(StepKind.MIXED, **(dims | {"logits": 10_000}))
+    of_model, of_its_own = model_config(), model_config()
+    of_its_own.head_dtype = torch.float32
+    before, after = (estimate_step_memory([logits], LIMITS, specs, config) for config in (of_model, of_its_own))
+    assert after == before + 4 * HIDDEN * VOCABULARY
     # The pool of prompt embeddings has a row of padding; a piece of any length may be on its way to it.
     embeds = model_config()
     embeds.enable_prompt_embeds, embeds.get_inputs_embeds_size = True, lambda: 24

@@ -99,13 +99,21 @@ else:
     FAULTS["loaded tokens are not reported"] = (Batch, "num_external", property(lambda self: [], lambda *args: None))
 
 
+def run_seeds() -> None:
+    for seed in range(12):
+        setting = Setting(is_async=seed % 3 != 0, num_blocks=(50, 300)[seed % 2], connector=ALL)
+        ConnectedPair(setting, Habits(sessions=0, aborts=0.05, longest_output=150), seed).run(80)
+
+
+def test_nothing_is_caught_without_a_fault() -> None:
+    run_seeds()
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault], raising=False)
     with pytest.raises((AssertionError, ValueError, KeyError, IndexError)):
-        for seed in range(12):
-            setting = Setting(is_async=seed % 3 != 0, num_blocks=(50, 300)[seed % 2], connector=ALL)
-            ConnectedPair(setting, Habits(sessions=0, aborts=0.05, longest_output=150), seed).run(80)
+        run_seeds()
 
 
 # ---- Who is scheduled so ----

@@ -97,7 +97,7 @@ def test_a_step_is_not_repeated_with_the_adapter_of_another_batch() -> None:
     """A request with adapter 7 in slot 0 and one without; then another batch's adapter takes a free slot, and that."""
     wanted: Any = [SimpleNamespace(adapter=SimpleNamespace(lora_int_id=7)), SimpleNamespace(adapter=None)]
     requests: Any = SimpleNamespace(max_num_reqs=4, infos_of=lambda rows: wanted)
-    adapters: Any = SimpleNamespace(takes_turns=True, ids=[7, None], ready=lambda asked: {7: 0})
+    adapters: Any = SimpleNamespace(batches_take_turns=True, ids=[7, None], ready=lambda asked: {7: 0})
     rows = np.array([2, 3])
     batch: Any = SimpleNamespace(
         rows=rows, query_start=rows - 2, query_len=np.ones_like(rows), num_decodes=2, decode_query_len=1

@@ -171,7 +171,7 @@ def test_nothing_is_compiled_after_start() -> None:
         double(torch.ones(4))
 
 
-def test_sampler_on_the_host() -> None:
+def test_sampler_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results come back, and so does what the sampler wrote of each request; the policy makes no graph of it."""
     from tarn_device.graphs import TarnPolicy
     from tarn_device.sampler import on_host
@@ -180,6 +180,7 @@ def test_sampler_on_the_host() -> None:
         row += 1
         return logits.argmax(dim=-1), logits
 
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as for a device that is not the host
     run, row = on_host(sample), torch.zeros(2)
     assert TarnPolicy().wrap(run, [row]) is run
     tokens, _ = run(torch.eye(3), *[torch.zeros(1)] * 3, row)

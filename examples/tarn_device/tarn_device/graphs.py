@@ -1,4 +1,4 @@
-"""Three graphs of a step, compiled at start; a fourth would be an error."""
+"""Three sizes of a step, and the small graphs of sampling, compiled at start; a later one would be an error."""
 
 from collections.abc import MutableSequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Kernels for layers of vLLM: RMSNorm, and rotary embeddings of every class. Here they are plain torch."""
+"""Kernels for layers of vLLM: RMSNorm, and each class that turns as RotaryEmbedding does. Here they are plain torch."""
 
 import torch
 from vllm.model_executor.layers.layernorm import RMSNorm

@@ -12,7 +12,8 @@ from tarn_device.sampler import on_host
 
 class TarnModelRunner(ModelRunnerBase):
     def _cache_device_properties(self) -> None:
-        # One KV tile is a whole cache line, so that a request is one pair of the plan, at any length.
+        # One KV tile is a whole cache line, so that a request is one pair of the plan. The base's own attention then
+        # reads whole lines: a kernel should stop at the request's end.
         self.KV_TILE = self.CHUNK_KV_TILE = self.vllm_config.cache_config.block_size
         if not self.model_config.enforce_eager:
             self.graph_policy = TarnPolicy()

@@ -22,7 +22,7 @@ class SlottedAdapters(Protocol):
     """Adapters that have slots on the device (``lora.py``)."""
 
     products: Products
-    takes_turns: bool
+    batches_take_turns: bool
 
     @property
     def ids(self) -> Sequence[int | None]: ...
@@ -35,7 +35,8 @@ class SlottedAdapters(Protocol):
 class AdapterInputs(StepComponent):
     """Writes the slot of each token. A repeated step has the same requests, so its section stays as it was packed.
 
-    Where batches take turns (``SlottedAdapters.takes_turns``), another one's adapter may have taken a slot meanwhile.
+    Where batches take turns (``SlottedAdapters.batches_take_turns``), another one's adapter may have taken a slot
+    meanwhile.
     """
 
     def __init__(self, requests: RequestStates, adapters: SlottedAdapters) -> None:
@@ -61,7 +62,7 @@ class AdapterInputs(StepComponent):
         views[SECTION][:] = NO_SLOT
 
     def repeat(self, batch: InputBatch, step: PackedStep) -> Sequence[SectionUpdater]:
-        return [_SameSlots(self._adapters, self._slots[batch.rows])] if self._adapters.takes_turns else ()
+        return [_SameSlots(self._adapters, self._slots[batch.rows])] if self._adapters.batches_take_turns else ()
 
     def warm_up(self) -> None:
         self._adapters.warm_up()

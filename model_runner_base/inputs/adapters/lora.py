@@ -48,7 +48,7 @@ class LoRAAdapters(Adapters):
         # Every stage checks whole adapters, so that none has loaded one that another stage refuses.
         for widths in gather_stages(vllm_config, self._slots.widths):
             self._slots.widths |= widths
-        self.takes_turns = vllm_config.parallel_config.pipeline_parallel_size > 1
+        self.batches_take_turns = vllm_config.parallel_config.pipeline_parallel_size > 1
         """Whether a batch repeats while another one's steps run in between."""
         self._device_ops = device_ops
         scheduler = vllm_config.scheduler_config

@@ -30,6 +30,7 @@ from model_runner_base.scheduling.releases import (
     holds_waiting,
     is_paused,
     number_step,
+    show_blocks,
     show_to_connector,
     take_preempted,
 )
@@ -137,9 +138,12 @@ class RowSteps(StepHooks):
         block_ids = rows.grow(events)
         self._join = partial(self._add_rows, rows, batch, events, block_ids)
         is_alone = len(self.running) == num_rows and not holds_waiting(self)
-        output = self._schedule_none() if is_alone else self._schedule_others(num_rows, num_active)
-        self._join_rows(output)
-        counts, self._others = self._others or {}, None
+        try:
+            output = self._schedule_none() if is_alone else self._schedule_others(num_rows, num_active)
+            self._join_rows(output)
+            counts = self._others or {}
+        finally:
+            self._join = self._others = None
         if not self.use_v2_model_runner:
             if counts:
                 before = {*batch.req_ids, *counts}
@@ -213,9 +217,7 @@ class RowSteps(StepHooks):
         counts = output.num_scheduled_tokens
         output.num_scheduled_tokens = {**batch.counts, **counts} if counts else batch.counts
         output.total_num_scheduled_tokens += len(batch.req_ids)
-        state = getattr(output, "kv_connector_block_state", None)
-        if state is not None:
-            state.req_ids.update(batch.req_ids)
+        show_blocks(output, batch.req_ids)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Lets vLLM count the tokens of requests without a row."""
@@ -223,8 +225,10 @@ class RowSteps(StepHooks):
             super()._update_after_schedule(scheduler_output)
             return
         counts, scheduler_output.num_scheduled_tokens = scheduler_output.num_scheduled_tokens, self._others
-        super()._update_after_schedule(scheduler_output)
-        scheduler_output.num_scheduled_tokens = counts
+        try:
+            super()._update_after_schedule(scheduler_output)
+        finally:
+            scheduler_output.num_scheduled_tokens = counts
 
     def _note_grammars(self, rows: ScheduledRows, batch: Batch, output: SchedulerOutput) -> None:
         """Says in ``output`` that some of the batch's requests have a grammar, and whether it lacks tokens."""
@@ -256,8 +260,9 @@ class RowSteps(StepHooks):
         # Places in the batch whose requests vLLM's own code updates.
         prompts = model_runner_output.prompt_logprobs_dict
         also_theirs = [place for place, req_id in enumerate(batch.req_ids) if req_id in prompts] if prompts else []
-        if self.connector is not None:
-            also_theirs += batch.structured  # The output of one that its grammar ends has data of the connector.
+        if self.connector is not None and DROPS_STALE_OUTPUTS:
+            # If a grammar ends a request, the connector adds to its last output.
+            also_theirs += batch.structured
         their_places = self._rows.receive(batch, token_ids, also_theirs)
         self._release(self._rows, step.others)
         rejected = self._accept(batch, token_lists, set(their_places)) if batch.structured else ()

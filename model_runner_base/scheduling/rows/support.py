@@ -26,6 +26,8 @@ def unsupported_reason(scheduler: Scheduler, mixin: type) -> str | None:
     config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
     kinds = [type(each) for each in manager.coordinator.single_type_managers]
     reasons = {
+        # As OffloadingConnector does in each step; each number that is read is brought up to date.
+        "a KV connector that reads all requests": type(scheduler.connector).__module__.startswith("vllm."),
         "an encoder cache connector": scheduler.ec_connector is not None,
         "KV events": scheduler.enable_kv_cache_events,
         "metrics of cache blocks": scheduler.kv_metrics_collector is not None,

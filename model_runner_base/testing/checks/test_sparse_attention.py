@@ -5,11 +5,10 @@ from collections.abc import Callable
 import pytest
 from vllm import LLM
 
-from model_runner_base.testing.block_sparse_models import make_block_sparse
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.checks.test_cache_formats import PROMPTS, check
 from model_runner_base.testing.engine import check_preempted, metric, runner_of
-from model_runner_base.testing.models import TinyModel, reference_model
+from model_runner_base.testing.models import TinyModel
 
 LIMITS = {"max_model_len": 160, "block_size": 16, "num_gpu_blocks_override": 14, "kv_cache_memory_bytes": 1 << 20}
 """Limits of a cache of 14 blocks: four long requests preempt."""
@@ -20,13 +19,6 @@ def keys(engine: Callable[..., LLM], tiny_model: Callable[[str], TinyModel]) -> 
     """An engine with a tiny GLM-5, and its model: contexts are up to ten times as long as what a token sees."""
     model = tiny_model("glm-5-sparse")
     return engine(model.path, **LIMITS), model
-
-
-@pytest.fixture(scope="session")
-def block_sparse_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    model = make_block_sparse(tmp_path_factory.mktemp("block-sparse"))
-    reference_model(model.path)  # Before an engine, as in ``tiny_model``.
-    return model
 
 
 @pytest.fixture

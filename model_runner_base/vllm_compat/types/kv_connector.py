@@ -7,7 +7,7 @@ from vllm import envs
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.forward_context import ForwardContext
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -30,6 +30,22 @@ def connector_class(transfer_config: Any) -> type:
 def reports_figures(cls: Any) -> bool:
     """Whether a connector's class has figures for vLLM's log and metrics."""
     return cls.get_kv_connector_stats is not KVConnectorBase_V1.get_kv_connector_stats
+
+
+def reports_events(cls: Any) -> bool:
+    """Whether a connector's class has events of cache blocks."""
+    return cls.get_kv_connector_kv_cache_events is not KVConnectorBase_V1.get_kv_connector_kv_cache_events
+
+
+def shakes_hands(transfer_config: Any) -> bool:
+    """Whether the connector of a ``KVTransferConfig`` has data that other engines need to reach its caches."""
+    cls: Any = connector_class(transfer_config)
+    return cls.get_handshake_metadata is not KVConnectorBase_V1.get_handshake_metadata
+
+
+def ends_by_groups_alone(cls: Any) -> bool:
+    """Whether a connector's class is told by ``request_finished_all_groups`` alone that a request ends."""
+    return issubclass(cls, SupportsHMA) and cls.request_finished is KVConnectorBase_V1.request_finished
 
 
 def connector_configs(transfer_config: Any) -> list[Any]:
