@@ -123,9 +123,16 @@ def check_connector(vllm_config: VllmConfig) -> None:
     if name != SEVERAL:
         _check_one(vllm_config, transfer, name)
         return
-    listed = transfer.kv_connector_extra_config.get("connectors") or ()
-    of_all = sorted({name for options in listed for name in ("engine_id", "kv_load_failure_policy") if name in options})
-    refuse({f"{', '.join(of_all)} is one for all connectors of MultiConnector: give it beside kv_connector": of_all})
+    listed, policy = transfer.kv_connector_extra_config.get("connectors") or (), transfer.kv_load_failure_policy
+    refusals = {
+        "kv_load_failure_policy is one for all connectors of MultiConnector: give it beside kv_connector": any(
+            options.get("kv_load_failure_policy", policy) != policy for options in listed
+        ),
+        "engine_id is one for all connectors of MultiConnector: give it beside kv_connector": any(
+            "engine_id" in options for options in listed
+        ),
+    }
+    refuse(refusals)
     configs = connector_configs(transfer)
     names = [config.kv_connector for config in configs]
     refusals = {
@@ -139,12 +146,11 @@ def check_connector(vllm_config: VllmConfig) -> None:
     for config in configs:
         _check_one(vllm_config, config, config.kv_connector, is_listed=True)
     shaking = [config.kv_connector for config in configs if shakes_hands(config)]
-    refuse(
-        {
-            f"MultiConnector hands the metadata of {shaking[:1]} to all of its connectors: use it alone, or leave out "
-            "get_handshake_metadata": shaking and len(configs) > 1,
-        }
-    )
+    refusals = {
+        f"MultiConnector hands the metadata of {shaking[:1]} to all of its connectors: use it alone, or leave out "
+        "get_handshake_metadata": bool(shaking) and len(configs) > 1,
+    }
+    refuse(refusals)
 
 
 def _check_one(vllm_config: VllmConfig, transfer: Any, name: str, is_listed: bool = False) -> None:

@@ -277,12 +277,11 @@ def _check_staged_tower(model: ModelConfig, num_stages: int) -> None:
     needed = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     if needed and num_stages > 1:
         first = get_pp_indices(model.hf_text_config.num_hidden_layers, 0, num_stages)[1]
-        refuse(
-            {
-                f"the first pipeline stage has {first} layers, and the tower adds to the first {needed}: use a smaller "
-                "pipeline_parallel_size, or VLLM_PP_LAYER_PARTITION": first < needed,
-            }
-        )
+        refusals = {
+            f"the first pipeline stage has {first} layers, and the tower adds to the first {needed}: use a smaller "
+            "pipeline_parallel_size, or VLLM_PP_LAYER_PARTITION": first < needed,
+        }
+        refuse(refusals)
 
 
 def _check_staged_model(model: ModelConfig, has_adapters: bool) -> None:

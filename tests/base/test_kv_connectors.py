@@ -19,6 +19,7 @@ from test_limits import SERVED
 from vllm import LLM
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from model_runner_base.admission.kv_connectors import HOST_SPEC, OF_VLLM, check_connector, offload_by_the_base
 from model_runner_base.caches.host_offload import HostBlocks
@@ -261,6 +262,27 @@ def test_refusals(setting: str, value: Any, message: str) -> None:
         check_connector(config)
 
 
+class BetweenSteps(KeptBlocks):
+    loads_between_steps = True
+
+
+class WithEvents(BetweenSteps):
+    def get_kv_connector_kv_cache_events(self) -> None:
+        raise AssertionError
+
+
+class WithHandshake(BetweenSteps):
+    def get_handshake_metadata(self) -> None:
+        raise AssertionError
+
+
+class OfGroups(BetweenSteps, SupportsHMA):
+    request_finished = KVConnectorBase_V1.request_finished
+
+    def request_finished_all_groups(self, *args: Any) -> tuple[bool, None]:
+        return False, None
+
+
 class WithFigures(KeptBlocks):
     """A connector for a list that vLLM would fail on, in the process of the server."""
 
@@ -282,11 +304,19 @@ class WithFigures(KeptBlocks):
         ([transfer_config() | {"kv_connector": "Undeclared"}], "Undeclared does not say"),
         ([{"kv_connector": "WithFigures", "kv_connector_module_path": __name__}], "WithFigures reports figures"),
         ([{"kv_connector": OFFLOADING, "kv_connector_extra_config": {"spec_name": "CPU"}}], "leave spec_name out"),
+        ([{"kv_connector": OFFLOADING, "engine_id": "a"}], "engine_id is one for all"),
+        ([{"kv_connector": OFFLOADING, "kv_load_failure_policy": "fail"}], "kv_load_failure_policy is one for all"),
+        ([{"kv_connector": "WithEvents", "kv_connector_module_path": __name__}], "WithEvents reports events"),
+        ([{"kv_connector": "OfGroups", "kv_connector_module_path": __name__}], "which OfGroups does not have"),
+        (
+            [{"kv_connector": "WithHandshake", "kv_connector_module_path": __name__}, {"kv_connector": OFFLOADING}],
+            "hands the metadata of .*WithHandshake",
+        ),
     ],
 )
 def test_refused_lists(listed: list[dict[str, Any]], message: str) -> None:
     config = with_connector()
-    config.kv_transfer_config = KVTransferConfig(**several(*listed))
+    config.kv_transfer_config = KVTransferConfig(**several(*listed) | {"kv_load_failure_policy": "recompute"})
     offload_by_the_base(config)
     with pytest.raises(UnsupportedConfigError, match=message):
         check_connector(config)
