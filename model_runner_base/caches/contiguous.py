@@ -50,6 +50,11 @@ def set_line_size(vllm_config: VllmConfig) -> None:
         raise UnsupportedConfigError(
             "max_model_len=-1 is not supported on this device, where a block holds a whole request: give a number"
         )
+    if getattr(model, "is_encoder_decoder", False):
+        raise UnsupportedConfigError(
+            "encoder-decoder models are not supported on this device, where a block holds a whole request: use another "
+            "model"
+        )
     asked = asked_block_size(cache)
     if asked is not None and asked < length:
         raise UnsupportedConfigError(

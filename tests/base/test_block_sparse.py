@@ -174,6 +174,8 @@ def test_short_rows_of_a_graph_are_not_scored() -> None:
     with loops_run_by(unrolled):
         assert BlockChooser(8, 9, 0, 1, 256).plan_of_chosen(plan, nothing, nothing) is plan
         assert BlockChooser(8, 8, 0, 1, 64).plan_of_chosen(plan, nothing, nothing) is plan
+        with pytest.raises(ValueError, match="unpack"):  # Blocks are scored, of no queries.
+            BlockChooser(8, 8, 0, 1, 256).plan_of_chosen(plan, nothing, nothing)
 
 
 def test_bfloat16(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ MUTATIONS = [
     Mutation(
         "a request does not go back to the block that was not loaded",
         "runner/state_updates.py",
-        "        is_behind = num_computed < np.minimum(",
-        "        is_behind = num_computed < -np.minimum(",
+        "        is_behind = num_computed < requests.num_computed[rows]",
+        "        is_behind = num_computed < -requests.num_computed[rows]",
         "test_loaded_blocks and fail",
     ),
     Mutation(

@@ -22,6 +22,7 @@ from model_runner_base.attention.cache_format import CacheFormat
 from model_runner_base.attention.metadata import NEVER, PairPlan
 from model_runner_base.caches.contiguous import set_line_size
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.testing import engine as kit_engine
 
 TARN = ROOT / "examples" / "tarn_device"
 DEVICE = ["tarn_device.worker.TarnWorker", "--platform", "tarn_device.platform.TarnPlatform"]
@@ -169,6 +170,20 @@ def test_nothing_is_compiled_after_start() -> None:
     assert double(torch.zeros(3)).tolist() == [0, 0, 0]
     with pytest.raises(Exception, match=r"a graph of \[\(4,\)\] was not compiled at start"):
         double(torch.ones(4))
+
+
+def test_checks_tell_what_fails_from_what_they_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks fail where nothing is preempted and no prefix is hit; with cache lines they have not looked."""
+    monkeypatch.setattr(kit_engine, "metric", lambda llm, name: 2.0)
+    for has_lines, error in ((False, AssertionError), (True, kit_engine.NotLooked)):
+        monkeypatch.setattr(kit_engine, "has_cache_lines", lambda has_lines=has_lines: has_lines)
+        llm: Any = None
+        kit_engine.check_hit(True)
+        kit_engine.check_preempted(llm, 1.0)
+        with pytest.raises(error):
+            kit_engine.check_hit(False)
+        with pytest.raises(error):
+            kit_engine.check_preempted(llm, 2.0)
 
 
 def test_sampler_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
