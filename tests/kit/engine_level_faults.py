@@ -12,8 +12,8 @@ def with_worker(body: str, **parts: str) -> str:
 
 def with_masks(body: str) -> str:
     """A device whose bitmasks of grammars are its own class."""
-    masks = "from model_runner_base.heads.sampling import pipeline\nclass Masks(pipeline.TokenMasks):\n"
-    return variant(top=masks + indent(body, "    ") + "\npipeline.TokenMasks = Masks")
+    masks = "from model_runner_base.heads import generate\nclass Masks(generate.TokenMasks):\n"
+    return variant(top=masks + indent(body, "    ") + "\ngenerate.TokenMasks = Masks")
 
 
 def with_scheduler(body: str) -> str:
@@ -61,14 +61,14 @@ scheduler.schedule = again
 """
 
 COUNTS_WHAT_THE_HOST_HAS_READ = """
-from model_runner_base.heads.sampling import pipeline
-class Penalties(pipeline.Penalties):
+from model_runner_base.heads import generate
+class Penalties(generate.Penalties):
     is_async = False
     def apply(self, forward, asking, logits):
         if self.is_async:
             self._lacks_last_step[forward.batch.rows[asking]] = 0
         return super().apply(forward, asking, logits)
-pipeline.Penalties = Penalties
+generate.Penalties = Penalties
 """
 
 READS_STATES_BESIDE_NO_DRAFTS = """
