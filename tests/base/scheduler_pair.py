@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 from scheduler_setting import VOCAB_SIZE, Asked, AsyncTurns, EagerAsyncRows, EagerRows, Setting, SyncTurns, make
 from scheduler_state import asked, caches_of, same, state_of, told
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -38,6 +39,21 @@ class Habits:
     longest_output: int = 60
     longest_prompt: int = 100
     num_clients: int = 2
+
+
+def some_habits(**further: st.SearchStrategy[Any]) -> st.SearchStrategy[Habits]:
+    """Habits of all kinds of clients, with those of ``further``."""
+    return st.builds(
+        Habits,
+        arrivals=st.sampled_from([0.05, 0.3]),
+        aborts=st.sampled_from([0, 0.02]),
+        resets=st.sampled_from([0, 0.01]),
+        forced_resets=st.sampled_from([0, 0, 0.01]),
+        structured=st.sampled_from([0, 0.1]),
+        drains=st.sampled_from([0, 0.1]),
+        longest_output=st.sampled_from([20, 150]),
+        **further,
+    )
 
 
 class FreedInOtherOrder(Exception):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from model_runner_base.admission.kv_connectors import HOST_SPEC, OF_VLLM, check_connector, offload_by_the_base
 from model_runner_base.caches.host_offload import HostBlocks
 from model_runner_base.errors import UnsupportedConfigError
+from model_runner_base.runner.state_updates import StateUpdates
+from model_runner_base.step.request_states import RequestInfo, RequestStates
+from model_runner_base.step.schedule import Schedule
 from model_runner_base.testing import engine as engines
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.engine import cache_bytes, metric, sampled, tokens_of
@@ -351,3 +355,32 @@ def test_refused_ways_to_offload(extra: dict[str, Any], message: str) -> None:
     assert (transfer.kv_connector_extra_config == extra | HOST_SPEC) == ("spec_name" not in extra)
     with pytest.raises(UnsupportedConfigError, match=message):
         check_connector(config)
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_blocks_that_are_named_late_are_an_error(has_drafts: bool) -> None:
+    """A request goes back if its first step is made again; later the host lacks its tokens, and says so."""
+    requests, admitted = RequestStates(2, 64), []
+    part: Any = SimpleNamespace(
+        rows_of=lambda req_ids: None, stop=lambda: None, admit=lambda row, info, token_ids: admitted.append(token_ids)
+    )
+    row = requests.admit("a", RequestInfo(None, 0, [*range(10)]), [*range(10)], 0)
+    nothing: Any = None
+    updates = StateUpdates(requests, [], part, part, nothing, nothing, part, nothing)
+
+    def go_on(num_computed: int, num_tokens: int) -> None:
+        requests.num_computed[row] = 12
+        step = Schedule(set(), (), [], ["a"], [None], {"a": num_tokens}, num_tokens, [num_computed])
+        updates.take_back(step, has_drafts)
+
+    go_on(12, 1)
+    assert not admitted
+    go_on(4, 6)
+    assert admitted == [[*range(10)]] * 2 and requests.num_computed[row] == 4
+    with pytest.raises(RuntimeError, match="blocks of a were not loaded, after the request's first step"):
+        go_on(4, 8)
+    if has_drafts:
+        go_on(11, 1)  # A draft was wrong.
+    else:
+        with pytest.raises(RuntimeError, match="after the request's first step"):
+            go_on(11, 1)

@@ -12,7 +12,7 @@ from conftest import BUNDLED_MODEL, engine
 from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_pair import Habits, Pair
+from scheduler_pair import Habits, Pair, some_habits
 from scheduler_setting import BLOCK_SIZE, Asked, EagerAsyncRows, EagerRows, Setting, config_of, make
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -47,18 +47,10 @@ SETTINGS = st.builds(
     depth=st.sampled_from([2, 2, 3]),
     is_second_contract=st.sampled_from([False, DROPS_STALE_OUTPUTS]),
 )
-HABITS = st.builds(
-    Habits,
-    arrivals=st.sampled_from([0.05, 0.3]),
-    aborts=st.sampled_from([0, 0.02]),
-    resets=st.sampled_from([0, 0.01]),
-    forced_resets=st.sampled_from([0, 0, 0.01]),
-    structured=st.sampled_from([0, 0.1]),
+HABITS = some_habits(
     logprobs=st.sampled_from([0, 0.3]),
     sessions=st.sampled_from([0, 0.1, 0.4]),
-    drains=st.sampled_from([0, 0.1]),
     shuffles=st.sampled_from([0, 0.2]),
-    longest_output=st.sampled_from([20, 150]),
     num_clients=st.sampled_from([1, 2]),
 )
 

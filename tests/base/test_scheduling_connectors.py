@@ -8,7 +8,8 @@ from connected_pair import ConnectedPair
 from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_pair import Habits
+from noting_connector import NotingConnector
+from scheduler_pair import Habits, some_habits
 from scheduler_setting import Asked, EagerRows, Setting, make
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
@@ -38,17 +39,7 @@ SETTINGS = st.builds(
     connector=st.sampled_from([(), ("loads",), ("delays",), ("loads", "delays"), ALL]),
     load_failures=st.sampled_from(["recompute", "fail"]),
 )
-HABITS = st.builds(
-    Habits,
-    arrivals=st.sampled_from([0.05, 0.3]),
-    aborts=st.sampled_from([0, 0.02]),
-    resets=st.sampled_from([0, 0.01]),
-    forced_resets=st.sampled_from([0, 0, 0.01]),
-    structured=st.sampled_from([0, 0.1]),
-    sessions=st.just(0),
-    drains=st.sampled_from([0, 0.1]),
-    longest_output=st.sampled_from([20, 150]),
-)
+HABITS = some_habits(sessions=st.just(0))
 
 
 @settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
@@ -134,6 +125,12 @@ def test_an_own_hook_of_metadata_is_not_passed_over() -> None:
     setting = Setting(False, connector=())
     assert make(RowScheduler, setting)._rows is not None
     assert make(OwnMetadataBelow, setting)._rows is None
+
+
+def test_vllms_own_connectors_keep_vllms_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connectors of vLLM's read every request in each step, which costs more of a request that has a row."""
+    monkeypatch.setattr(NotingConnector, "__module__", "vllm.distributed.connectors")
+    assert make(RowScheduler, Setting(False, connector=()))._rows is None
 
 
 def test_a_step_is_whole_if_its_metadata_is_made_by_others() -> None:

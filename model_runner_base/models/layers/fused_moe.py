@@ -29,7 +29,13 @@ from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from model_runner_base.models.layers.routing import check_router, select_experts
 from model_runner_base.step.rounds import MOST_UNROLLED, OneNode, State, is_traced, is_unrolled, run_rounds
-from model_runner_base.vllm_compat.probes.experts import LIMITED_SILU, ExpertsView, activation_name, experts_layers
+from model_runner_base.vllm_compat.probes.experts import (
+    LIMITED_SILU,
+    SILU_LIMIT,
+    ExpertsView,
+    activation_name,
+    experts_layers,
+)
 
 GATHER_COST = 3
 """Cost of reading an expert's weights through a gather, as a multiple of reading them in place."""
@@ -63,7 +69,7 @@ def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _limited_silu(x: torch.Tensor) -> torch.Tensor:
     """Computes HY V4's activation: SwiGLU of halves that are clamped first."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate.clamp(max=10.0)) * up.clamp(min=-10.0, max=10.0)
+    return F.silu(gate.clamp(max=SILU_LIMIT)) * up.clamp(min=-SILU_LIMIT, max=SILU_LIMIT)
 
 
 def _stepped_swiglu(x: torch.Tensor) -> torch.Tensor:
