@@ -3,6 +3,7 @@
 from inspect import signature
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import output as step_output
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -198,6 +199,21 @@ def count_step(request: Any, num_placeholders: int, step: int) -> None:
         request.num_in_flight_tokens += 1
     if step:
         request.last_sched_seq = step
+
+
+def count_read(scheduler: Any) -> None:
+    """Counts a step that is read, and frees the blocks that waited for it, as vLLM does where loads may overtake
+    steps."""
+    if getattr(scheduler, "defer_block_free", False):
+        scheduler.processed_step_seq += 1
+        scheduler._drain_deferred_frees()
+        scheduler._drain_deferred_loads()
+
+
+def is_asked_each_step(connector: Any) -> bool:
+    """Whether a KV connector has figures or events that vLLM takes with the output of each step."""
+    names = ("get_kv_connector_stats", "take_events")
+    return any(getattr(type(connector), name) is not getattr(KVConnectorBase_V1, name) for name in names)
 
 
 def show_to_connector(scheduler: Any, step: Any) -> None:

@@ -153,6 +153,13 @@ class NotingConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
 
+class QuietConnector(NotingConnector):
+    """A connector without figures and events, which vLLM's scheduler need not ask in each step."""
+
+    get_kv_connector_stats = KVConnectorBase_V1.get_kv_connector_stats  # type: ignore[assignment]
+    take_events = KVConnectorBase_V1.take_events  # type: ignore[assignment]
+
+
 def _progress(request: Any) -> tuple[Any, ...]:
     names = ("num_computed_tokens", "num_tokens", "num_output_placeholders", "num_in_flight_tokens", "last_sched_seq")
     return *(getattr(request, name, None) for name in names), len(request.block_hashes), request.is_prefill_chunk

@@ -53,7 +53,7 @@ class Setting:
     has_states: bool = False
     """Whether the model has recurrent layers, too, and so a second group."""
     connector: tuple[str, ...] | None = None
-    """Options of a ``NotingConnector`` that are on; None: there is no connector."""
+    """Options of a ``NotingConnector`` that are on, or of a ``QuietConnector``; None: there is no connector."""
     load_failures: str = "recompute"
     """The policy for blocks that a connector does not load."""
 
@@ -76,7 +76,7 @@ def config_of(setting: Setting) -> VllmConfig:
     config.cache_config.num_gpu_blocks = setting.num_blocks
     if setting.connector is not None:
         config.kv_transfer_config = KVTransferConfig(
-            kv_connector="NotingConnector",
+            kv_connector="QuietConnector" if "quiet" in setting.connector else "NotingConnector",
             kv_connector_module_path="noting_connector",
             kv_role="kv_both",
             kv_load_failure_policy=setting.load_failures,  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from model_runner_base.scheduling.rows.row_steps import RowSteps
 from model_runner_base.scheduling.rows.scheduled_rows import ScheduledRows
 
 ALL = ("loads", "delays", "writes")
+QUIET = ("quiet", *ALL)
 SETTINGS = st.builds(
     Setting,
     is_async=st.booleans(),
@@ -36,7 +37,7 @@ SETTINGS = st.builds(
     include_finished_set=st.booleans(),
     depth=st.sampled_from([2, 2, 3]),
     is_second_contract=st.sampled_from([False, DROPS_STALE_OUTPUTS]),
-    connector=st.sampled_from([(), ("loads",), ("delays",), ("loads", "delays"), ALL]),
+    connector=st.sampled_from([(), ("loads",), ("delays",), ("loads", "delays"), ALL, QUIET]),
     load_failures=st.sampled_from(["recompute", "fail"]),
 )
 HABITS = some_habits(sessions=st.just(0))
@@ -49,7 +50,7 @@ def test_lockstep(setting: Setting, habits: Habits, seed: int, look: float) -> N
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("connector", [(), ALL])
+@pytest.mark.parametrize("connector", [(), ALL, QUIET])
 def test_most_of_what_runs_has_rows(is_async: bool, connector: tuple[str, ...]) -> None:
     """Requests mostly have rows, also those with loaded prefixes; else these tests would say little."""
     setting = Setting(is_async, num_blocks=45, connector=connector)
@@ -82,6 +83,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "vLLM counts the rows' tokens, too": (RowSteps, "_update_after_schedule", Scheduler._update_after_schedule),
     "blocks that were not loaded are not noticed": (row_steps, "failed_loads", lambda transfers: False),
     "a request that a connector writes misses a step": (scheduled_rows, "count_step", lambda *args: None),
+    "a connector is not asked for figures and events": (row_steps, "is_asked_each_step", lambda connector: False),
     "readers find what was": (ScheduledRows, "bring_up_to_date", lambda self, request: None),
 }
 if DROPS_STALE_OUTPUTS:

@@ -25,9 +25,11 @@ from model_runner_base.scheduling.releases import (
     DROPS_STALE_OUTPUTS,
     advance_grammar,
     common_prefix,
+    count_read,
     failed_loads,
     has_ended_requests,
     holds_waiting,
+    is_asked_each_step,
     is_paused,
     number_step,
     show_blocks,
@@ -81,6 +83,7 @@ class RowSteps(StepHooks):
             logger.info("Requests are scheduled by vLLM's own loops, because of %s.", reason)
             return
         manager = self.kv_cache_manager
+        self._asks_connector = self.connector is not None and is_asked_each_step(self.connector)
         self._unchanged: tuple[list[int], ...] = ([],) * (len(manager.coordinator.single_type_managers) - 1)
         """New blocks of the groups after the first: none."""
         self._rows = ScheduledRows(manager, self.max_model_len, self._is_async)
@@ -271,13 +274,15 @@ class RowSteps(StepHooks):
             or step.others
             or self.finished_req_ids_dict
             or self.after_update
-            or self.connector is not None
+            or self._asks_connector
+            or model_runner_output.kv_connector_output is not None
             or has_ended_requests(self)
         ):
             rest = copy(scheduler_output)
             rest.num_scheduled_tokens = {batch.req_ids[place]: 1 for place in their_places} | step.others
             theirs = super().update_from_output(rest, model_runner_output)
         else:
+            count_read(self)
             stats = self.make_stats(cudagraph_stats=model_runner_output.cudagraph_stats)
             theirs = {} if stats is None else {0: EngineCoreOutputs(scheduler_stats=stats)}
         outputs: list[Any] = plain_outputs(batch, token_lists)
