@@ -11,13 +11,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from docs_build import kit_results, public_names, upstream_results
+from docs_build import kit_results, public_names, travel, upstream_results
 from docs_build.refusals import refusals
 from docs_build.support import DEVICES, FEATURES
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in ("architectures", "configuration", "conformance"))]
-PAGES += [f"docs/{name}.md" for name in ("public_api", "refusals", "support", "upstream", "tables/faults")]
+PAGES += [
+    f"docs/{name}.md" for name in ("public_api", "refusals", "support", "upstream", "tables/faults", "tables/travel")
+]
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -120,6 +122,11 @@ def upstream() -> str:
     return table(("file", *results), rows)
 
 
+def travelling() -> str:
+    """Bytes that a step sends between devices."""
+    return table(("model", "step", "sent by", "bytes", *travel.LINKS), travel.rows())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "faults": faults,
@@ -130,6 +137,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kit": kit,
     "signatures": signatures,
     "upstream": upstream,
+    "travelling": travelling,
 }
 
 
