@@ -58,6 +58,8 @@ class Driver:
         self.repetition_penalty = 1.0
         self.stops: list[int] = []
         self.prompts_answered = 0
+        self.num_loaded = 0
+        """Number of tokens that a KV connector has loaded."""
         self.sessions: dict[str, Session] = {}
         self.plain: dict[str, tuple[tuple[int, ...], list[int]]] = {}
 
@@ -106,6 +108,8 @@ class Driver:
         by_client, executed = self.core.step_fn()
         self.core.post_step(model_executed=executed)
         for output in (by_client or {}).values():
+            loaded = output.scheduler_stats and output.scheduler_stats.connector_prefix_cache_stats
+            self.num_loaded += loaded.hits if loaded else 0
             for one in output.outputs:
                 self.prompts_answered += one.new_prompt_logprobs_tensors is not None
                 if one.request_id in self.plain:

@@ -40,7 +40,7 @@ SETTINGS = st.builds(
     connector=st.sampled_from([(), ("loads",), ("delays",), ("loads", "delays"), ALL, QUIET]),
     load_failures=st.sampled_from(["recompute", "fail"]),
 )
-HABITS = some_habits(sessions=st.just(0))
+HABITS = some_habits(sessions=st.sampled_from([0, 0.05, 0.4]))
 
 
 @settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
@@ -58,6 +58,14 @@ def test_most_of_what_runs_has_rows(is_async: bool, connector: tuple[str, ...]) 
     assert not pair.has_failed and pair.num_rows > 0.4 * pair.num_scheduled > 800
     assert pair.num_preempted
     assert not connector or min(pair.counts.values()) > 5, pair.counts
+
+
+def test_sessions() -> None:
+    """A session's turns go on with loaded prefixes, without a failure of vLLM's own."""
+    for seed in range(4):
+        setting = Setting(is_async=seed % 2 == 0, num_blocks=(60, 300)[seed // 2], connector=ALL)
+        pair = ConnectedPair(setting, Habits(sessions=0.4), seed).run(120, 0.2)
+        assert not pair.has_failed and all(pair.counts.values()), pair.counts
 
 
 def test_rows_of_models_with_states() -> None:

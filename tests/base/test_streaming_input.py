@@ -5,14 +5,17 @@ prompt (all but the last), and the chunk follows them.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import engine
-from vllm import SamplingParams
+from greedy import generate
+from vllm import LLM, SamplingParams
 
 from model_runner_base.testing.cases import random_prompts
 from model_runner_base.testing.drafts import speculation
+from model_runner_base.testing.kept_blocks import KeptBlocks, transfer_config
 from model_runner_base.testing.models import TinyModel
 from model_runner_base.testing.reference import Request, check_tokens
 from model_runner_base.testing.sessions import OUTPUTS, Driver, Session
@@ -74,26 +77,49 @@ def test_sessions_among_other_requests(
         driver.check(model)
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-def test_preempted_sessions(is_async: bool, tiny_model: Callable[[str], TinyModel]) -> None:
-    """A session is preempted in the middle of a chunk, as blocks are few, and resumes with all of its tokens."""
+@pytest.mark.parametrize(
+    ("is_async", "elsewhere"),
+    [
+        (True, {}),
+        (False, {}),
+        (True, {"kv_offloading_size": 0.01}),
+        (False, {"kv_transfer_config": transfer_config()}),
+    ],
+    ids=["async", "sync", "async, blocks on the host", "sync, a connector"],
+)
+def test_preempted_sessions(is_async: bool, elsewhere: dict[str, Any], tiny_model: Callable[[str], TinyModel]) -> None:
+    """A session is preempted in the middle of a chunk, as blocks are few, and resumes with all of its tokens.
+
+    With a KV connector it may load what it resumes with.
+    """
+    KeptBlocks.forget()
     model = tiny_model("llama")
-    options = {"async_scheduling": is_async, "block_size": 16, "num_gpu_blocks_override": 14}
+    options = {"async_scheduling": is_async, "block_size": 16, "num_gpu_blocks_override": 14} | elsewhere
     with engine(model.path, max_model_len=160, max_num_seqs=3, enforce_eager=True, **options) as llm:
-        driver = Driver(llm)
-        # 13 blocks: enough for both sessions to their end, not for the growth of all three requests at once.
-        driver.ask("plain", random_prompts(40, [60])[0])
-        for name in ("first", "second"):
-            driver.open(Session(name, random_prompts(len(name), [60, 4, 4])))
-            for _ in range(3):
-                driver.feed(driver.sessions[name])
-        requests = dict(driver.core.scheduler.requests)
-        for _ in range(500):
-            if not driver.is_open():
-                break
-            driver.step()
-        assert requests["second"].num_preemptions, "nothing was preempted"
-        driver.check(model)
+        for turn in range(2 if elsewhere else 1):
+            num_loaded = check_preempted(llm, model)
+            assert num_loaded or not turn, "a prompt that comes again is not loaded"
+            generate(llm, random_prompts(41, [5]))  # Stores begin with the next step.
+            assert llm.reset_prefix_cache()
+
+
+def check_preempted(llm: LLM, model: TinyModel) -> int:
+    """Returns the number of tokens that were loaded."""
+    driver = Driver(llm)
+    # 13 blocks: enough for both sessions to their end, not for the growth of all three requests at once.
+    driver.ask("plain", random_prompts(40, [60])[0])
+    for name in ("first", "second"):
+        driver.open(Session(name, random_prompts(len(name), [60, 4, 4])))
+        for _ in range(3):
+            driver.feed(driver.sessions[name])
+    requests = dict(driver.core.scheduler.requests)
+    for _ in range(500):
+        if not driver.is_open():
+            break
+        driver.step()
+    assert requests["second"].num_preemptions, "nothing was preempted"
+    driver.check(model)
+    return driver.num_loaded
 
 
 def test_penalties_count_the_prompt_so_far(tiny_model: Callable[[str], TinyModel]) -> None:
