@@ -7,10 +7,12 @@ images, adapters, embeddings or a salt are left out, since their blocks do not d
 """
 
 import hashlib
-import os
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,6 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 Block = tuple[str, int]
 """Name of a block's files, and the block's id."""
+HALF = ".half"
+"""End of the name of a file that is being written."""
 
 
 @dataclass
@@ -45,6 +49,8 @@ class BlockFiles(KVConnectorBase_V1):
         self._directory = Path(transfer.kv_connector_extra_config["directory"])
         self._directory.mkdir(parents=True, exist_ok=True)
         self._reads, self._writes = transfer.is_kv_consumer, transfer.is_kv_producer
+        if self._writes:
+            self._remove_halves()
         self._size = cache.block_size
         self._rank, self._num_ranks = vllm_config.parallel_config.rank, vllm_config.parallel_config.world_size
         self._alike = repr((model.model, str(model.dtype), cache.cache_dtype, self._size, self._num_ranks))
@@ -66,6 +72,13 @@ class BlockFiles(KVConnectorBase_V1):
 
     def _path(self, name: str, rank: int) -> Path:
         return self._directory / f"{name}.{rank}"
+
+    def _remove_halves(self) -> None:
+        """Removes what engines have left that were killed while they wrote; a write takes less than a minute."""
+        for half in self._directory.glob(f"*{HALF}"):
+            with suppress(FileNotFoundError):  # Another engine may rename or remove it.
+                if half.stat().st_mtime < time.time() - 60:
+                    half.unlink()
 
     # ---- The scheduler's half ----
 
@@ -160,9 +173,9 @@ class BlockFiles(KVConnectorBase_V1):
         assert isinstance(work, Work)
         for name, block in {pair for blocks in work.saves.values() for pair in blocks}:
             path = self._path(name, self._rank)
-            partial = path.with_suffix(f".{os.getpid()}")
-            torch.save({layer: cache[block].to("cpu", copy=True) for layer, cache in self._caches.items()}, partial)
-            partial.replace(path)  # A reader finds a whole file or none.
+            half = path.with_name(f"{uuid4().hex}{HALF}")
+            torch.save({layer: cache[block].to("cpu", copy=True) for layer, cache in self._caches.items()}, half)
+            half.replace(path)  # A reader finds a whole file or none.
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         read, self._read = self._read, set()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,9 @@ def options(model: TinyModel, role: str, directory: Path) -> dict[str, Any]:
 
 def test_two_engines(tiny_model: Callable[[str], TinyModel], tmp_path: Path) -> None:
     """Tokens are those of one engine: blocks of prompts come from the first, or are computed if a file is broken."""
-    model = tiny_model("llama")
+    model, half = tiny_model("llama"), tmp_path / "block.half"
+    half.touch()  # An engine was killed while it wrote it.
+    os.utime(half, (0, 0))
     with engine(model.path, **options(model, "kv_producer", tmp_path)) as llm:
         generate(llm, PROMPTS, 1)
         assert metric(llm, LOADED) == 0
